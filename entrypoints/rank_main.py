@@ -1,0 +1,123 @@
+"""What each process of a local launch runs before it becomes the script.
+
+It does three things and then gets out of the way:
+
+* It moves its standard output and error onto this rank's own channels (the launcher's named pipes,
+  or for rank 0 a terminal), so the launcher knows who wrote what, and a script that asks whether it
+  writes to a terminal gets the right answer.
+* It runs the script so that it sees what `python script.py args` gives.
+* If the script fails it leaves a failure record and ends at once. It must not leave the normal way:
+  on exit mpi4py calls MPI_Finalize, which waits for peers that in turn wait for this rank.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import runpy
+import sys
+import traceback
+import types
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+from smp_lite.errors_record import ERROR_DIR_VARIABLE, record_failure
+
+__all__ = ["main"]
+
+_OUR_FRAMES = frozenset({__file__, "<frozen runpy>"})
+
+
+def main(argv: list[str]) -> None:
+    """Run `argv`, which is `script args...` or `-m module args...`, as this rank."""
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    run_dir = Path(os.environ[ERROR_DIR_VARIABLE])
+    (run_dir / f"rank{rank}.pid").write_text(str(os.getpid()))
+    for descriptor, stream in ((1, "stdout"), (2, "stderr")):
+        channel = os.open(run_dir / f"rank{rank}.{stream}", os.O_WRONLY | os.O_NOCTTY)
+        os.dup2(channel, descriptor)
+        os.close(channel)
+    try:
+        if argv[0] == "-m":
+            _run_module(argv[1], argv[2:])
+        else:
+            _run_script(argv[0], argv[1:])
+    except SystemExit as stop:
+        code, text = _exit_code(stop.code)
+        if code != 0:
+            _fail(text, rank, code)
+    except BaseException as error:
+        _call_custom_hook(error, rank)
+        _fail(_traceback_text(error), rank, 1)
+
+
+def _run_script(script: str, args: list[str]) -> None:
+    """As `python script args`: the module stays in place afterwards, for exit handlers and
+    pickling, which is why this is not `runpy.run_path`."""
+    path = os.path.abspath(script)
+    module = types.ModuleType("__main__")
+    loader = SourceFileLoader("__main__", path)
+    module.__dict__.update(
+        __file__=path, __cached__=None, __loader__=loader, __builtins__=__builtins__
+    )
+    sys.modules["__main__"] = module
+    sys.argv = [script, *args]
+    _set_first_path(os.path.dirname(os.path.realpath(path)))
+    with io.open_code(path) as file:
+        source = file.read()
+    exec(compile(source, path, "exec"), module.__dict__)
+
+
+def _run_module(name: str, args: list[str]) -> None:
+    """As `python -m name args`."""
+    sys.argv = [name, *args]
+    _set_first_path(os.getcwd())
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _set_first_path(directory: str) -> None:
+    # This process was started with -P; the user may have asked for the same by this variable.
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, directory)
+
+
+def _exit_code(code: object) -> tuple[int, str]:
+    """The exit status for `sys.exit(code)`, and what to say, by Python's own rules."""
+    if code is None:
+        return 0, ""
+    if isinstance(code, int):
+        return code & 0xFF, f"sys.exit({code})\n"
+    return 1, f"{code}\n"
+
+
+def _traceback_text(error: BaseException) -> str:
+    """The traceback as a plain run of the script would print it, without this file's frames."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in _OUR_FRAMES:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def _call_custom_hook(error: BaseException, rank: int) -> None:
+    """A hook that the script installed gets its call, after the record is safe."""
+    if sys.excepthook is sys.__excepthook__:
+        return
+    record_failure(_traceback_text(error), rank)
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except Exception:
+        traceback.print_exc()
+
+
+def _fail(text: str, rank: int, code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass
+    record_failure(text, rank, code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,46 @@
+"""SageMaker's model-parallel API for any eager PyTorch model.
+
+``import smp_lite as smp``. Public names load when first used (PEP 562), so that ``smp_lite.config`` and
+``smp_lite.plan`` can be imported without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "api": """CommGroup RankType WORLD MP_GROUP DP_GROUP PP_GROUP TP_GROUP RDP_GROUP rank size local_rank
+        local_size mp_rank mp_size get_mp_group dp_rank dp_size get_dp_group pp_rank pp_size get_pp_group
+        tp_rank tp_size get_tp_group rdp_rank rdp_size get_rdp_group get_world_process_group
+        get_mp_process_group get_dp_process_group get_pp_process_group get_tp_process_group
+        get_rdp_process_group is_tracing broadcast send recv_from allgather barrier mp_barrier dp_barrier
+        pp_barrier tp_barrier rdp_barrier partition set_partition""",
+    "session": "init init_in_memory is_initialized reset",
+    "step_context": "step",
+    "model": "DistributedModel",
+    "optimizer": "DistributedOptimizer",
+    "record.microbatch": "StepOutput",
+    "checkpoint": "save load save_checkpoint resume_from_checkpoint",
+    "comm.waiting": "set_watchdog",
+    "errors": "SMPError SMPMismatch SMPTimeout",
+    "progress": "progress",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+__all__ = sorted([*_HOME_OF, "state"])  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name == "state":
+        return importlib.import_module(".session", __name__).current()
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{home}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

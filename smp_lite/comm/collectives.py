@@ -1,0 +1,98 @@
+"""Sums and broadcasts over the data-parallel group, started now and finished later.
+
+Two makes of one interface: :class:`C10dCollectives` over a torch process group (``ddp: True``) and
+:class:`MPICollectives` (``horovod: True``, as a Horovod job would do it).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def done(self) -> bool:
+        """Polls; once True, the tensor holds the result."""
+
+
+class Collectives(Protocol):
+    """In place, on contiguous tensors; every member must start the same ones in the same order."""
+
+    size: int
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Sum over the group."""
+
+    def broadcast(self, tensor: torch.Tensor) -> Pending:
+        """From group rank 0."""
+
+
+class C10dCollectives:
+    """Over a torch process group."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        return _Work(dist.all_reduce(tensor, group=self.group, async_op=True))
+
+    def broadcast(self, tensor: torch.Tensor) -> Pending:
+        return _Work(dist.broadcast(tensor, group_src=0, group=self.group, async_op=True))
+
+
+class _Work:
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def done(self) -> bool:
+        if self._work is not None and self._work.is_completed():
+            self._work.wait()  # raises what went wrong
+            self._work = None
+        return self._work is None
+
+
+class MPICollectives:
+    """Over an MPI communicator; 16-bit floats, which MPI does not know, are summed in 32 bits."""
+
+    def __init__(self, comm: Any) -> None:
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self.comm = comm
+        self.size = comm.Get_size()
+        self._types = {
+            torch.float32: MPI.FLOAT,
+            torch.float64: MPI.DOUBLE,
+            torch.int64: MPI.INT64_T,
+            torch.int32: MPI.INT32_T,
+            torch.uint8: MPI.UINT8_T,
+            torch.complex64: MPI.C_FLOAT_COMPLEX,
+            torch.complex128: MPI.C_DOUBLE_COMPLEX,
+        }
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        work = tensor if tensor.dtype in self._types else tensor.float()
+        memory = self._mpi.buffer.fromaddress(work.data_ptr(), work.numel() * work.element_size())
+        request = self.comm.Iallreduce(self._mpi.IN_PLACE, [memory, self._types[work.dtype]])
+        return _Request(request, work, tensor)
+
+    def broadcast(self, tensor: torch.Tensor) -> Pending:
+        memory = self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+        return _Request(self.comm.Ibcast([memory, self._mpi.BYTE], root=0), tensor, tensor)
+
+
+class _Request:
+    def __init__(self, request: Any, work: torch.Tensor, target: torch.Tensor) -> None:
+        self._request, self._work, self._target = request, work, target
+
+    def done(self) -> bool:
+        if self._request is not None and self._request.Test():
+            if self._work is not self._target:
+                self._target.copy_(self._work)
+            self._request = None
+        return self._request is None

@@ -1,0 +1,189 @@
+"""The ranks of one mp group, as the runtime sees them: who plays which stage.
+
+:class:`OneProcess` plays all stages by turns in one process, which is how the library is tested and
+debugged without MPI. :class:`MPIPeers` plays one. Both drive the executors' generators, make values of one
+stage known to all, and compare what the ranks recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import SMPError, SMPMismatch
+from ..record.placed import TensorMeta
+from .layout import arrival, departure
+from .waiting import wait_until
+from .world import World
+
+PACK_BELOW_BYTES = 1 << 16
+
+
+class Peers(Protocol):
+    """What the step runner needs of the mp group."""
+
+    stages: frozenset[int]
+    """Stages that this process plays."""
+
+    def drive(self, generators: Mapping[int, Iterator[str]]) -> None:
+        """Runs the generators of this process's stages to their ends."""
+
+    def share(self, items: Sequence[tuple[int, TensorMeta, torch.Tensor | None]]) -> list[torch.Tensor]:
+        """For each (owner stage, metadata, tensor on the owner): the tensor's data, on every rank."""
+
+    def share_object(self, payload: Any, stage: int, what: str) -> Any:
+        """The owner's object on every rank."""
+
+    def compare(self, digests: Sequence[int], explain: Callable[[], list[list[str]]], what: str) -> None:
+        """Raises :class:`SMPMismatch` unless all ranks give equal digests."""
+
+
+class OneProcess:
+    """All stages in this process."""
+
+    def __init__(self, num_stages: int) -> None:
+        self.stages = frozenset(range(num_stages))
+
+    def drive(self, generators: Mapping[int, Iterator[str]]) -> None:
+        waiting = dict(generators)
+        before: list[str] = []
+        while waiting:
+            reasons = []
+            for stage, generator in list(waiting.items()):
+                try:
+                    reasons.append(next(generator))
+                except StopIteration:
+                    del waiting[stage]
+            if reasons and reasons == before:
+                raise SMPError(f"all stages wait: {'; '.join(reasons)}")
+            before = reasons
+
+    def share(self, items: Sequence[tuple[int, TensorMeta, torch.Tensor | None]]) -> list[torch.Tensor]:
+        found = []
+        for _, _, tensor in items:
+            assert tensor is not None
+            found.append(tensor.detach())
+        return found
+
+    def share_object(self, payload: Any, stage: int, what: str) -> Any:
+        return payload
+
+    def compare(self, digests: Sequence[int], explain: Callable[[], list[list[str]]], what: str) -> None:
+        pass
+
+
+class MPIPeers:
+    """One stage in this process; the others in other ranks of the mp group.
+
+    Args:
+        world: the job.
+        stage_of_rank: for each member of the mp group, in group order, its stage.
+    """
+
+    def __init__(self, world: World, stage_of_rank: Sequence[int]) -> None:
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self.world = world
+        self.ranks = world.group("MP")
+        self.group_rank = world.group_rank("MP")
+        self.stages = frozenset({stage_of_rank[self.group_rank]})
+        self._rank_of_stage = {stage: i for i, stage in enumerate(stage_of_rank)}
+        self._comm = world.group_comm("MP").Dup()
+
+    def drive(self, generators: Mapping[int, Iterator[str]]) -> None:
+        for generator in generators.values():
+            reason = next(generator, None)
+            while reason is not None:
+                stuck = reason
+
+                def moved(generator: Iterator[str] = generator, stuck: str = stuck) -> bool:
+                    nonlocal reason
+                    reason = next(generator, None)
+                    return reason != stuck
+
+                wait_until(moved, lambda stuck=stuck: self._blame(stuck))  # type: ignore[misc]
+
+    def _blame(self, reason: str) -> str:
+        return f"rank {self.world.rank}: {reason} (mp group {list(self.ranks)})"
+
+    def share(self, items: Sequence[tuple[int, TensorMeta, torch.Tensor | None]]) -> list[torch.Tensor]:
+        results: list[torch.Tensor | None] = [None] * len(items)
+        small: dict[int, list[int]] = {}
+        for i, (stage, meta, tensor) in enumerate(items):
+            if meta.num_bytes < PACK_BELOW_BYTES:
+                small.setdefault(stage, []).append(i)
+            else:
+                here = departure(tensor, meta) if tensor is not None else arrival(meta)
+                self._broadcast(here, meta.num_bytes, stage)
+                results[i] = here
+        for stage, indices in sorted(small.items()):
+            self._share_packed(stage, indices, items, results)
+        return [result for result in results if result is not None]
+
+    def _share_packed(
+        self,
+        stage: int,
+        indices: list[int],
+        items: Sequence[tuple[int, TensorMeta, torch.Tensor | None]],
+        results: list[torch.Tensor | None],
+    ) -> None:
+        """Small tensors of one stage travel in one message, each at a multiple of 16 bytes."""
+        offsets, total = [], 0
+        for i in indices:
+            offsets.append(total)
+            total += -(-items[i][1].num_bytes // 16) * 16
+        pack = torch.empty(total, dtype=torch.uint8)
+        mine = stage in self.stages
+        for i, offset in zip(indices, offsets, strict=True):
+            _, meta, tensor = items[i]
+            slot = pack[offset : offset + meta.num_bytes].view(meta.dtype).view(meta.shape)
+            if mine:
+                assert tensor is not None
+                slot.copy_(tensor.detach())
+            results[i] = slot
+        if total:
+            self._broadcast(pack, total, stage)
+        for i in indices:
+            # Its own memory: a kept loss must not keep the whole message.
+            kept = results[i]
+            assert kept is not None
+            results[i] = kept.clone()
+
+    def _broadcast(self, tensor: torch.Tensor, num_bytes: int, stage: int) -> None:
+        memory = self._mpi.buffer.fromaddress(tensor.data_ptr(), num_bytes)
+        request = self._comm.Ibcast([memory, self._mpi.BYTE], root=self._rank_of_stage[stage])
+        wait_until(
+            request.Test, lambda: self._blame(f"a result of stage {stage} did not reach all its peers")
+        )
+
+    def share_object(self, payload: Any, stage: int, what: str) -> Any:
+        found = self.world.exchange(payload if stage in self.stages else None, "MP", what)
+        return found[self._rank_of_stage[stage]]
+
+    def compare(self, digests: Sequence[int], explain: Callable[[], list[list[str]]], what: str) -> None:
+        mine = torch.tensor([digest & ((1 << 62) - 1) for digest in digests], dtype=torch.int64)
+        theirs = torch.empty(len(self.ranks), len(mine), dtype=torch.int64)
+        request = self._comm.Iallgather(mine.numpy(), theirs.numpy())
+        wait_until(request.Test, lambda: self._blame(f"not all mp ranks reached {what}"))
+        for i in range(len(mine)):
+            column = theirs[:, i]
+            if bool((column != column[0]).any()):
+                lines = [found[i] for found in self.world.exchange(explain(), "MP", f"{what} mismatch")]
+                raise SMPMismatch(_first_difference(what, lines, self.ranks))
+
+
+def _first_difference(what: str, lines: list[list[str]], ranks: Sequence[int]) -> str:
+    """Names the first line in which two ranks differ."""
+    for number in range(max(map(len, lines))):
+        row = [found[number] if number < len(found) else "nothing" for found in lines]
+        for member, text in enumerate(row):
+            if text != row[0]:
+                return (
+                    f"{what} differs: rank {ranks[member]} recorded call {number} = {text}, "
+                    f"rank {ranks[0]} = {row[0]}. All ranks of an mp group must see the same batch and "
+                    "take the same branches: seed and shard data by smp.dp_rank(), never by smp.rank()"
+                )
+    return f"{what} differs between ranks {list(ranks)}"

@@ -1,0 +1,79 @@
+"""Every wait in the library: polls, with a limit, and says for whom it waited.
+
+Polling instead of blocking keeps the process able to notice that the limit has passed. The pauses grow:
+first it only yields the processor (a message takes tens of microseconds), then it sleeps, so that ranks
+that share a core do not steal it from the one they wait for.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from ..errors import SMPTimeout
+
+WATCHDOG_VARIABLE = "SMP_LITE_WATCHDOG_S"
+DEFAULT_WATCHDOG_S = 300.0
+
+_YIELD_FOR_S = 0.002
+_SLEEP_S = 0.00005
+_LONGEST_SLEEP_S = 0.001
+
+_watchdog_s: float | None = None
+
+
+def watchdog_s() -> float:
+    """How long anything may wait, in seconds: :func:`set_watchdog`, else the variable, else 300.
+
+    Raises:
+        ValueError: the variable is no positive number.
+    """
+    if _watchdog_s is not None:
+        return _watchdog_s
+    text = os.environ.get(WATCHDOG_VARIABLE)
+    if text is None:
+        return DEFAULT_WATCHDOG_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise ValueError(f"{WATCHDOG_VARIABLE}={text!r}: give a positive number of seconds")
+    return seconds
+
+
+def set_watchdog(seconds: float | None) -> None:
+    """Sets the limit of all waits in this process; None goes back to the variable or the default."""
+    global _watchdog_s
+    if seconds is not None and seconds <= 0:
+        raise ValueError(f"set_watchdog({seconds}): give a positive number of seconds")
+    _watchdog_s = seconds
+
+
+def wait_until(test: Callable[[], bool], what: Callable[[], str]) -> None:
+    """Polls ``test`` until it is true.
+
+    Args:
+        test: must be cheap, and drive the transfer that it waits for.
+        what: says for whom and for what, if the limit passes.
+
+    Raises:
+        SMPTimeout: the watchdog's limit has passed.
+    """
+    if test():
+        return
+    start = time.monotonic()
+    limit, pause = watchdog_s(), _SLEEP_S
+    while not test():
+        waited = time.monotonic() - start
+        if waited < _YIELD_FOR_S:
+            os.sched_yield()
+            continue
+        if waited > limit:
+            raise SMPTimeout(
+                f"waited {limit:g} s: {what()}. "
+                f"(The limit is set by smp.set_watchdog(seconds) or {WATCHDOG_VARIABLE}.)"
+            )
+        time.sleep(pause)
+        pause = min(pause * 1.5, _LONGEST_SLEEP_S)

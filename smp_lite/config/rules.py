@@ -1,0 +1,130 @@
+"""Rules that look at more than one parameter, or at the number of processes.
+
+Order and texts are those of the SageMaker SDK's ``validate_mp_config``. Rules are added where it
+lets nonsense through: two different numbers of partitions, a negative ``default_partition``, a port
+above the largest, and ``load_partition`` without a file.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from smp_lite.config.errors import ConfigError, complaint
+
+if TYPE_CHECKING:
+    from smp_lite.config.config import Config
+
+__all__ = ["check_across_fields", "check_world_size"]
+
+_LARGEST_PORT = 65535
+
+
+def check_across_fields(config: Config) -> None:
+    """Raises ConfigError for the first rule that ``config``, whose types are right, breaks."""
+    if config.partitions != config.pipeline_parallel_degree:
+        raise ConfigError(
+            f"partitions={config.partitions} and pipeline_parallel_degree="
+            f"{config.pipeline_parallel_degree} are two names of one parameter and must agree: "
+            "leave one of them out"
+        )
+    _check_partition_file(config)
+    _check_default_partition(config)
+    if not 0.0 <= config.memory_weight <= 1.0:
+        _fail(
+            "memory_weight must be between 0.0 and 1.0!",
+            config,
+            "memory_weight",
+            "0.0 balances computation only, 1.0 memory only",
+        )
+    _check_data_parallel(config)
+
+
+def _check_partition_file(config: Config) -> None:
+    if "partition_file" in config.model_fields_set and config.partition_file is None:
+        _fail("'partition_file' must be a str.", config, "partition_file", "write a path")
+    if config.load_partition and not config.partition_file:
+        _fail(
+            "load_partition needs 'partition_file' to be set as well.",
+            config,
+            "load_partition",
+            "give the path of the stored decision, or leave load_partition out",
+        )
+
+
+def _check_default_partition(config: Config) -> None:
+    if not config.auto_partition and "default_partition" not in config.model_fields_set:
+        _fail(
+            "default_partition must be supplied if auto_partition is set to False!",
+            config,
+            "auto_partition",
+            "with default_partition=0, modules outside any smp.partition context go to partition 0",
+        )
+    way_out = f"write a number from 0 to {config.partitions - 1}"
+    if config.default_partition < 0:
+        _fail("default_partition must not be negative.", config, "default_partition", way_out)
+    if config.default_partition >= config.partitions:
+        _fail(
+            "default_partition must be less than the number of partitions!",
+            config,
+            "default_partition",
+            f"{way_out}, as partitions is {config.partitions}",
+        )
+
+
+def _check_data_parallel(config: Config) -> None:
+    given = config.model_fields_set
+    for key in ("ddp_port", "ddp_dist_backend"):
+        if key in given and "ddp" not in given:
+            _fail(
+                f"`{key}` needs `ddp` to be set as well.",
+                config,
+                key,
+                f"add ddp=True, or leave {key} out",
+            )
+    port = config.ddp_port
+    if "ddp_port" in given and (port is None or not 0 <= port <= _LARGEST_PORT):
+        _fail(
+            f"Invalid port number {port}.",
+            config,
+            "ddp_port",
+            f"write an integer from 0 to {_LARGEST_PORT}, or leave it out",
+        )
+    if config.ddp and config.horovod:
+        _fail(
+            "'ddp' and 'horovod' cannot be simultaneously enabled.",
+            config,
+            "horovod",
+            "leave one of the two out",
+        )
+
+
+def _fail(text: str, config: Config, key: str, way_out: str) -> None:
+    raise ConfigError(complaint(text, key, getattr(config, key), way_out))
+
+
+def check_world_size(config: Config, world_size: int) -> None:
+    """Raises ConfigError unless ``world_size`` processes hold a whole number of model replicas.
+
+    Args:
+        config: the checked parameters.
+        world_size: number of processes of the job.
+    """
+    partitions = config.partitions
+    if world_size < partitions:
+        raise ConfigError(
+            f"fewer processes than partitions: {world_size} < partitions={partitions}; start "
+            f"{partitions} processes or a multiple of that, or set partitions to {world_size} or "
+            "less"
+        )
+    num_replicas, rest = divmod(world_size, partitions)
+    if rest:
+        raise ConfigError(
+            f"the number of processes is not a multiple of partitions: {world_size} processes, "
+            f"partitions={partitions}; start {num_replicas * partitions} or "
+            f"{(num_replicas + 1) * partitions} processes, or let partitions divide {world_size}"
+        )
+    if num_replicas > 1 and not (config.ddp or config.horovod):
+        raise ConfigError(
+            f"{world_size} processes hold {num_replicas} replicas of partitions={partitions}, but "
+            f"data parallelism is off: set ddp: True, or start exactly {partitions} processes"
+        )

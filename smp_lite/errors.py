@@ -1,0 +1,15 @@
+"""The errors that a user of the library can meet."""
+
+from __future__ import annotations
+
+
+class SMPError(RuntimeError):
+    """A rule of the library was broken; the text says which and what to do instead."""
+
+
+class SMPTimeout(SMPError):
+    """Something waited longer than the watchdog allows; the text says for whom."""
+
+
+class SMPMismatch(SMPError):
+    """Ranks that must do the same did different things."""

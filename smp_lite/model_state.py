@@ -1,0 +1,120 @@
+"""State dicts of a model of which each mp rank holds a part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import SMPError
+from .runtime.model_runtime import ModelRuntime
+from .session import Session
+
+PARTIAL_KEY = "_smp_is_partial"
+
+
+class ModelState:
+    """Reads and writes the state of the wrapped module on this rank."""
+
+    def __init__(self, session: Session, module: nn.Module, runtime: ModelRuntime | None) -> None:
+        self.session = session
+        self.module = module
+        self.runtime = runtime
+
+    def local(self) -> dict[str, Any]:
+        """Entries of this rank's stage; all of them before partition."""
+        full = self.module.state_dict()
+        if self.runtime is None:
+            return {**full, PARTIAL_KEY: True}
+        buffers = {name for name, _ in self.runtime.placement.local_buffers(self.runtime.peers.stages)}
+        every_buffer = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
+        local = {
+            key: value
+            for key, value in full.items()
+            if (key in buffers if key in every_buffer else not _is_away(value))
+        }
+        return {**local, PARTIAL_KEY: True}
+
+    def whole(self, *, gather_to_rank0: bool = False) -> dict[str, Any]:
+        """All entries on CPU, in the module's order; collective over the mp group."""
+        local = self.local()
+        local.pop(PARTIAL_KEY)
+        mine = {key: _to_cpu(value) for key, value in local.items()}
+        if self.session.world is None or self.runtime is None:
+            return mine
+        world = self.session.world
+        if gather_to_rank0:
+            first = world.group_rank("MP") == 0
+            parts = world.gather(mine, "MP", "model.state_dict")
+            if not first:
+                return {}
+            assert parts is not None
+        else:
+            parts = world.exchange(mine, "MP", "model.state_dict")
+        found: dict[str, Any] = {}
+        for part in parts:
+            found.update(part)
+        return {key: found[key] for key in self.module.state_dict() if key in found}
+
+    def merged(self, state: dict[str, Any], same_partition_load: bool) -> dict[str, Any]:
+        """The dict to load: partial ones of all mp ranks are merged, unless this rank's own will do."""
+        state = dict(state)
+        partial = state.pop(PARTIAL_KEY, False)
+        if not partial or same_partition_load or self.session.world is None:
+            return {**state, PARTIAL_KEY: partial}
+        merged: dict[str, Any] = {}
+        for part in self.session.world.exchange(state, "MP", "model.load_state_dict"):
+            merged.update(part)
+        return {**merged, PARTIAL_KEY: False}
+
+    def load(self, state: dict[str, Any], *, strict: bool) -> Any:
+        """Copies the entries of this rank's stage into place.
+
+        Raises:
+            SMPError: ``strict`` and keys are missing or unknown.
+        """
+        state = dict(state)
+        partial = state.pop(PARTIAL_KEY, False)
+        own = self.module.state_dict(keep_vars=True)
+        missing = [
+            key for key, value in own.items() if key not in state and not (partial and _is_away(value))
+        ]
+        unknown = [key for key in state if key not in own]
+        if strict and (missing or (unknown and not partial)):
+            raise SMPError(
+                f"load_state_dict: missing keys {missing[:5]}, unknown keys {unknown[:5]} "
+                "(strict=False ignores both)"
+            )
+        local = {key: value for key, value in state.items() if key in own and not _is_away(own[key])}
+        result = self.module.load_state_dict(local, strict=False)
+        result.missing_keys[:] = missing
+        result.unexpected_keys[:] = unknown
+        return result
+
+    @torch.no_grad()
+    def materialise(self, state: dict[str, Any]) -> None:
+        """Gives every parameter of the module its memory back, with this state."""
+        made: dict[int, nn.Parameter] = {}
+        for part in self.module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is None or not _is_away(parameter):
+                    continue
+                if id(parameter) not in made:
+                    key = next(
+                        full
+                        for full, value in self.module.named_parameters(remove_duplicate=False)
+                        if value is parameter
+                    )
+                    made[id(parameter)] = nn.Parameter(state[key].clone(), parameter.requires_grad)
+                part._parameters[name] = made[id(parameter)]
+        self.module.load_state_dict(state)
+
+
+def _is_away(value: Any) -> bool:
+    """Whether another rank holds it."""
+    return isinstance(value, torch.Tensor) and value.device.type == "meta"
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value

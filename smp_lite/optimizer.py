@@ -1,0 +1,214 @@
+"""``smp.DistributedOptimizer``: any torch optimizer, restricted to this rank's parameters after partition.
+
+Follows the SMP API reference ("smdistributed.modelparallel.torch.DistributedOptimizer"). Each rank keeps
+optimizer state for its own stage only. State dicts name parameters by their position in the whole model,
+as a plain optimizer's do, so a whole one (gathered over the mp group) loads into a plain optimizer and the
+other way round.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import session as session_module
+from .errors import SMPError
+from .model_state import PARTIAL_KEY
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Wraps an optimizer that was built with the model's parameters.
+
+    It is an ``Optimizer`` by type, so that learning rate schedulers accept it, but holds nothing of its own:
+    parameter groups and state are the inner optimizer's.
+
+    Args:
+        optimizer: a ``torch.optim.Optimizer`` over parameters of the (wrapped or plain) model.
+        static_loss_scale, dynamic_loss_scale, dynamic_loss_args: for fp16, which is not supported yet; only
+            their defaults are accepted.
+
+    Attributes:
+        optimizer: the inner optimizer; everything not defined here is asked of it.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict[str, Any] | None = None,
+        **more_dynamic_loss_args: Any,
+    ) -> None:
+        session = session_module.current()
+        if session.model is None:
+            raise SMPError("wrap the model with smp.DistributedModel before the optimizer")
+        if isinstance(optimizer, DistributedOptimizer):
+            raise SMPError("the optimizer is a DistributedOptimizer already")
+        if static_loss_scale != 1.0 or dynamic_loss_scale or dynamic_loss_args or more_dynamic_loss_args:
+            raise SMPError(
+                "loss scaling belongs to fp16, which is not supported yet: leave static_loss_scale, "
+                "dynamic_loss_scale and dynamic_loss_args at their defaults"
+            )
+        self.optimizer = optimizer
+        self._session = session
+        self._pending: dict[str, Any] | None = None
+        self._order: list[list[int]] = []  # positions of the local parameters in each group
+        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
+        session.optimizer = self
+        self._slots = self._find_slots()
+        if session.model.partitioned:
+            self.after_partition()
+
+    def _find_slots(self) -> list[list[str | None]]:
+        """For each group, the model's name of each parameter (None: not the model's)."""
+        assert self._session.model is not None
+        names = {id(p): name for name, p in self._session.model.module.named_parameters()}
+        return [
+            [names.get(id(parameter)) for parameter in group["params"]]
+            for group in self.optimizer.param_groups
+        ]
+
+    def after_partition(self) -> None:
+        """Keeps the parameters of this rank's stage; called once by the model."""
+        model = self._session.model
+        assert model is not None
+        live = dict(model.module.named_parameters())
+        self._order = []
+        position = 0
+        for group, names in zip(self.optimizer.param_groups, self._slots, strict=True):
+            kept: list[nn.Parameter] = []
+            order: list[int] = []
+            for name, parameter in zip(names, group["params"], strict=True):
+                current = live[name] if name is not None else parameter
+                if current.device.type != "meta":
+                    kept.append(current)
+                    order.append(position)
+                elif parameter in self.optimizer.state:
+                    del self.optimizer.state[parameter]
+                position += 1
+            group["params"] = kept
+            self._order.append(order)
+
+    def load_pending(self) -> None:
+        if self._pending is not None:
+            state, self._pending = self._pending, None
+            self._load(state)
+
+    # The optimizer's own methods ----------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; only before partition, where all ranks see the same parameters."""
+        assert self._session.model is not None
+        if self._session.model.partitioned:
+            raise SMPError("add_param_group after partition: add the group before the first step")
+        self.optimizer.add_param_group(param_group)
+        self._sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        self._slots = self._find_slots()
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+        """One optimizer step; nothing happens on a rank whose stage owns no parameters."""
+        if not any(group["params"] for group in self.optimizer.param_groups):
+            return None
+        return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
+        """This rank's part, with parameters numbered as in the whole model; marked partial."""
+        state = self.optimizer.state_dict()
+        if self._order:
+            flat = [position for order in self._order for position in order]
+            renumber = dict(enumerate(flat))
+            state = {
+                "state": {renumber[i]: value for i, value in state["state"].items()},
+                "param_groups": [
+                    {**group, "params": [renumber[i] for i in group["params"]]}
+                    for group in state["param_groups"]
+                ],
+            }
+        return {**state, PARTIAL_KEY: True}
+
+    def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        """The whole state. Collective over the mp group.
+
+        Args:
+            gather_to_rank0: only mp rank 0 gets it; the others get ``{}``.
+        """
+        local = self.local_state_dict()
+        local.pop(PARTIAL_KEY)
+        if self._session.world is None or not self._order:
+            return local
+        world = self._session.world
+        parts = world.exchange(_to_cpu(local), "MP", "optimizer.state_dict")
+        if gather_to_rank0 and world.group_rank("MP") != 0:
+            return {}
+        state: dict[int, Any] = {}
+        for part in parts:
+            state.update(part["state"])
+        groups = []
+        start = 0
+        for group, size in zip(local["param_groups"], self._sizes, strict=True):
+            groups.append({**group, "params": list(range(start, start + size))})
+            start += size
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a whole or a partial state; before partition it is kept and applied after it."""
+        model = self._session.model
+        assert model is not None
+        if model.partitioned:
+            self._load(state_dict)
+        else:
+            self._pending = copy.copy(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        flat = [position for order in self._order for position in order]
+        number = {position: i for i, position in enumerate(flat)}
+        groups = state_dict["param_groups"]
+        if len(groups) != len(self.optimizer.param_groups):
+            raise SMPError(
+                f"optimizer.load_state_dict: {len(groups)} parameter groups, but the optimizer has "
+                f"{len(self.optimizer.param_groups)}"
+            )
+        start = 0
+        local_groups = []
+        for group, order in zip(groups, self._order, strict=True):
+            local_groups.append({**group, "params": list(range(start, start + len(order)))})
+            start += len(order)
+        state = {number[int(i)]: value for i, value in state_dict["state"].items() if int(i) in number}
+        self.optimizer.load_state_dict({"state": state, "param_groups": local_groups})
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not set yet: unpickling, copying
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self.optimizer!r})"
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: _to_cpu(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_to_cpu(item) for item in value)
+    return value

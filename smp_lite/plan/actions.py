@@ -1,0 +1,76 @@
+"""What a rank does in one step: a list of actions, as data.
+
+A schedule is a list of actions for each stage. Forward and backward actions run one *segment* of one
+microbatch (see :mod:`smp_lite.plan.segments`); the lowering pass adds the transfers. Nothing else happens
+in a step, so printing the lists is reading the program. The notation follows
+``torch.distributed.pipelining``: ``2F0`` is stage 2, forward, microbatch 0. A stage that a microbatch
+visits more than once has several segments, and the later visits carry their number: ``0F3.1``.
+A transfer names the value and the other stage: ``0SEND_F3:v12>1``, ``1RECV_F3:v12<0``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class ActionKind(StrEnum):
+    """The six things a stage can do."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    SEND_FORWARD = "SEND_F"  # an activation leaves
+    RECV_FORWARD = "RECV_F"  # the receive of an activation is posted
+    SEND_BACKWARD = "SEND_B"  # the gradient of a received activation leaves
+    RECV_BACKWARD = "RECV_B"  # the receive of a gradient is posted
+
+
+COMPUTE_KINDS = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD})
+RECV_KINDS = frozenset({ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD})
+
+_PATTERN = re.compile(
+    r"(?P<stage>\d+)(?P<kind>SEND_F|RECV_F|SEND_B|RECV_B|F|B)(?P<microbatch>\d+)"
+    r"(?:\.(?P<visit>\d+))?(?::v(?P<value>\d+)[<>](?P<peer>\d+))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One entry of a stage's list.
+
+    ``visit`` numbers the segments that one microbatch has on this stage, from 0. ``value`` and ``peer``
+    (a stage) are set for transfers only.
+    """
+
+    stage_index: int
+    kind: ActionKind
+    microbatch_index: int
+    visit: int = 0
+    value: int | None = None
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.stage_index}{self.kind.value}{self.microbatch_index}"
+        if self.visit:
+            text += f".{self.visit}"
+        if self.value is not None:
+            arrow = "<" if self.kind in RECV_KINDS else ">"
+            text += f":v{self.value}{arrow}{self.peer}"
+        return text
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The inverse of ``str(action)``."""
+        match = _PATTERN.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is not an action: write for example 2F0, 0B3.1, 0SEND_F3:v12>1")
+        value, peer = match["value"], match["peer"]
+        return cls(
+            stage_index=int(match["stage"]),
+            kind=ActionKind(match["kind"]),
+            microbatch_index=int(match["microbatch"]),
+            visit=int(match["visit"] or 0),
+            value=None if value is None else int(value),
+            peer=None if peer is None else int(peer),
+        )

@@ -1,0 +1,172 @@
+"""What a person is told about a partition: figures per stage, warnings and the table.
+
+The figures come from the same tree index as the solver's costs (`partition_tree`), so they agree
+with what was balanced. Costs are shares of the whole model: they sum to 1 over the stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .partition import ModuleCost, Partition
+from .partition_tree import Load, ModuleTree
+
+__all__ = ["StageSummary", "format_partition_table", "partition_warnings", "stage_summaries"]
+
+_LARGEST_OVER_MEAN = 1.2
+_MAX_MODULES_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class StageSummary:
+    """One stage of a partition. `modules` are the largest subtrees wholly on the stage, in
+    execution order, numbered siblings as a range (`blocks.0-3`); a split container's own parameters
+    appear as `name (own)`.
+    """
+
+    stage_index: int
+    modules: tuple[str, ...]
+    parameter_count: int
+    parameter_bytes: int
+    state_bytes: int
+    activation_bytes: int
+    memory_share: float
+    compute_share: float
+
+    def cost(self, memory_weight: float) -> float:
+        """What the partitioner balances: the stage's share of the model, 0 to 1."""
+        return memory_weight * self.memory_share + (1 - memory_weight) * self.compute_share
+
+
+def stage_summaries(root: ModuleCost, partition: Partition) -> tuple[StageSummary, ...]:
+    """One summary per stage, empty ones included. A parameter shared by several modules counts
+    once. Raises ValueError where the partition is not one of `root`.
+    """
+    partition.check(root)
+    tree = ModuleTree(root)
+    loads = [Load()] * partition.num_stages
+    for home, load in tree.loads().items():
+        loads[partition.stage_of[home]] += load
+    total = sum(loads, Load())
+    modules: list[list[str]] = [[] for _ in loads]
+    if tree.holders[root.name]:
+        for stage_index, name in _top_names(tree, partition, root.name):
+            modules[stage_index].append(name)
+    return tuple(
+        StageSummary(
+            stage_index=stage_index,
+            modules=tuple(modules[stage_index]),
+            parameter_count=load.parameter_count,
+            parameter_bytes=load.parameter_bytes,
+            state_bytes=load.state_bytes,
+            activation_bytes=load.activation_bytes,
+            memory_share=load.memory_bytes / (total.memory_bytes or 1),
+            compute_share=load.compute / (total.compute or 1),
+        )
+        for stage_index, load in enumerate(loads)
+    )
+
+
+def partition_warnings(summaries: Sequence[StageSummary], memory_weight: float) -> tuple[str, ...]:
+    """One text for each empty stage, and one where the largest stage is over 1.2 x the mean."""
+    texts = [
+        f"Stage {summary.stage_index} of {len(summaries)} is empty: no parameter was placed on it, "
+        "so its processes only wait. Use fewer partitions, or give it modules with "
+        "smp.partition."
+        for summary in summaries
+        if not summary.modules
+    ]
+    costs = [summary.cost(memory_weight) for summary in summaries]
+    mean = sum(costs) / len(costs)
+    if max(costs) > _LARGEST_OVER_MEAN * mean:
+        largest = summaries[costs.index(max(costs))]
+        texts.append(
+            f"Stage {largest.stage_index} ({_module_text(largest)}) is the largest with "
+            f"{max(costs):.1%} of the cost, {max(costs) / mean:.2f} x the mean of {mean:.1%} "
+            f"(memory_weight {memory_weight:g}: {largest.memory_share:.1%} of the memory, "
+            f"{largest.compute_share:.1%} of the computation), so the other stages wait for it. "
+            "Use fewer partitions, split its largest module into submodules, or place modules "
+            "with smp.partition and auto_partition False."
+        )
+    return tuple(texts)
+
+
+def format_partition_table(summaries: Sequence[StageSummary]) -> str:
+    """A plain text table, one row a stage and a row of totals; no newline at the end."""
+    header = ("stage", "modules", "parameters", "bytes", "state", "activations", "flops")
+    rows = [
+        (
+            str(summary.stage_index),
+            _module_text(summary),
+            f"{summary.parameter_count:,}",
+            _human_bytes(summary.parameter_bytes),
+            _human_bytes(summary.state_bytes),
+            _human_bytes(summary.activation_bytes),
+            f"{summary.compute_share:.1%}",
+        )
+        for summary in summaries
+    ]
+    total = (
+        "total",
+        "",
+        f"{sum(summary.parameter_count for summary in summaries):,}",
+        _human_bytes(sum(summary.parameter_bytes for summary in summaries)),
+        _human_bytes(sum(summary.state_bytes for summary in summaries)),
+        _human_bytes(sum(summary.activation_bytes for summary in summaries)),
+        f"{sum(summary.compute_share for summary in summaries):.1%}",
+    )
+    widths = [max(map(len, column)) for column in zip(header, *rows, total)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column == 1 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths))
+        )
+        for row in (header, *rows, total)
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    lines.insert(-1, lines[1])
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _top_names(tree: ModuleTree, partition: Partition, name: str) -> list[tuple[int, str]]:
+    """(stage, text) for the largest subtrees of `name` that lie on one stage."""
+    stages = {partition.stage_of[holder] for holder in tree.holders[name]}
+    if len(stages) == 1:
+        return [(stages.pop(), _label(name))]
+    found: list[tuple[int, str]] = []
+    if tree.modules[name].parameter_ids:
+        found.append((partition.stage_of[name], f"{_label(name)} (own)"))
+    first = ""
+    previous = None
+    for child in tree.children[name]:
+        entries = _top_names(tree, partition, child)
+        whole = len(entries) == 1 and entries[0][1] == child
+        run = (entries[0][0], child.rpartition(".")[0])
+        number = child.rpartition(".")[2]
+        if whole and number.isdecimal() and run == previous:
+            found[-1] = (run[0], f"{first}-{number}")
+            continue
+        found += entries
+        first = child
+        previous = run if whole and number.isdecimal() else None
+    return found
+
+
+def _label(name: str) -> str:
+    return name or "(root)"
+
+
+def _module_text(summary: StageSummary) -> str:
+    shown = ", ".join(summary.modules[:_MAX_MODULES_SHOWN])
+    rest = len(summary.modules) - _MAX_MODULES_SHOWN
+    return f"{shown}, {rest} more" if rest > 0 else shown or "-"
+
+
+def _human_bytes(num_bytes: int) -> str:
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

@@ -1,0 +1,1 @@
+"""Recording: what a step does, found without doing it. Torch, but no processes."""

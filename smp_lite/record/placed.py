@@ -1,0 +1,136 @@
+"""A placed value: a tensor that lives on one stage and is only described everywhere.
+
+:class:`PlacedTensor` has shape, strides, dtype, device and ``requires_grad``, and no data. Container code
+handles it like any tensor; whatever torch function is applied to it goes to the recorder that made it.
+A decision on its data (``.item()``, ``if x:``) makes the ranks compute and share that number.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+
+class TensorMeta(NamedTuple):
+    """What is known of a tensor without its data."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        return cls(
+            tuple(tensor.shape),
+            tuple(tensor.stride()) if tensor.layout is torch.strided else (),
+            tensor.dtype,
+            tensor.device,
+            tensor.requires_grad,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        size = self.dtype.itemsize
+        for length in self.shape:
+            size *= length
+        return size
+
+
+class PlacedTensor(torch.Tensor):
+    """A tensor of one stage, seen from every rank. Made by the recorder only."""
+
+    smp_recorder: Recorder | None
+    smp_value: int
+    smp_stage: int
+    smp_meta: TensorMeta
+    smp_aliases: list[Any] | None
+    smp_microbatch: int
+
+    @staticmethod
+    def __new__(cls, meta: TensorMeta) -> PlacedTensor:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+            cls,
+            meta.shape,
+            strides=meta.stride,
+            dtype=meta.dtype,
+            device=meta.device,
+            requires_grad=meta.requires_grad,
+        )
+
+    def __init__(self, meta: TensorMeta) -> None:
+        self.smp_meta = meta
+        self.smp_recorder = None
+        self.smp_aliases = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("__repr__", "__str__", "__format__") and args[0].smp_recorder is None:
+            return describe(args[0])
+        if is_metadata(func, name):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        recorder = _recorder_of(args, kwargs)
+        if recorder is None:
+            raise RuntimeError(
+                f"{name}() was called on a value that was made inside an smp.step and has no data here: "
+                "return it from the step function, then it is valid on every rank of the mp group"
+            )
+        return recorder.torch_function(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise RuntimeError(
+            f"{func} was called on a tensor of another stage in a way that cannot be recorded. "
+            "Move the call into a module that is placed on one stage, or return the tensor from the step."
+        )
+
+
+def describe(placed: PlacedTensor) -> str:
+    meta = placed.smp_meta
+    return f"PlacedTensor(stage={placed.smp_stage}, shape={meta.shape}, dtype={meta.dtype})"
+
+
+_METADATA_PROPERTIES = frozenset(
+    """shape dtype device ndim requires_grad is_leaf layout is_cuda is_cpu is_sparse is_quantized is_meta
+    is_nested is_mkldnn is_mps is_xpu is_xla is_ipu is_vulkan is_sparse_csr itemsize nbytes names grad
+    retains_grad output_nr _version is_maia is_mtia is_hpu name _backward_hooks""".split()
+)
+_METADATA_FUNCTIONS = frozenset(
+    """size dim numel nelement ndimension stride storage_offset is_floating_point is_complex is_contiguous
+    element_size get_device is_signed __len__ __hash__ is_tensor is_inference is_same_size can_cast
+    result_type has_names is_conj is_neg dim_order is_shared is_pinned""".split()
+)
+
+
+def is_metadata(func: Any, name: str) -> bool:
+    """Whether the function reads only what a placed value knows."""
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") in _METADATA_PROPERTIES
+    return name in _METADATA_FUNCTIONS
+
+
+def _recorder_of(args: Any, kwargs: Any) -> Recorder | None:
+    """The recorder of the first live placed value among nested arguments."""
+    pending = [args, tuple(kwargs.values())]
+    while pending:
+        item = pending.pop()
+        if type(item) is PlacedTensor:
+            if item.smp_recorder is not None:
+                return item.smp_recorder
+        elif isinstance(item, tuple | list):
+            pending.extend(item)
+        elif isinstance(item, dict):
+            pending.extend(item.values())
+    return None

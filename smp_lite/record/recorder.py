@@ -1,0 +1,559 @@
+"""The recorder: turns what the user's function does into commands.
+
+It hears of every module call and every torch function that touches a placed value, decides on which stage
+it belongs, finds out what it would return (:mod:`.metadata`, cached), appends a command and hands back
+placed values. Where a call lands:
+
+- an owned module: on its stage;
+- a torch function, a stateless module: on the stage of its largest input, so that residual sums, views and
+  the loss go where the data is; among equals on that of the latest value, whose consumers follow there;
+- a change in place of a value that views share memory with: where that memory is.
+
+What Python needs to know now (``.item()``, ``if tensor:``, a data-dependent shape, a module that cannot run
+on fake tensors) is asked of the *host*, which executes what has been recorded so far on all ranks and
+shares the answer. That is right for any control flow and costs overlap, so it warns once a source line.
+
+A replicated tensor changed in place with a placed operand (``total += loss``) gets a placed twin, which
+stands in for it until the microbatch ends; then the twin's value is written back on every rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from ..errors import SMPError
+from .ambient import Ambient
+from .metadata import (
+    Arguments,
+    ChangedArgument,
+    Constant,
+    MetadataInference,
+    MutableArgument,
+    NewTensor,
+    Repeated,
+    ResultMeta,
+    SameTensor,
+)
+from .placed import PlacedTensor
+from .placement import FOREIGN, SPLIT, STATELESS, Placement
+from .recording import Backward, Command, Recording
+from .signature import (
+    ModuleSignatures,
+    function_name,
+    plain_key,
+    stable_text,
+    structure_token,
+    tensor_meta,
+    token,
+)
+from .source_line import warn_once_at_user_line
+from .structure import rebuild
+
+_FORCING = frozenset(
+    """item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __array__ __contains__ is_nonzero
+    equal allclose __repr__ __str__ __format__ __reduce_ex__ __dlpack__ data_ptr untyped_storage
+    storage""".split()
+)
+_IN_PLACE_OPERATORS = frozenset(
+    """__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__
+    __ixor__ __ilshift__ __irshift__ __imatmul__ __idiv__""".split()
+)
+
+
+class Host(Protocol):
+    """Who executes for the recorder while it is still recording."""
+
+    def run_for_real(self, recording: Recording, command: Command) -> ResultMeta:
+        """Executes all that is recorded, the command last; describes its result on every rank."""
+
+    def fetch(self, recording: Recording, values: list[int]) -> list[torch.Tensor]:
+        """Executes what the values depend on; returns their data, detached, on every rank."""
+
+
+class Recorder:
+    """Records one step at a time; keeps its caches from step to step."""
+
+    def __init__(self, placement: Placement, host: Host) -> None:
+        self.placement = placement
+        self.host = host
+        self.signatures = ModuleSignatures()
+        self.inference = MetadataInference()
+        self.suspended = False
+        self.inferring = False
+        self.serial = -1  # counts microbatches over all steps
+        self.first_serial = 0
+        self.recording: Recording | None = None
+        self._results: dict[Any, tuple[ResultMeta, int, int]] = {}
+        self._captured: dict[int, list[tuple[Arguments, int]]] = {}
+        self._twins: dict[int, tuple[weakref.ref[torch.Tensor], PlacedTensor]] = {}
+        self._recordings: dict[int, Recording] = {}
+
+    # The life of a step ---------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        if self.placement.refresh(self):
+            self.signatures.forget()
+        self.signatures.new_step()
+        self.first_serial = self.serial + 1
+        self._recordings.clear()
+
+    def begin_microbatch(self, microbatch_index: int) -> Recording:
+        self.serial += 1
+        self.recording = Recording(microbatch_index)
+        self._recordings[self.serial] = self.recording
+        return self.recording
+
+    def end_microbatch(self) -> None:
+        """Writes twins back and closes the recording."""
+        assert self.recording is not None
+        for reference, twin in list(self._twins.values()):
+            target = reference()
+            if target is not None:
+                (value,) = self.host.fetch(self.recording, [self.value_of(twin)])
+                with torch.no_grad():
+                    target.copy_(value)
+        self._twins.clear()
+        self._captured.clear()
+        self.recording.complete = True
+        self.recording = None
+
+    def end_step(self) -> None:
+        self._recordings.clear()
+
+    # What interception calls ------------------------------------------------------------------------
+
+    def call_module(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """``module(*args, **kwargs)`` during recording; ``call`` is the original ``Module.__call__``."""
+        home = self.placement.home(module)
+        if home == SPLIT:
+            if module._backward_hooks or module._backward_pre_hooks:
+                raise SMPError(
+                    f"module {self.placement.name(module)!r} has backward hooks and is split over stages: "
+                    "register them on modules that lie on one stage, or place it whole with smp.partition"
+                )
+            return call(module, *args, **kwargs)
+        if home == FOREIGN and (any(True for _ in module.parameters()) or any(True for _ in module.buffers())):
+            return call(module, *args, **kwargs)
+        arguments = self._arguments(args, kwargs)
+        if home < 0 and not any(type(tensor) is PlacedTensor for tensor in arguments.tensors):
+            return call(module, *args, **kwargs)
+        return self._record(self.placement.name(module), None, module, arguments, home)
+
+    def torch_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A torch function with at least one placed argument."""
+        if self.recording is None:
+            raise SMPError(
+                f"{function_name(func)}() was called on a value that was made inside an smp.step and has no "
+                "data here: return it from the step function, then it is valid on every rank"
+            )
+        name = getattr(func, "__name__", "")
+        if name in _FORCING:
+            return self._forced(func, args, kwargs)
+        if name == "backward":
+            raise SMPError("loss.backward() was called inside an smp.step: call model.backward(loss)")
+        if name == "__deepcopy__":
+            func, args, kwargs = torch.clone, args[:1], {}
+        elif name == "__set__":
+            return self._set_attribute(func, args)
+        elif _changes_first(name, kwargs):
+            target = kwargs.get("out", args[0] if args else None)
+            if type(target) is not PlacedTensor and isinstance(target, torch.Tensor):
+                return self._change_replicated(func, target, args, kwargs)
+        return self._record(function_name(func), func, None, self._arguments(args, kwargs), STATELESS)
+
+    def ordinary_function(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A torch function without placed arguments."""
+        if self._twins and any(id(leaf) in self._twins for leaf in Arguments.of(args, kwargs).tensors):
+            return self.torch_function(func, *self._with_twins(args, kwargs))
+        if self._captured and _changes_first(getattr(func, "__name__", ""), kwargs):
+            self._keep_captured(kwargs.get("out", args[0] if args else None))
+        return func(*args, **kwargs)
+
+    def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
+        """``model.backward``: notes from where the backward pass starts."""
+        if self.recording is None:
+            raise SMPError("model.backward() was called outside a function decorated with @smp.step")
+        losses = list(tensors) if isinstance(tensors, tuple | list) else [tensors]
+        if grad_tensors is None:
+            gradients: list[torch.Tensor | None] = [None] * len(losses)
+        else:
+            gradients = list(grad_tensors) if isinstance(grad_tensors, tuple | list) else [grad_tensors]
+        if len(gradients) != len(losses):
+            raise ValueError(f"backward got {len(losses)} tensors and {len(gradients)} grad_tensors")
+        values = []
+        for loss, gradient in zip(losses, gradients, strict=True):
+            twin = self._twins.get(id(loss))
+            loss = twin[1] if twin else loss
+            if type(loss) is not PlacedTensor or not loss.smp_meta.requires_grad:
+                raise SMPError(
+                    "model.backward(): the loss does not depend on any parameter of the model that "
+                    "requires a gradient (was it detached, or computed under torch.no_grad()?)"
+                )
+            if gradient is None and loss.smp_meta.num_bytes != loss.smp_meta.dtype.itemsize:
+                raise SMPError(
+                    f"model.backward(): the loss has shape {loss.smp_meta.shape}, not one element: "
+                    "reduce it, or pass grad_tensors"
+                )
+            if type(gradient) is PlacedTensor:
+                (gradient,) = self._fetch([gradient], "a gradient given to model.backward()")
+            values.append(self.value_of(loss))
+        self.recording.backwards.append(Backward(tuple(values), tuple(gradients)))
+
+    # Recording one command ------------------------------------------------------------------------------
+
+    def value_of(self, placed: PlacedTensor) -> int:
+        """The value that a placed tensor stands for now."""
+        recording = self.recording
+        assert recording is not None
+        full = getattr(placed, "smp_parameter", None)
+        if full is None:
+            return placed.smp_value
+        if full not in recording.parameters:
+            value = recording.new_value(placed.smp_stage, placed.smp_meta, is_parameter=True)
+            command = Command(
+                index=len(recording.commands),
+                stage_index=placed.smp_stage,
+                label=full,
+                arguments=Arguments([], None),
+                sources=[],
+                ambient=Ambient.current(),
+                epoch=recording.epoch,
+                parameter=full,
+                outputs=(value,),
+            )
+            mark = token(full)
+            recording.add(command, ((),), (mark, mark))
+            recording.parameters[full] = value
+        return recording.parameters[full]
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Flattened arguments; twins and values of earlier microbatches are replaced."""
+        arguments = Arguments.of(args, kwargs)
+        for i, tensor in enumerate(arguments.tensors):
+            if type(tensor) is PlacedTensor:
+                if tensor.smp_recorder is not self:
+                    raise SMPError("a value of another model's step was used: return it from its step first")
+                if not hasattr(tensor, "smp_parameter") and tensor.smp_microbatch != self.serial:
+                    self._replace(arguments, i, self._from_earlier_microbatch(tensor))
+            elif self._twins and id(tensor) in self._twins:
+                self._replace(arguments, i, self._twins[id(tensor)][1])
+        return arguments
+
+    @staticmethod
+    def _replace(arguments: Arguments, i: int, tensor: torch.Tensor) -> None:
+        arguments.tensors[i] = arguments.leaves[arguments.positions[i]] = tensor
+
+    def _from_earlier_microbatch(self, tensor: PlacedTensor) -> torch.Tensor:
+        recording = self._recordings.get(tensor.smp_microbatch)
+        if recording is None:
+            raise SMPError(
+                "a value made in an earlier smp.step was used in this one and has no data any more: "
+                "return it from its step function and pass it in"
+            )
+        if tensor.smp_meta.requires_grad and torch.is_grad_enabled():
+            raise SMPError(
+                "a value of one microbatch was used in another with its gradient: microbatches are "
+                "independent, so detach() it first"
+            )
+        (value,) = self.host.fetch(recording, [tensor.smp_value])
+        return value
+
+    def _record(
+        self,
+        label: str,
+        func: Callable[..., Any] | None,
+        module: nn.Module | None,
+        arguments: Arguments,
+        home: int,
+    ) -> Any:
+        recording = self.recording
+        assert recording is not None
+        ambient = Ambient.current()
+        result = self._result(label, func, module, arguments, ambient)
+        if isinstance(result, _Forced):
+            return self._forced(func, *arguments.build(arguments.tensors))
+        sources = [
+            self.value_of(tensor) if type(tensor) is PlacedTensor else -1 for tensor in arguments.tensors
+        ]
+        command = Command(
+            index=len(recording.commands),
+            stage_index=home if home >= 0 else self._stage(arguments, result),
+            label=label,
+            arguments=arguments,
+            sources=sources,
+            ambient=ambient,
+            epoch=recording.epoch,
+            function=func,
+            module=module,
+        )
+        if result is None:
+            return self._run_for_real(command)
+        meta, content, structure = result
+        self._capture(arguments, sources)
+        returned, links = self._bind(command, meta)
+        recording.add(command, links, (content, structure))
+        return returned
+
+    def _result(
+        self,
+        label: str,
+        func: Callable[..., Any] | None,
+        module: nn.Module | None,
+        arguments: Arguments,
+        ambient: Ambient,
+    ) -> tuple[ResultMeta, int, int] | _Forced | None:
+        """(description, tokens), or None if the call must run for real to be described."""
+        what = self.signatures.of(module) if module is not None else func
+        key: Any = (label if module is None else None, what, arguments.spec, ambient)
+        key += tuple([_leaf_key(leaf) for leaf in arguments.leaves])
+        try:
+            found = self._results.get(key)
+        except TypeError:  # an argument that cannot be hashed
+            key, found = None, None
+        if found is not None:
+            meta, _, structure = found
+            return (meta, _content_token(label, arguments), structure) if module is not None else found
+        self.suspended = self.inferring = True
+        try:
+            if module is not None:
+                meta = self.inference.module(module, arguments)
+            else:
+                assert func is not None
+                meta = self.inference.function(func, arguments)
+        except MutableArgument:
+            raise
+        except DataDependentOutputException:
+            return _Forced() if module is None else None
+        except Exception:
+            return None
+        finally:
+            self.suspended = self.inferring = False
+        entry = (meta, _content_token(label, arguments), structure_token(meta))
+        if key is not None:
+            self._results[key] = entry
+        return entry
+
+    def _stage(self, arguments: Arguments, result: tuple[ResultMeta, int, int] | None) -> int:
+        """Where a call without a home of its own goes."""
+        placed = [tensor for tensor in arguments.tensors if type(tensor) is PlacedTensor]
+        if result is not None:
+            for changed in result[0].changed:
+                target = arguments.tensors[changed.argument]
+                if type(target) is PlacedTensor and (
+                    hasattr(target, "smp_parameter") or len(_live(target)) > 1
+                ):
+                    return target.smp_stage
+        if not placed:
+            raise SMPError("a call without placed arguments cannot be placed")
+        return max(placed, key=_weight).smp_stage
+
+    def _capture(self, arguments: Arguments, sources: list[int]) -> None:
+        """Remembers ordinary tensors that a command will read later."""
+        for i, source in enumerate(sources):
+            if source < 0:
+                tensor = arguments.tensors[i]
+                if tensor.layout is torch.strided:
+                    self._captured.setdefault(tensor.untyped_storage()._cdata, []).append((arguments, i))
+
+    def _keep_captured(self, target: Any) -> None:
+        """Before an ordinary tensor changes: commands that captured it keep its present value."""
+        if not isinstance(target, torch.Tensor) or target.layout is not torch.strided:
+            return
+        for arguments, i in self._captured.pop(target.untyped_storage()._cdata, ()):
+            with torch.no_grad():
+                self._replace(arguments, i, arguments.tensors[i].clone())
+
+    def _bind(self, command: Command, meta: ResultMeta) -> tuple[Any, tuple[tuple[int, ...], ...]]:
+        """Makes the result's placed values; returns the result and the links of its outputs."""
+        recording = self.recording
+        assert recording is not None
+        tensors, sources, stage = command.arguments.tensors, command.sources, command.stage_index
+        outputs: list[int] = []
+        links: list[tuple[int, ...]] = []
+        new: list[PlacedTensor] = []
+        leaves: list[Any] = []
+        for leaf in meta.leaves:
+            if type(leaf) is NewTensor:
+                placed = PlacedTensor(leaf.meta)
+                placed.smp_recorder = self
+                placed.smp_stage = stage
+                placed.smp_microbatch = self.serial
+                placed.smp_value = recording.new_value(stage, leaf.meta)
+                if leaf.aliases is not None and type(tensors[leaf.aliases]) is PlacedTensor:
+                    _join(placed, tensors[leaf.aliases])  # type: ignore[arg-type]
+                outputs.append(placed.smp_value)
+                links.append(tuple([sources[i] for i in leaf.links if sources[i] >= 0]))
+                new.append(placed)
+                leaves.append(placed)
+            elif type(leaf) is SameTensor:
+                leaves.append(tensors[leaf.argument])
+            elif type(leaf) is Repeated:
+                leaves.append(new[leaf.index])
+            else:
+                assert type(leaf) is Constant
+                leaves.append(leaf.value)
+        changes: list[tuple[int, int]] = []
+        for changed in meta.changed:
+            self._change(command, changed, changes, outputs, links)
+        command.meta = meta
+        command.outputs = tuple(outputs)
+        command.changes = tuple(changes)
+        recording.draws |= meta.draws
+        return rebuild(meta.spec, iter(leaves)), tuple(links)
+
+    def _change(
+        self,
+        command: Command,
+        changed: ChangedArgument,
+        changes: list[tuple[int, int]],
+        outputs: list[int],
+        links: list[tuple[int, ...]],
+    ) -> None:
+        """A placed argument was changed in place: it and its views get new versions."""
+        recording = self.recording
+        assert recording is not None
+        target = command.arguments.tensors[changed.argument]
+        if type(target) is not PlacedTensor:
+            raise SMPError(
+                f"{command.label} changes one of its arguments in place, an ordinary tensor that every "
+                "rank holds, and only its own stage would see it: pass a copy (tensor.clone())"
+            )
+        if hasattr(target, "smp_parameter"):
+            return  # the owner's parameter itself changes; it has no versions
+        if changed.meta.shape != target.smp_meta.shape:
+            raise SMPError(f"{command.label} changes the shape of a tensor in place: use its plain form")
+        reached = tuple(command.sources[i] for i in changed.links if command.sources[i] >= 0)
+        for member in _live(target):
+            old = member.smp_value
+            if (old, 0) in {(pair[0], 0) for pair in changes}:
+                continue
+            member.smp_meta = member.smp_meta._replace(requires_grad=changed.meta.requires_grad)
+            with torch._C.DisableTorchFunctionSubclass():
+                member.requires_grad_(changed.meta.requires_grad)
+            member.smp_stage = command.stage_index
+            member.smp_value = recording.new_value(command.stage_index, member.smp_meta)
+            changes.append((old, member.smp_value))
+            outputs.append(member.smp_value)
+            links.append(tuple(dict.fromkeys((*reached, old))))
+
+    # Decisions on data ------------------------------------------------------------------------------------
+
+    def _run_for_real(self, command: Command) -> Any:
+        """Records a call that only its execution can describe, and executes up to it."""
+        recording = self.recording
+        assert recording is not None
+        recording.epoch += 1
+        command.epoch = recording.epoch
+        mark = _content_token(command.label, command.arguments)
+        recording.add(command, (), (mark, mark))
+        meta = self.host.run_for_real(recording, command)
+        self._captured.clear()
+        returned, links = self._bind(command, meta)
+        recording.links[-1] = links
+        recording.structure_digest = hash((recording.structure_digest, structure_token(meta)))
+        recording.epoch += 1
+        return returned
+
+    def _forced(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function that needs data: fetches its placed arguments and calls it everywhere."""
+        arguments = self._arguments(args, kwargs)
+        placed = [tensor for tensor in arguments.tensors if type(tensor) is PlacedTensor]
+        fetched = iter(self._fetch(placed, f"{function_name(func)}()"))
+        real = [next(fetched) if type(t) is PlacedTensor else t for t in arguments.tensors]
+        args, kwargs = arguments.build(real)
+        return func(*args, **kwargs)
+
+    def _fetch(self, placed: list[PlacedTensor], what: str) -> list[torch.Tensor]:
+        assert self.recording is not None
+        warn_once_at_user_line(
+            f"{what} needs the data of a tensor inside an smp.step: all ranks wait for it here. That is "
+            "correct, but the pipeline cannot overlap across it"
+        )
+        values = self.host.fetch(self.recording, [self.value_of(tensor) for tensor in placed])
+        self.recording.epoch += 1
+        return values
+
+    def _change_replicated(
+        self, func: Any, target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """``total += loss`` with an ordinary ``total``: goes on with its placed twin."""
+        twin = self._twins.get(id(target))
+        if twin is None:
+            arguments = self._arguments(args, kwargs)
+            stage = self._stage(arguments, None)
+            start = Arguments.of((target.detach().clone(),), {})
+            placed = self._record("clone", torch.clone, None, start, stage)
+            self._twins[id(target)] = (weakref.ref(target), placed)
+        result = self.torch_function(func, *self._with_twins(args, kwargs))
+        return None if result is None else target
+
+    def _with_twins(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        arguments = Arguments.of(args, kwargs)
+        return arguments.build(
+            [self._twins[id(t)][1] if id(t) in self._twins else t for t in arguments.tensors]
+        )
+
+    def _set_attribute(self, func: Any, args: tuple[Any, ...]) -> None:
+        name = getattr(func.__self__, "__name__", "")
+        target, value = args
+        if name == "requires_grad" and type(target) is PlacedTensor:
+            target.requires_grad_(value)
+            return
+        raise SMPError(
+            f"tensor.{name} = ... on a tensor that lives on one stage cannot be recorded: "
+            "move it into a module that is placed on one stage"
+        )
+
+
+class _Forced:
+    """The function's result is Python data of a placed argument."""
+
+
+def _changes_first(name: str, kwargs: dict[str, Any]) -> bool:
+    return (
+        (name.endswith("_") and not name.endswith("__"))
+        or name in _IN_PLACE_OPERATORS
+        or bool(kwargs.get("inplace"))
+        or isinstance(kwargs.get("out"), torch.Tensor)
+    )
+
+
+def _leaf_key(leaf: Any) -> Any:
+    return tensor_meta(leaf) if isinstance(leaf, torch.Tensor) else plain_key(leaf)
+
+
+def _content_token(label: str, arguments: Arguments) -> int:
+    return token(label, *[stable_text(leaf) for leaf in arguments.leaves])
+
+
+def _weight(placed: PlacedTensor) -> tuple[int, int]:
+    """Size, then age: parameters are the oldest."""
+    return placed.smp_meta.num_bytes, getattr(placed, "smp_value", -1)
+
+
+def _join(view: PlacedTensor, base: PlacedTensor) -> None:
+    """Notes that two placed tensors share memory."""
+    if base.smp_aliases is None:
+        base.smp_aliases = [weakref.ref(base)]
+    view.smp_aliases = base.smp_aliases
+    view.smp_aliases.append(weakref.ref(view))
+
+
+def _live(placed: PlacedTensor) -> list[PlacedTensor]:
+    """The placed tensors that share its memory and that somebody still holds."""
+    if placed.smp_aliases is None:
+        return [placed]
+    members = [reference() for reference in placed.smp_aliases]
+    return [member for member in members if member is not None]

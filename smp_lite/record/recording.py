@@ -1,0 +1,143 @@
+"""What recording one microbatch leaves behind: commands, values, and the loss.
+
+A :class:`Recording` grows while the user's function runs and is handed to the planner and the executor.
+Its ``digest`` covers every command with its arguments and is compared between ranks; its
+``structure_digest`` covers only what planning depends on, so that a changing Python number among the
+arguments does not make a new plan. Both are chains of integer hashes, which Python computes alike in every
+process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..plan.segments import CommandNode, SegmentGraph, build_graph
+from .ambient import Ambient
+from .metadata import Arguments, ResultMeta
+from .placed import PlacedTensor, TensorMeta
+
+
+@dataclass(slots=True)
+class Value:
+    """One version of one placed tensor within a microbatch."""
+
+    index: int
+    stage_index: int
+    meta: TensorMeta
+    is_parameter: bool = False
+
+
+@dataclass(slots=True)
+class Command:
+    """One recorded call: of a module, of a torch function, or the use of a parameter.
+
+    ``sources`` gives for each tensor argument its value, or -1 for an ordinary tensor, which is kept in
+    ``arguments``. ``changes`` pairs each value that the call changes in place with its new version; the
+    first ``num_targets`` of them are the arguments themselves, the rest views that share their memory.
+    """
+
+    index: int
+    stage_index: int
+    label: str
+    arguments: Arguments
+    sources: list[int]
+    ambient: Ambient
+    epoch: int
+    function: Callable[..., Any] | None = None
+    module: nn.Module | None = None
+    parameter: str | None = None
+    meta: ResultMeta | None = None
+    outputs: tuple[int, ...] = ()
+    changes: tuple[tuple[int, int], ...] = ()
+
+    def values(self) -> list[int]:
+        """Values that it reads."""
+        return [source for source in self.sources if source >= 0]
+
+
+@dataclass
+class Backward:
+    """One ``model.backward`` call: values and the gradients to start from (None: ones)."""
+
+    values: tuple[int, ...]
+    gradients: tuple[torch.Tensor | None, ...]
+
+
+@dataclass
+class Recording:
+    """Everything recorded of one microbatch."""
+
+    microbatch_index: int
+    commands: list[Command] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    backwards: list[Backward] = field(default_factory=list)
+    needed: set[int] = field(default_factory=set)
+    links: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
+    parameters: dict[str, int] = field(default_factory=dict)
+    complete: bool = False
+    epoch: int = 0
+    digest: int = 0
+    structure_digest: int = 0
+    draws: bool = False
+
+    def new_value(self, stage_index: int, meta: TensorMeta, *, is_parameter: bool = False) -> int:
+        index = len(self.values)
+        self.values.append(Value(index, stage_index, meta, is_parameter))
+        return index
+
+    def add(self, command: Command, links: tuple[tuple[int, ...], ...], tokens: tuple[int, int]) -> None:
+        """Appends a command; ``links`` per output, ``tokens`` its content and its structure."""
+        self.commands.append(command)
+        self.links.append(links)
+        place = (command.stage_index, command.epoch, *command.sources)
+        self.digest = hash((self.digest, tokens[0], place))
+        self.structure_digest = hash((self.structure_digest, tokens[1], place))
+
+    def roots(self) -> list[int]:
+        return [value for backward in self.backwards for value in backward.values]
+
+    def graph(self) -> SegmentGraph:
+        """The segment graph of what has been recorded so far."""
+        nodes = []
+        for command, links in zip(self.commands, self.links, strict=True):
+            # A change in place makes new versions; it reads the old ones of all views concerned.
+            read = dict.fromkeys(command.values())
+            read.update(dict.fromkeys(old for old, _ in command.changes))
+            nodes.append(
+                CommandNode(
+                    stage_index=command.stage_index,
+                    inputs=tuple(read),
+                    outputs=command.outputs,
+                    links=links,
+                    cost=COMMAND_FLOPS + (command.meta.flops if command.meta else 0.0),
+                    epoch=command.epoch,
+                )
+            )
+        sizes = {value.index: value.meta.num_bytes for value in self.values}
+        return build_graph(nodes, roots=self.roots(), needed=self.needed, value_bytes=sizes)
+
+    def plan_key(self) -> tuple[int, ...]:
+        """Recordings with equal keys have equal graphs."""
+        return (self.structure_digest, hash(tuple(self.roots())), hash(tuple(sorted(self.needed))))
+
+
+COMMAND_FLOPS = 1e5
+"""What running any command costs beside its flops, so that empty modules cost something."""
+
+
+def describe_command(command: Command, recording: Recording) -> str:
+    """One line for error messages: ``decoder.3 on stage 1 of float32[2, 8, 16]``."""
+    parts = []
+    for tensor, source in zip(command.arguments.tensors, command.sources, strict=True):
+        meta = recording.values[source].meta if source >= 0 else TensorMeta.of(tensor)
+        parts.append(f"{str(meta.dtype).removeprefix('torch.')}{list(meta.shape)}")
+    return f"{command.label} on stage {command.stage_index} of ({', '.join(parts)})"
+
+
+def is_placed(tensor: object) -> bool:
+    return type(tensor) is PlacedTensor

@@ -1,0 +1,29 @@
+"""The user's source line behind a call, for warnings and errors."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+_OURS = (str(Path(__file__).resolve().parents[1]), str(Path(torch.__file__).resolve().parent))
+_warned: set[tuple[str, str, int]] = set()
+
+
+def user_line() -> tuple[str, int]:
+    """(file, line) of the innermost frame that is neither ours nor torch's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def warn_once_at_user_line(message: str) -> None:
+    """Warns once for each source line of the user's."""
+    file, line = user_line()
+    key = (message, file, line)
+    if key not in _warned:
+        _warned.add(key)
+        warnings.warn_explicit(f"{message} ({file}:{line})", UserWarning, file, line)

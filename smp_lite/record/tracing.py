@@ -1,0 +1,222 @@
+"""What every module costs, found by one run of the model on one microbatch.
+
+The run is on fake tensors: no data, no time. Flops, the bytes that backward keeps and the bytes of results
+are noted for the module whose own code was running. Where the model cannot run on fake tensors (it looks
+at its data), or where execution times are wanted (``trace_execution_times``), it runs for real, and buffers
+and random numbers are put back afterwards. Hooks do not fire in either case.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..plan.partition import ModuleCost
+from .metadata import Arguments, MetadataInference, operator_flops, untouched
+from .structure import flatten
+
+
+@dataclass
+class _Tally:
+    order: int = -1
+    flops: float = 0.0
+    seconds: float = 0.0
+    kept_bytes: int = 0
+    output_bytes: int = 0
+
+
+class ModuleTrace:
+    """Costs by module name, before they are made a tree."""
+
+    def __init__(self) -> None:
+        self.tallies: dict[str, _Tally] = {}
+        self.ran_for_real = False
+
+    def of(self, name: str) -> _Tally:
+        return self.tallies.setdefault(name, _Tally())
+
+
+def trace_model(
+    root: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inference: MetadataInference,
+    *,
+    measure_times: bool = False,
+) -> ModuleTrace:
+    """Runs the model once on these arguments and notes what each module costs."""
+    if not measure_times:
+        try:
+            return _trace_fake(root, args, kwargs, inference)
+        except Exception:
+            # Whatever fake tensors cannot do, the real run can; if that fails too, its error is the user's.
+            pass
+    return _trace_real(root, args, kwargs)
+
+
+def _trace_fake(
+    root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], inference: MetadataInference
+) -> ModuleTrace:
+    trace = ModuleTrace()
+    fake_args, fake_kwargs = inference.fake_arguments(Arguments.of(args, kwargs))
+    with untouched(root):
+        state = inference.install_fakes(root)
+        watch = _Watch(root, trace, state)
+        with watch.calls(), inference.mode, watch:
+            root(*fake_args, **fake_kwargs)
+    return trace
+
+
+def _trace_real(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleTrace:
+    trace = ModuleTrace()
+    trace.ran_for_real = True
+    buffers = [(buffer, buffer.detach().clone()) for buffer in root.buffers()]
+    random_state = torch.default_generator.get_state()
+    storages = {p.untyped_storage()._cdata for p in root.parameters()}
+    try:
+        with untouched(root):
+            watch = _Watch(root, trace, storages)
+            with watch.calls(), watch:
+                root(*args, **kwargs)
+    finally:
+        torch.default_generator.set_state(random_state)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+    return trace
+
+
+class _Watch(TorchDispatchMode):
+    """Knows whose code is running, and counts what it does."""
+
+    def __init__(self, root: nn.Module, trace: ModuleTrace, state_storages: set[int]) -> None:
+        super().__init__()
+        self.trace = trace
+        self.names = {id(module): name for name, module in root.named_modules()}
+        self.state_storages = state_storages
+        # Running modules; a container's own ops count at the child whose result they go on with.
+        self.stack: list[list[str]] = [["", ""]]
+        self.clock = time.perf_counter()
+        self.seen_storages: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.trace.of(self.stack[-1][1]).flops += operator_flops(func, args, kwargs or {}, result)
+        return result
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        self.trace.of(self.stack[-1][1]).seconds += now - self.clock
+        self.clock = now
+
+    @contextmanager
+    def calls(self) -> Iterator[None]:
+        """Follows module calls, without hooks."""
+        original: Callable[..., Any] = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            name = self.names.get(id(module))
+            if name is None:
+                return module.forward(*args, **kwargs)
+            self._charge()
+            self.stack.append([name, name])
+            tally = self.trace.of(name)
+            if tally.order < 0:
+                tally.order = sum(t.order >= 0 for t in self.trace.tallies.values())
+            try:
+                result = module.forward(*args, **kwargs)
+            finally:
+                self._charge()
+                self.stack.pop()
+                self.stack[-1][1] = name
+            leaves: list[Any] = []
+            flatten(result, leaves)
+            tally.output_bytes = sum(
+                leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor)
+            )
+            return result
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.state_storages and storage._cdata not in self.seen_storages:
+                self.seen_storages.add(storage._cdata)
+                self.trace.of(self.stack[-1][1]).kept_bytes += storage.nbytes()
+            return tensor
+
+        nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                yield
+        finally:
+            nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+def cost_tree(
+    root: nn.Module,
+    trace: ModuleTrace | None,
+    *,
+    optimizer_states: float,
+    microbatches_in_flight: int,
+    use_times: bool = False,
+) -> ModuleCost:
+    """The model's module tree with costs, for the partitioner.
+
+    Args:
+        root: the model.
+        trace: from :func:`trace_model`; None (``skip_tracing``) leaves parameters and registration order.
+        optimizer_states: numbers that the optimizer keeps for each parameter element.
+        microbatches_in_flight: how many microbatches' activations are held at once.
+        use_times: count measured seconds instead of flops.
+    """
+    names: dict[int, str] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=True):
+        names[id(parameter)] = name
+
+    def node(module: nn.Module, name: str) -> ModuleCost:
+        own = [p for p in module._parameters.values() if p is not None]
+        own_buffers = [b for b in module._buffers.values() if b is not None]
+        tally = trace.of(name) if trace is not None else _Tally()
+        parameter_bytes = sum(p.numel() * p.element_size() for p in own)
+        trained = sum(p.numel() * p.element_size() for p in own if p.requires_grad)
+        buffer_bytes = sum(b.numel() * b.element_size() for b in own_buffers)
+        compute = tally.seconds if use_times else tally.flops
+        return ModuleCost(
+            name=name,
+            parameter_ids=tuple(names[id(p)] for p in own),
+            parameter_count=sum(p.numel() for p in own),
+            parameter_bytes=parameter_bytes,
+            state_bytes=parameter_bytes + int(trained * (1 + optimizer_states)) + buffer_bytes,
+            activation_bytes=tally.kept_bytes * microbatches_in_flight,
+            compute=compute if trace is not None else float(sum(p.numel() for p in own)),
+            output_bytes=tally.output_bytes,
+            order=tally.order,
+            keep_whole=bool(module._backward_hooks or module._backward_pre_hooks) and module is not root,
+            children=tuple(
+                node(child, f"{name}.{own_name}" if name else own_name)
+                for own_name, child in _unique_children(module, name)
+            ),
+            parameter_elements=tuple(p.numel() for p in own),
+        )
+
+    seen: set[int] = set()
+
+    def _unique_children(module: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+        # A module registered twice has one name, as in named_modules().
+        found = []
+        for own_name, child in module._modules.items():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append((own_name, child))
+        return found
+
+    seen.add(id(root))
+    return node(root, "")

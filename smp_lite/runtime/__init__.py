@@ -1,0 +1,1 @@
+"""Doing what was recorded and planned."""

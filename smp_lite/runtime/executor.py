@@ -1,0 +1,277 @@
+"""Runs one stage's list of actions.
+
+One loop over the list, one table from kind to method, and no decisions: what to run, in which order and
+what to send is in the list, how segments hang together is in the graphs. :meth:`StageExecutor.run` is a
+generator that yields whenever it would have to wait, so the same code is driven by polling a wire in one
+process for each rank, and by turns when one process plays all stages.
+
+Every cut value is a leaf on its consumer's side, so the backward of a segment is exactly one
+``torch.autograd.backward`` over its outputs, started only when all gradients it needs are there: nothing
+ever blocks inside autograd.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..comm.wires import Transfer, Wire
+from ..errors import SMPError
+from ..plan.actions import COMPUTE_KINDS, Action, ActionKind
+from ..plan.segments import Segment
+from ..record.placement import Placement
+from ..record.recording import Command, Recording
+from .commands import CommandRunner
+from .microbatch import MicrobatchState, edge_of
+from .random_streams import RandomStreams
+
+
+class Span:
+    """When an action ran: ``time.perf_counter`` seconds; waiting comes before ``start_s``."""
+
+    __slots__ = ("action", "end_s", "start_s")
+
+    def __init__(self, action: Action, start_s: float, end_s: float) -> None:
+        self.action, self.start_s, self.end_s = action, start_s, end_s
+
+
+class StageExecutor:
+    """The state of one stage during one step.
+
+    Args:
+        stage_index: which stage.
+        placement: where the live parameters are.
+        wire: to the other stages.
+        streams: random seeds.
+        before_backward, after_backward: called around each backward with (microbatch, segment); gradient
+            reduction listens here.
+    """
+
+    def __init__(
+        self,
+        stage_index: int,
+        placement: Placement,
+        wire: Wire,
+        streams: RandomStreams,
+        *,
+        before_backward: Callable[[int, Segment], None] | None = None,
+        after_backward: Callable[[int, Segment], None] | None = None,
+    ) -> None:
+        self.stage_index = stage_index
+        self.wire = wire
+        self.states: dict[int, MicrobatchState] = {}
+        self.spans: list[Span] = []
+        self.gradient_scale = 1.0
+        self._commands = CommandRunner(placement, streams)
+        self._before_backward = before_backward
+        self._after_backward = after_backward
+        self._sends: list[tuple[Action, Transfer]] = []
+        self._to_adopt: list[tuple[MicrobatchState, Command]] = []
+        self._table: dict[ActionKind, Callable[[Action, MicrobatchState], None]] = {
+            ActionKind.FORWARD: self._forward,
+            ActionKind.BACKWARD: self._backward,
+            ActionKind.SEND_FORWARD: self._send_forward,
+            ActionKind.RECV_FORWARD: self._receive_forward,
+            ActionKind.SEND_BACKWARD: self._send_backward,
+            ActionKind.RECV_BACKWARD: self._receive_backward,
+        }
+
+    def run(self, actions: Sequence[Action]) -> Iterator[str]:
+        """Executes the list; yields what it waits for whenever it cannot go on."""
+        for action in actions:
+            state = self.states[action.microbatch_index]
+            if action.kind in COMPUTE_KINDS:
+                for transfer, what in self._needs(action, state):
+                    while not transfer.done():
+                        yield what
+                start = time.perf_counter()
+                with torch.profiler.record_function(str(action)):
+                    self._table[action.kind](action, state)
+                self.spans.append(Span(action, start, time.perf_counter()))
+            else:
+                self._table[action.kind](action, state)
+        for action, transfer in self._sends:
+            while not transfer.done():
+                yield f"stage {action.peer} has not received {action}"
+        self._sends.clear()
+
+    def end_step(self) -> None:
+        self.states.clear()
+        self._to_adopt.clear()
+        self._commands.undescribed.clear()
+
+    def result_of(self, command: Command) -> tuple[list[torch.Tensor], Any, bool]:
+        """(tensors given, result, whether it drew) of a command that ran before it was described."""
+        return self._commands.undescribed[command.index]
+
+    def adopt_later(self, state: MicrobatchState, command: Command) -> None:
+        """The command is described now: :meth:`adopt` will store its values."""
+        self._to_adopt.append((state, command))
+
+    def adopt(self) -> None:
+        for state, command in self._to_adopt:
+            self._commands.adopt(command, state.data)
+        self._to_adopt.clear()
+
+    # What an action waits for --------------------------------------------------------------------------
+
+    def _needs(self, action: Action, state: MicrobatchState) -> Iterator[tuple[Transfer, str]]:
+        segment = state.by_visit[action.visit]
+        graph = state.graph
+        if action.kind is ActionKind.FORWARD:
+            for value in segment.imports:
+                if value in state.arriving:
+                    home = graph.segments[graph.producer[value]].stage_index
+                    yield (
+                        state.arriving[value],
+                        f"{action} on stage {self.stage_index} needs value v{value} from stage {home}",
+                    )
+        else:
+            for value in segment.gradient_exports:
+                for stage in graph.gradient_stages(value):
+                    yield (
+                        state.arriving_gradients[value, stage],
+                        f"{action} on stage {self.stage_index} needs the gradient of v{value} "
+                        f"from stage {stage}",
+                    )
+
+    # Actions ----------------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action, state: MicrobatchState) -> None:
+        segment = state.by_visit[action.visit]
+        recording = state.recording
+        local: dict[int, torch.Tensor] = {}
+        for value in segment.imports:
+            local[value] = self._imported(state, value)
+        leaves = {value: local[value] for value in segment.imports}
+        self._commands.run_segment(recording, segment, local)
+        key = segment.commands[0]
+        state.forward_done.add(key)
+        if segment.has_backward or not recording.complete:
+            state.leaves[key] = leaves
+        self._keep_exports(state, segment, local)
+        for value in segment.imports:
+            state.used(value)
+
+    def _imported(self, state: MicrobatchState, value: int) -> torch.Tensor:
+        """The segment's own leaf of a value made elsewhere."""
+        if value in state.arriving:
+            state.keep(value, state.arriving.pop(value).tensor())
+        meta = state.recording.values[value].meta
+        leaf = state.data[value].detach()
+        return leaf.requires_grad_() if meta.requires_grad else leaf
+
+    def _keep_exports(
+        self, state: MicrobatchState, segment: Segment, local: dict[int, torch.Tensor]
+    ) -> None:
+        if not state.recording.complete:
+            # Later commands may need anything that was made here.
+            for index in segment.commands:
+                for value in state.recording.commands[index].outputs:
+                    if value in local:
+                        state.keep(value, local[value])
+            return
+        for value in (*segment.gradient_exports, *segment.roots):
+            state.edges[value] = edge_of(local[value])
+        for value in segment.exports:
+            if state.remaining.get(value):
+                state.keep(value, local[value])
+
+    def _backward(self, action: Action, state: MicrobatchState) -> None:
+        segment = state.by_visit[action.visit]
+        key = segment.commands[0]
+        m = action.microbatch_index
+        starts, gradients = self._starts(state, segment)
+        if self._before_backward is not None:
+            self._before_backward(m, segment)
+        torch.autograd.backward(starts, gradients)
+        if self._after_backward is not None:
+            self._after_backward(m, segment)
+        state.backward_done.add(key)
+        leaves = state.leaves.pop(key)
+        for value in segment.gradient_imports:
+            leaf = leaves[value]
+            gradient = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+            home = state.graph.segments[state.graph.producer[value]].stage_index
+            waiting = state.gradients if home == self.stage_index else state.outgoing
+            waiting.setdefault(value, {})[segment.index] = gradient
+
+    def _starts(
+        self, state: MicrobatchState, segment: Segment
+    ) -> tuple[list[Any], list[torch.Tensor | None]]:
+        """Where the backward begins, and with which gradients."""
+        found: dict[int, torch.Tensor] = {}
+        for value in segment.gradient_exports:
+            parts = state.gradients.pop(value, {})
+            for stage in state.graph.gradient_stages(value):
+                transfer = state.arriving_gradients.pop((value, stage))
+                # A stage's sum counts where its latest consumer would have.
+                last = next(
+                    consumer
+                    for consumer in state.graph.gradient_consumers(value)
+                    if state.graph.segments[consumer].stage_index == stage
+                )
+                parts[last] = transfer.tensor()
+            found[value] = _sum_latest_first(parts)
+        for backward in state.recording.backwards:
+            for value, gradient in zip(backward.values, backward.gradients, strict=True):
+                if value not in segment.roots:
+                    continue
+                meta = state.recording.values[value].meta
+                if gradient is None:
+                    seed = torch.full(meta.shape, self.gradient_scale, dtype=meta.dtype, device=meta.device)
+                else:
+                    seed = gradient * self.gradient_scale
+                found[value] = seed + found[value] if value in found else seed
+        starts = [state.edges.pop(value) for value in found]
+        return starts, list(found.values())
+
+    def _send_forward(self, action: Action, state: MicrobatchState) -> None:
+        value, peer = action.value, action.peer
+        assert value is not None and peer is not None
+        meta = state.recording.values[value].meta
+        tensor = state.data[value]
+        if tuple(tensor.shape) != meta.shape or tensor.dtype != meta.dtype:
+            raise SMPError(
+                f"{self._producer_label(state.recording, value)} returned {tensor.dtype}"
+                f"{list(tensor.shape)}, but was recorded to return {meta.dtype}{list(meta.shape)}: "
+                "its result must not depend on anything but its inputs and attributes"
+            )
+        self._sends.append((action, self.wire.send(tensor, meta, peer)))
+        state.sent.add((value, peer))
+        state.used(value)
+
+    @staticmethod
+    def _producer_label(recording: Recording, value: int) -> str:
+        return next(c.label for c in recording.commands if value in c.outputs)
+
+    def _receive_forward(self, action: Action, state: MicrobatchState) -> None:
+        value, peer = action.value, action.peer
+        assert value is not None and peer is not None
+        state.arriving[value] = self.wire.receive(state.recording.values[value].meta, peer)
+        state.sent.add((value, self.stage_index))
+
+    def _send_backward(self, action: Action, state: MicrobatchState) -> None:
+        value, peer = action.value, action.peer
+        assert value is not None and peer is not None
+        gradient = _sum_latest_first(state.outgoing.pop(value))
+        self._sends.append((action, self.wire.send(gradient, state.recording.values[value].meta, peer)))
+        self._sends[:] = [(sent, transfer) for sent, transfer in self._sends if not transfer.done()]
+
+    def _receive_backward(self, action: Action, state: MicrobatchState) -> None:
+        value, peer = action.value, action.peer
+        assert value is not None and peer is not None
+        transfer = self.wire.receive(state.recording.values[value].meta, peer)
+        state.arriving_gradients[value, peer] = transfer
+
+
+def _sum_latest_first(parts: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Autograd's own order in one process: the gradient of the latest consumer comes first."""
+    total: torch.Tensor | None = None
+    for _, gradient in sorted(parts.items(), reverse=True):
+        total = gradient if total is None else total + gradient
+    assert total is not None
+    return total

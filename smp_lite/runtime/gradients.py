@@ -1,0 +1,144 @@
+"""Gradients of parameters, segment by segment.
+
+Autograd adds to ``parameter.grad`` as each segment's backward runs. Where one microbatch uses a parameter
+in several segments (tied embeddings, a module called three times across stages), their gradients are first
+summed by themselves and then added, as one backward over the whole graph would: that keeps the bits. This
+module also knows which backward is a parameter's last one in the step, which is when its reduction over
+the data-parallel group may start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from ..plan.actions import Action, ActionKind
+from ..plan.schedules import Work
+from ..plan.segments import Segment
+from ..record.placement import Placement
+from ..record.recording import Recording
+
+
+class GradientBooks:
+    """The books of one stage for one step.
+
+    Args:
+        placement: finds live parameters.
+        on_final: called with each parameter as soon as its gradient is whole.
+    """
+
+    def __init__(
+        self, placement: Placement, on_final: Callable[[nn.Parameter], None] | None = None
+    ) -> None:
+        self.placement = placement
+        self.on_final = on_final
+        self._module_parameters: dict[int, list[nn.Parameter]] = {}
+        self._shared: dict[tuple[int, int], list[nn.Parameter]] = {}
+        self._final: dict[tuple[int, int], list[nn.Parameter]] = {}
+        self._left: dict[tuple[int, int], int] = {}  # (microbatch, parameter) -> segments to come
+        self._partial: dict[tuple[int, int], torch.Tensor | None] = {}
+        self._aside: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def plan(
+        self,
+        works: Sequence[Work],
+        recordings: dict[int, Recording],
+        actions: Sequence[Action],
+        stage_index: int,
+        *,
+        last_batch: bool,
+    ) -> None:
+        """Looks up which backward touches which parameter in a batch of work."""
+        self._final.clear()
+        segments = {
+            (w.microbatch_index, s.visit): s
+            for w in works
+            for s in w.graph.segments
+            if s.stage_index == stage_index
+        }
+        last: dict[int, tuple[int, int]] = {}
+        by_id: dict[int, nn.Parameter] = {}
+        touched: dict[tuple[int, int], list[nn.Parameter]] = {}
+        for action in actions:
+            if action.kind is not ActionKind.BACKWARD:
+                continue
+            m = action.microbatch_index
+            segment = segments[m, action.visit]
+            key = (m, segment.commands[0])
+            touched[key] = self._touched(recordings[m], segment)
+            for parameter in touched[key]:
+                by_id[id(parameter)] = parameter
+                last[id(parameter)] = key
+                use = (m, id(parameter))
+                self._left[use] = self._left.get(use, 0) + 1
+        for key, parameters in touched.items():
+            shared = [p for p in parameters if self._left[key[0], id(p)] > 1]
+            if shared:
+                self._shared[key] = shared
+        if last_batch and self.on_final is not None:
+            for parameter_id, key in last.items():
+                self._final.setdefault(key, []).append(by_id[parameter_id])
+
+    def _touched(self, recording: Recording, segment: Segment) -> list[nn.Parameter]:
+        found: dict[int, nn.Parameter] = {}
+        for index in segment.commands:
+            command = recording.commands[index]
+            if command.module is not None:
+                known = self._module_parameters.get(id(command.module))
+                if known is None:
+                    known = self._module_parameters[id(command.module)] = list(command.module.parameters())
+                for parameter in known:
+                    found[id(parameter)] = parameter
+            elif command.parameter is not None:
+                parameter = self.placement.parameter(command.parameter)
+                assert isinstance(parameter, nn.Parameter)
+                found[id(parameter)] = parameter
+        return [parameter for parameter in found.values() if parameter.requires_grad]
+
+    def before(self, microbatch_index: int, segment: Segment) -> None:
+        key = (microbatch_index, segment.commands[0])
+        for parameter in self._shared.get(key, ()):
+            self._aside.append((parameter, parameter.grad))
+            parameter.grad = self._partial.pop((microbatch_index, id(parameter)), None)
+        if key in self._final:
+            assert self.on_final is not None
+            shared = {id(parameter) for parameter, _ in self._aside}
+            self._handles = [
+                parameter.register_post_accumulate_grad_hook(self.on_final)
+                for parameter in self._final[key]
+                if id(parameter) not in shared
+            ]
+
+    def after(self, microbatch_index: int, segment: Segment) -> None:
+        key = (microbatch_index, segment.commands[0])
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        final = {id(parameter) for parameter in self._final.get(key, ())}
+        for parameter, total in self._aside:
+            use = (microbatch_index, id(parameter))
+            self._left[use] -= 1
+            partial = parameter.grad
+            if self._left[use]:
+                self._partial[use] = partial
+                parameter.grad = total
+                continue
+            if total is None:
+                parameter.grad = partial
+            elif partial is None:
+                parameter.grad = total
+            else:
+                with torch.no_grad():
+                    parameter.grad = total.add_(partial)
+            if id(parameter) in final and self.on_final is not None:
+                self.on_final(parameter)
+        self._aside = []
+
+    def end_step(self) -> None:
+        self._shared.clear()
+        self._final.clear()
+        self._left.clear()
+        self._partial.clear()

@@ -1,0 +1,98 @@
+"""What one stage holds of one microbatch while it is in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..comm.wires import Transfer
+from ..plan.segments import Segment, SegmentGraph
+from ..record.recording import Recording
+
+
+@dataclass
+class MicrobatchState:
+    """The tensors of one microbatch on one stage.
+
+    Attributes:
+        data: values made here that somebody still needs.
+        remaining: how many uses of each of them are left (consumers here, sends, the step's outputs).
+        leaves: the cut inputs of each segment that has run, by the segment's first command.
+        edges: where the backward of a value that was cut starts.
+        arriving: posted receives of values.
+        gradients: gradients of cut values by value and consumer segment, waiting to be summed.
+        arriving_gradients: posted receives of gradients, by value and stage.
+        outgoing: gradients of received values, waiting for the last consumer here.
+    """
+
+    recording: Recording
+    graph: SegmentGraph
+    by_visit: dict[int, Segment] = field(default_factory=dict)
+    data: dict[int, torch.Tensor] = field(default_factory=dict)
+    remaining: dict[int, int] = field(default_factory=dict)
+    leaves: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+    edges: dict[int, Any] = field(default_factory=dict)
+    arriving: dict[int, Transfer] = field(default_factory=dict)
+    gradients: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+    arriving_gradients: dict[tuple[int, int], Transfer] = field(default_factory=dict)
+    outgoing: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+    forward_done: set[int] = field(default_factory=set)  # first commands of segments
+    backward_done: set[int] = field(default_factory=set)
+    sent: set[tuple[int, int]] = field(default_factory=set)
+
+    def update(self, graph: SegmentGraph, stage_index: int) -> None:
+        """Takes a new graph of the (longer) recording."""
+        self.graph = graph
+        self.by_visit = {s.visit: s for s in graph.segments if s.stage_index == stage_index}
+        self._count_uses(stage_index)
+
+    def _count_uses(self, stage_index: int) -> None:
+        """Counts the uses that are still to come of values made or received here."""
+        remaining: dict[int, int] = {}
+        for value, home in self.graph.producer.items():
+            segment = self.graph.segments[home]
+            here = sum(
+                1
+                for consumer in self.graph.consumers.get(value, ())
+                if self.graph.segments[consumer].stage_index == stage_index
+                and self.graph.segments[consumer].commands[0] not in self.forward_done
+            )
+            if segment.stage_index == stage_index:
+                here += sum((value, s) not in self.sent for s in self.graph.remote_stages(value))
+                here += value in self.recording.needed
+            remaining[value] = here
+        self.remaining = remaining
+        if self.recording.complete:
+            self._settle()
+
+    def _settle(self) -> None:
+        """The recording has ended: keeps of what ran early only what is still needed."""
+        for segment in self.by_visit.values():
+            key = segment.commands[0]
+            if key in self.forward_done and key not in self.backward_done:
+                for value in (*segment.gradient_exports, *segment.roots):
+                    if value not in self.edges:
+                        self.edges[value] = edge_of(self.data[value])
+                if not segment.has_backward:
+                    self.leaves.pop(key, None)
+        for value in [v for v in self.data if not self.remaining.get(v)]:
+            del self.data[value]
+
+    def keep(self, value: int, tensor: torch.Tensor) -> None:
+        self.data[value] = tensor
+
+    def used(self, value: int) -> None:
+        """One use is over; the last one frees the data (its graph stays until its backward)."""
+        left = self.remaining.get(value, 0) - 1
+        self.remaining[value] = left
+        if left <= 0 and self.recording.complete and value in self.data:
+            del self.data[value]
+
+
+def edge_of(tensor: torch.Tensor) -> Any:
+    """Where a backward through ``tensor`` starts, without keeping its data alive."""
+    if tensor.grad_fn is None:
+        return tensor
+    return torch.autograd.graph.get_gradient_edge(tensor)

@@ -1,0 +1,212 @@
+"""Averages gradients over the data-parallel group while backward still runs.
+
+Parameters are gathered into buckets in the reverse of their order in the model, about the order in which
+their gradients become whole (Li et al. 2020, "PyTorch Distributed"). A bucket's sum is started as soon as
+all its gradients are there and the buckets before it are under way; the order is the same on all ranks
+whatever each of them runs. At the end the ranks also sum which parameters got a gradient at all: one that
+nobody used keeps ``grad = None``, and one that only some used counts as zero on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm.collectives import Collectives, Pending
+from ..comm.waiting import wait_until
+from ..errors import SMPError
+
+Hook = Callable[[Any, "GradBucket"], "torch.futures.Future[torch.Tensor]"]
+
+
+class GradBucket:
+    """What a communication hook sees; the methods of ``torch.distributed.GradBucket``."""
+
+    def __init__(self, index: int, flat: torch.Tensor, bucket: _Bucket, is_last: bool) -> None:
+        self._index, self._flat, self._bucket, self._is_last = index, flat, bucket, is_last
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients of the bucket, one after another, one-dimensional."""
+        return self._flat
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        self._flat = tensor
+
+    def gradients(self) -> list[torch.Tensor]:
+        return self._bucket.views(self._flat)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self._bucket.parameters)
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+
+@dataclass
+class _Bucket:
+    parameters: list[nn.Parameter]
+    waiting: set[int] = field(default_factory=set)
+    flat: torch.Tensor | None = None
+    pending: Pending | None = None
+    future: Any = None
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        sizes = [parameter.numel() for parameter in self.parameters]
+        return [
+            part.view(parameter.shape)
+            for part, parameter in zip(flat.split(sizes), self.parameters, strict=True)
+        ]
+
+
+class Reducer:
+    """Reduces the gradients of one stage's parameters.
+
+    Args:
+        parameters: in the model's order, the same on all members.
+        collectives: over the group; its size divides the sum.
+        bucket_cap_bytes: a bucket is closed when it reaches this.
+        overlap: start buckets during backward; else all at the end.
+        as_views: afterwards ``parameter.grad`` are views of the buckets, which saves one copy of them.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        collectives: Collectives,
+        *,
+        bucket_cap_bytes: int,
+        overlap: bool,
+        as_views: bool,
+    ) -> None:
+        self.collectives = collectives
+        self.overlap = overlap
+        self.as_views = as_views
+        self.hook: tuple[Any, Hook] | None = None
+        self.started_in_backward = 0  # buckets of the last step that overlapped; for tests and reports
+        self._buckets = _buckets(parameters, bucket_cap_bytes)
+        self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+        self._next = 0
+
+    def begin_step(self) -> None:
+        self._next = 0
+        self.started_in_backward = 0
+        for bucket in self._buckets:
+            bucket.waiting = {id(parameter) for parameter in bucket.parameters}
+            bucket.pending = bucket.future = None
+
+    def on_final(self, parameter: nn.Parameter) -> None:
+        """The parameter's gradient is whole for this step."""
+        bucket = self._bucket_of.get(id(parameter))
+        if bucket is None or not self.overlap:
+            return
+        bucket.waiting.discard(id(parameter))
+        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+            self._start()
+            self.started_in_backward += 1
+
+    def finish(self) -> None:
+        """Starts what has not been, waits for all, and puts the averages in place."""
+        used = torch.tensor(
+            [float(p.grad is not None) for bucket in self._buckets for p in bucket.parameters]
+        )
+        while self._next < len(self._buckets):
+            self._start()
+        pending_use = self.collectives.all_reduce(used) if len(used) else None
+        for number, bucket in enumerate(self._buckets):
+            self._wait(bucket, number)
+        if pending_use is not None:
+            wait_until(pending_use.done, lambda: "the dp group did not agree on which parameters were used")
+        flags = iter(used.tolist())
+        for bucket in self._buckets:
+            assert bucket.flat is not None
+            for parameter, view in zip(bucket.parameters, bucket.views(bucket.flat), strict=True):
+                if not next(flags):
+                    parameter.grad = None
+                elif self.as_views:
+                    parameter.grad = view
+                elif parameter.grad is None:
+                    parameter.grad = view.clone()
+                else:
+                    parameter.grad.copy_(view)
+            if not self.as_views:
+                bucket.flat = None
+
+    @torch.no_grad()
+    def _start(self) -> None:
+        bucket = self._buckets[self._next]
+        parts = [
+            parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            for parameter in bucket.parameters
+        ]
+        flat = bucket.flat
+        if flat is None or not self.as_views:
+            flat = torch.empty(
+                sum(p.numel() for p in bucket.parameters), dtype=parts[0].dtype, device=parts[0].device
+            )
+        for view, part in zip(bucket.views(flat), parts, strict=True):
+            if view.data_ptr() != part.data_ptr():
+                view.copy_(part)
+        bucket.flat = flat
+        if self.hook is not None:
+            state, function = self.hook
+            is_last = self._next == len(self._buckets) - 1
+            bucket.future = function(state, GradBucket(self._next, flat, bucket, is_last))
+            if not isinstance(bucket.future, torch.futures.Future):
+                raise SMPError(
+                    f"the communication hook returned {type(bucket.future).__name__}: it must return a "
+                    "torch.futures.Future of the reduced bucket"
+                )
+        else:
+            flat.div_(self.collectives.size)
+            bucket.pending = self.collectives.all_reduce(flat)
+        self._next += 1
+
+    def _wait(self, bucket: _Bucket, number: int) -> None:
+        what = f"the dp group did not reduce gradient bucket {number} of {len(self._buckets)}"
+        if bucket.pending is not None:
+            wait_until(bucket.pending.done, lambda: what)
+        elif bucket.future is not None:
+            wait_until(bucket.future.done, lambda: what)
+            result = bucket.future.wait()
+            assert bucket.flat is not None
+            value = result[0] if isinstance(result, list | tuple) else result
+            if value.data_ptr() != bucket.flat.data_ptr():
+                bucket.flat.copy_(value)
+
+
+def _buckets(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[_Bucket]:
+    buckets: list[_Bucket] = []
+    open_bucket: dict[tuple[torch.dtype, torch.device], tuple[_Bucket, int]] = {}
+    for parameter in reversed([p for p in parameters if p.requires_grad]):
+        kind = (parameter.dtype, parameter.device)
+        bucket, size = open_bucket.get(kind, (None, 0))
+        if bucket is None or size >= cap_bytes:
+            bucket, size = _Bucket([]), 0
+            buckets.append(bucket)
+        bucket.parameters.append(parameter)
+        open_bucket[kind] = (bucket, size + parameter.numel() * parameter.element_size())
+    return buckets
+
+
+def broadcast_tensors(tensors: Iterable[torch.Tensor], collectives: Collectives, what: str) -> None:
+    """Overwrites tensors with group rank 0's, all of one dtype in one message."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for group in by_kind.values():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+        if not flat.numel():
+            continue
+        row = flat.view(torch.uint8)  # bytes: process groups do not know every dtype
+        pending = collectives.broadcast(row)
+        wait_until(pending.done, lambda: f"{what} from dp rank 0 did not arrive")
+        with torch.no_grad():
+            for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
+                tensor.copy_(part.view(tensor.shape))

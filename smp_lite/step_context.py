@@ -1,0 +1,228 @@
+"""One call of a step function: recording, then execution.
+
+The model may still have to be partitioned when the first step begins; then recording starts at its first
+call, in the middle of the user's function, so that nothing of the function runs twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .errors import SMPError
+from .record.interception import listening
+from .record.microbatch import Splitter, merge_outputs
+from .record.placed import PlacedTensor
+from .record.recorder import Recorder
+from .record.structure import flatten, rebuild
+from .runtime.model_runtime import ModelRuntime
+from .session import Session
+
+FIRST_CHECKED_STEPS = 3
+CHECK_EVERY_STEPS = 100
+
+
+class StepContext:
+    """The step that is running now."""
+
+    def __init__(self, session: Session, inputs: list[Any], step_index: int) -> None:
+        self.session = session
+        self.inputs = inputs
+        self.step_index = step_index
+        self.runtime: ModelRuntime | None = None
+        self.microbatch_index = 0
+        self.has_backward = False
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def recorder(self) -> Recorder:
+        assert self.runtime is not None
+        return self.runtime.recorder
+
+    def start_recording(self, runtime: ModelRuntime) -> None:
+        """From here on, module calls and torch functions are recorded."""
+        self.runtime = runtime
+        check = self.step_index < FIRST_CHECKED_STEPS or self.step_index % CHECK_EVERY_STEPS == 0
+        runtime.begin_step(len(self.inputs), input_digest(self.inputs) if check else 0)
+        self._stack.enter_context(listening(runtime.recorder))
+        self._begin_microbatch()
+
+    def _begin_microbatch(self) -> None:
+        assert self.runtime is not None
+        recording = self.runtime.recorder.begin_microbatch(self.microbatch_index)
+        self.runtime.runner.add(recording)
+
+    def run(self, function: Callable[..., Any], detach_outputs: bool) -> Any:
+        """Runs the function for every microbatch and executes what it did."""
+        outputs = []
+        with self._stack:
+            model = self.session.model
+            if model is not None and model.runtime is not None:
+                self.start_recording(model.runtime)
+            for m, (args, kwargs) in enumerate(self.inputs):
+                self.microbatch_index = m
+                if self.runtime is not None and m > 0:
+                    self._begin_microbatch()
+                outputs.append(self._end_microbatch(function(*args, **kwargs)))
+        if self.runtime is None:
+            return merge_outputs([rebuild(spec, iter(leaves)) for leaves, spec in outputs])
+        return self._finish(outputs, detach_outputs)
+
+    def _end_microbatch(self, result: Any) -> tuple[list[Any], Any]:
+        """Flattens a result; its placed values are wanted after the step."""
+        leaves: list[Any] = []
+        spec = flatten(result, leaves)
+        if self.runtime is None:
+            return leaves, spec
+        recorder = self.recorder
+        recording = recorder.recording
+        assert recording is not None
+        for i, leaf in enumerate(leaves):
+            if type(leaf) is PlacedTensor:
+                value = recorder.value_of(leaf)
+                recording.needed.add(value)
+                leaves[i] = _Output(self.microbatch_index, value)
+        self.has_backward |= bool(recording.backwards)
+        recorder.end_microbatch()
+        return leaves, spec
+
+    def _finish(self, outputs: list[tuple[list[Any], Any]], detach_outputs: bool) -> Any:
+        assert self.runtime is not None
+        wanted = dict.fromkeys(
+            (leaf.microbatch_index, leaf.value)
+            for leaves, _ in outputs
+            for leaf in leaves
+            if type(leaf) is _Output
+        )
+        found = self.runtime.finish(
+            list(wanted), has_backward=self.has_backward, keep_graph=not detach_outputs
+        )
+        by_value = dict(zip(wanted, found, strict=True))
+        results = []
+        for leaves, spec in outputs:
+            filled = [
+                by_value[leaf.microbatch_index, leaf.value]
+                if type(leaf) is _Output
+                else leaf.detach()
+                if detach_outputs and isinstance(leaf, torch.Tensor)
+                else leaf
+                for leaf in leaves
+            ]
+            results.append(rebuild(spec, iter(filled)))
+        return merge_outputs(results)
+
+    def abandon(self) -> None:
+        if self.runtime is not None:
+            self.runtime.runner.abandon()
+
+
+class _Output:
+    """A placed value in a step's result, to be filled in after execution."""
+
+    __slots__ = ("microbatch_index", "value")
+
+    def __init__(self, microbatch_index: int, value: int) -> None:
+        self.microbatch_index, self.value = microbatch_index, value
+
+
+class StepFunction:
+    """What ``@smp.step`` makes of a function.
+
+    A callable object and no function on purpose: it is not bound as a method, so a class body may hold
+    one that is called as ``self.train_step(model, batch)`` without a ``self`` parameter (SMPTrainer of
+    AWS's own examples does that).
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        non_split_inputs: list[str] | None = None,
+        input_split_axes: dict[str, int] | None = None,
+        detach_outputs: bool = True,
+    ) -> None:
+        self.function = function
+        self.detach_outputs = detach_outputs
+        self._splitter = Splitter(function, non_split_inputs or (), input_split_axes)
+        self.__name__ = getattr(function, "__name__", "step")
+        self.__doc__ = function.__doc__
+        self.__wrapped__ = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from . import session as session_module
+
+        session = session_module.current()
+        if session.step is not None:
+            raise SMPError("a step function was called inside another step function: call it outside")
+        inputs = self._splitter.split(args, kwargs, session.cfg.microbatches)
+        context = StepContext(session, inputs, session.steps_run)
+        session.step = context
+        try:
+            result = context.run(self.function, self.detach_outputs)
+        except BaseException:
+            context.abandon()
+            raise
+        finally:
+            session.step = None
+        session.steps_run += 1
+        if session.model is not None:
+            session.model.after_step(context)
+        return result
+
+
+def step(
+    function: Callable[..., Any] | None = None,
+    *,
+    non_split_inputs: list[str] | None = None,
+    input_split_axes: dict[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> Any:
+    """Decorates a function that runs the model on one batch; it then runs once for each microbatch.
+
+    ``@smp.step``, ``@smp.step()`` and ``@smp.step(...)`` all work. Collective over the mp group: all its
+    ranks must call the function with the same batch.
+
+    Args:
+        function: called once for each microbatch with that part of the batch.
+        non_split_inputs: names of arguments that are never cut.
+        input_split_axes: batch axis by argument name; 0 for the others.
+        detach_outputs: returned tensors are detached. False keeps their graph on the rank that made them,
+            and its memory.
+
+    Returns:
+        The function's result with each tensor replaced by a :class:`StepOutput`, valid on every mp rank.
+    """
+
+    def decorate(found: Callable[..., Any]) -> StepFunction:
+        return StepFunction(
+            found,
+            non_split_inputs=non_split_inputs,
+            input_split_axes=input_split_axes,
+            detach_outputs=detach_outputs,
+        )
+
+    if function is None:
+        return decorate
+    if not callable(function):
+        raise TypeError(
+            "smp.step takes its options by keyword: @smp.step(non_split_inputs=[...], input_split_axes={...})"
+        )
+    return decorate(function)
+
+
+def input_digest(inputs: list[Any]) -> int:
+    """A number made of the bytes of all tensors among the inputs; never 0."""
+    hasher = hashlib.blake2b(digest_size=8)
+    for args, kwargs in inputs:
+        leaves: list[Any] = []
+        flatten((args, kwargs), leaves)
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
+                data = leaf.detach().cpu().contiguous()
+                hasher.update(str((data.dtype, tuple(data.shape))).encode())
+                hasher.update(data.reshape(-1).view(torch.uint8).numpy())
+    return (int.from_bytes(hasher.digest(), "little") >> 4) | 1

@@ -1,0 +1,282 @@
+"""Runs functions and scripts on real MPI processes from inside a test.
+
+`run_distributed("tests.transparency.cases:gpt", world_size=2)` calls that function in every rank
+and returns what the ranks returned. The ranks of one world size stay alive between calls, because
+importing torch costs seconds; a rank that fails, dies or hangs costs its whole pool, and the next
+call starts a new one. Each rank talks to the test over its own Unix socket and writes into its own
+log, so a failure shows the first cause and who said what; after a timeout the logs hold the Python
+stack of every rank.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from smp_lite.entrypoints.launch_plan import plan_mpirun
+from smp_lite.entrypoints.mpirun import find_mpirun, stop_mpirun
+from smp_lite.errors_record import ERROR_DIR_VARIABLE, FailureRecord, read_failures
+
+__all__ = ["WorldPool", "run_distributed", "run_script"]
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
+_START_TIMEOUT_S = 60.0
+_PEERS_GRACE_S = 0.5
+"""How long to wait for an earlier failure of another rank once one rank has failed."""
+_STOP_GRACE_S = 5.0
+_TAIL_LINES = 40
+
+_pools: dict[int, WorldPool] = {}
+
+
+def run_distributed(
+    function: str,
+    world_size: int,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    timeout_s: float = 60.0,
+    fresh: bool = False,
+) -> list[Any]:
+    """Call `function` ("package.module:name") in `world_size` ranks; their results, by rank.
+
+    parameters: the SMP parameters, set in the environment for the time of the call.
+    fresh: start new processes for this call alone.
+
+    Raises AssertionError with the first failing rank's traceback and the output of all ranks.
+    """
+    if fresh:
+        pool = WorldPool(world_size)
+        try:
+            return pool.run(function, kwargs, parameters, timeout_s)
+        finally:
+            pool.close()
+    pool = _pools.get(world_size)
+    if pool is None or not pool.alive:
+        pool = _pools[world_size] = WorldPool(world_size)
+    return pool.run(function, kwargs, parameters, timeout_s)
+
+
+class WorldPool:
+    """`world_size` MPI processes that wait for functions to call."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._directory = Path(tempfile.mkdtemp(prefix="smp-lite-pool-"))
+        self._connections: list[Connection] = []
+        self._pids: list[int] = []
+        self._process = self._start()
+        try:
+            self._accept()
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        """Whether the processes are there to take another call."""
+        return self._process.poll() is None
+
+    def run(
+        self,
+        function: str,
+        kwargs: Mapping[str, Any] | None,
+        parameters: Mapping[str, Any] | None,
+        timeout_s: float,
+    ) -> list[Any]:
+        """As `run_distributed`, on these processes; any failure ends them."""
+        sizes = {path: path.stat().st_size for path in self._directory.glob("*.log")}
+        try:
+            job = pickle.dumps((function, dict(kwargs or {}), parameters))
+            for connection in self._connections:
+                with suppress(BrokenPipeError):
+                    connection.send_bytes(job)
+            values, failures, missing = self._collect(timeout_s)
+            if not failures and not missing:
+                return [values[rank] for rank in range(self.world_size)]
+            text = self._explain(failures, missing, timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+        self.kill(keep_logs=True)
+        output = "".join(_tail(path, sizes.get(path, 0)) for path in sorted(self._logs()))
+        shutil.rmtree(self._directory)
+        raise AssertionError(f"{function} on {self.world_size} processes: {text}\n{output}")
+
+    def close(self) -> None:
+        """Let the processes end as they would by themselves; kill them if they do not."""
+        for connection in self._connections:
+            connection.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_GRACE_S)
+        self.kill()
+
+    def kill(self, *, keep_logs: bool = False) -> None:
+        """End the processes now."""
+        for connection in self._connections:
+            connection.close()
+        stop_mpirun(self._process, self._pids, _STOP_GRACE_S)
+        if not keep_logs:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self._directory / "socket"))
+        self._listener.listen(self.world_size)
+        command = (sys.executable, "-m", "tests.harness_worker", str(self._directory))
+        environment = {ERROR_DIR_VARIABLE: str(self._directory)}
+        with open(self._directory / "mpirun.log", "wb") as log:
+            return _mpirun(command, self.world_size, environment, log, log)
+
+    def _accept(self) -> None:
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        self._listener.settimeout(0.5)
+        accepted: dict[int, Connection] = {}
+        with self._listener:
+            while len(accepted) < self.world_size:
+                try:
+                    peer, _ = self._listener.accept()
+                except TimeoutError:
+                    if self.alive and time.monotonic() < deadline:
+                        continue
+                    output = "".join(_tail(path, 0) for path in sorted(self._logs()))
+                    raise AssertionError(f"the processes did not start\n{output}") from None
+                peer.setblocking(True)
+                connection = Connection(peer.detach())
+                self._connections.append(connection)
+                rank, pid = pickle.loads(connection.recv_bytes())
+                accepted[rank] = connection
+                self._pids.append(pid)
+        self._connections = [accepted[rank] for rank in range(self.world_size)]
+
+    def _collect(self, timeout_s: float) -> tuple[dict[int, Any], list[FailureRecord], list[int]]:
+        """Results by rank, failures, and the ranks from which neither came in time."""
+        deadline = time.monotonic() + timeout_s
+        waiting = dict(zip(self._connections, range(self.world_size), strict=True))
+        values: dict[int, Any] = {}
+        failures: list[FailureRecord] = []
+        lost = False
+        while waiting and (left_s := deadline - time.monotonic()) > 0:
+            for connection in wait(list(waiting), left_s):
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    reply = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    lost = True
+                    reply = None
+                if isinstance(reply, FailureRecord):
+                    failures.append(reply)
+                elif reply is not None:
+                    values[rank] = reply[0]
+            if failures or lost:
+                deadline = min(deadline, time.monotonic() + _PEERS_GRACE_S)
+        missing = [rank for rank in range(self.world_size) if rank not in values]
+        return values, failures, [r for r in missing if r not in {f.rank for f in failures}]
+
+    def _explain(self, failures: list[FailureRecord], missing: list[int], timeout_s: float) -> str:
+        failures = sorted(
+            [*failures, *read_failures(self._directory)], key=lambda failure: failure.time_ns
+        )
+        if failures:
+            return f"rank {failures[0].rank} failed first:\n{failures[0].text}"
+        if not self.alive or self._any_rank_gone():
+            return f"ranks {missing} ended without an exception"
+        for pid in self._pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(_PEERS_GRACE_S)
+        return f"no result from ranks {missing} within {timeout_s} s; their stacks are below"
+
+    def _any_rank_gone(self) -> bool:
+        # A connection at its end is readable; a rank that is merely busy has nothing to read.
+        return any(connection.poll() for connection in self._connections)
+
+    def _logs(self) -> list[Path]:
+        return list(self._directory.glob("*.log"))
+
+
+def run_script(
+    argv: Sequence[str],
+    world_size: int,
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 60.0,
+) -> subprocess.CompletedProcess[str]:
+    """Run plain `mpirun -np world_size python argv...` and return its exit code and output.
+
+    Raises AssertionError with the output where it takes longer than `timeout_s`.
+    """
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = _mpirun((sys.executable, *argv), world_size, env or {}, out, err)
+        timed_out = False
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+        finally:
+            if process.poll() is None:
+                stop_mpirun(process, _child_pids(process.pid), _STOP_GRACE_S)
+        stdout, stderr = (_read_all(file) for file in (out, err))
+    if timed_out:
+        raise AssertionError(f"{argv[0]} took over {timeout_s} s\n{stdout}\n{stderr}")
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def _mpirun(
+    command: Sequence[str], world_size: int, environment: Mapping[str, str], out: Any, err: Any
+) -> subprocess.Popen[bytes]:
+    plan = plan_mpirun(
+        processes=world_size,
+        command=command,
+        mpirun=find_mpirun(),
+        environment={"PYTHONUNBUFFERED": "1", **environment},
+        is_root=os.geteuid() == 0,
+    )
+    search_path = os.pathsep.join([str(_REPOSITORY), *filter(None, [os.getenv("PYTHONPATH")])])
+    return subprocess.Popen(
+        plan.argv,
+        env=plan.full_environment({**os.environ, "PYTHONPATH": search_path}),
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=err,
+        process_group=0,
+    )
+
+
+def _child_pids(pid: int) -> list[int]:
+    texts = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+    return [int(child) for text in texts for child in text.split()]
+
+
+def _read_all(file: Any) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def _tail(path: Path, start: int) -> str:
+    """The last lines of a log that came after byte `start`, under a heading."""
+    lines = path.read_bytes()[start:].decode(errors="replace").splitlines()
+    if not lines:
+        return ""
+    return "\n".join([f"--- {path.stem} ---", *lines[-_TAIL_LINES:], ""])
+
+
+@atexit.register
+def _close_pools() -> None:
+    for pool in _pools.values():
+        if pool.alive:
+            pool.close()

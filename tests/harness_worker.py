@@ -1,0 +1,88 @@
+"""One rank of a `tests.harness.WorldPool`: takes a call, makes it, sends back what it returned.
+
+Between calls everything that one test could leave behind for the next is put back: the library's
+session, the environment, the random streams and torch's defaults.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from smp_lite.config import PARAMETERS_VARIABLE
+from smp_lite.errors_record import FailureRecord
+
+
+def serve(directory: Path) -> None:
+    """Take calls until the test process closes the connection."""
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    log = os.open(directory / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    peer = socket.socket(socket.AF_UNIX)
+    peer.connect(str(directory / "socket"))
+    connection = Connection(peer.detach())
+    connection.send_bytes(pickle.dumps((rank, os.getpid())))
+    while True:
+        try:
+            job = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send_bytes(_reply(job, rank))
+
+
+def _reply(job: bytes, rank: int) -> bytes:
+    """A pickled 1-tuple of the result, or the pickled record of the failure."""
+    environment = dict(os.environ)
+    try:
+        function, kwargs, parameters = pickle.loads(job)
+        _seed()
+        reply = pickle.dumps((_call(function, kwargs, parameters),))
+        _reset(environment)
+    except BaseException:
+        return pickle.dumps(FailureRecord(rank, time.time_ns(), 1, traceback.format_exc()))
+    return reply
+
+
+def _call(function: str, kwargs: dict[str, Any], parameters: Mapping[str, Any] | None) -> Any:
+    if parameters is None:
+        os.environ.pop(PARAMETERS_VARIABLE, None)
+    else:
+        os.environ[PARAMETERS_VARIABLE] = json.dumps(parameters)
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)(**kwargs)
+
+
+def _seed() -> None:
+    random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
+
+
+def _reset(environment: dict[str, str]) -> None:
+    # Only what was imported can have left something behind.
+    if (session := sys.modules.get("smp_lite.session")) is not None:
+        session.reset()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]))

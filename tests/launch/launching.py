@@ -1,0 +1,58 @@
+"""How the launch tests start `smp-lite run`, and how they look for processes left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HANG_S = 40
+"""A bound against hanging; a launch takes one to three seconds."""
+
+
+def command(*args: str) -> list[str]:
+    """The argument list of `smp-lite run args...` under this Python."""
+    return [sys.executable, "-m", "smp_lite.cli", "run", *args]
+
+
+def launch(
+    directory: Path, *args: str, env: dict[str, str] | None = None, text_in: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run `smp-lite run args...` in `directory` to its end, output captured."""
+    process = subprocess.Popen(
+        command(*args),
+        cwd=directory,
+        env={**os.environ, **(env or {})},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        stdout, stderr = process.communicate(text_in, timeout=HANG_S)
+    finally:
+        process.terminate()  # for one that hangs: killed, it could not end its ranks
+        process.wait()
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def write(directory: Path, name: str, text: str) -> Path:
+    """A file with `text` after the lines that tell a script its rank."""
+    path = directory / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("import os, sys\nrank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n" + text)
+    return path
+
+
+def processes_mentioning(path: Path) -> list[int]:
+    """Ids of the processes that have `path` in their command line."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes()
+        except OSError:
+            continue  # it ended while we looked
+        if os.fsencode(path) in words:
+            found.append(int(entry.parent.name))
+    return found

@@ -1,0 +1,84 @@
+"""Whatever ends the launcher ends its ranks, and no process stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launching import HANG_S, command, processes_mentioning, write
+
+SLEEP = "import time\nfrom mpi4py import MPI\nprint('up', flush=True)\ntime.sleep(600)\n"
+
+
+def start(script: Path, num_ranks: int) -> subprocess.Popen[str]:
+    """A launch of which all ranks have come up."""
+    process = subprocess.Popen(
+        command("--processes", str(num_ranks), str(script)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    lines = {process.stdout.readline() for _ in range(num_ranks)}
+    assert lines == {f"[{rank}] up\n" for rank in range(num_ranks)}
+    return process
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_to_the_launcher_stops_everything(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    script = write(tmp_path, "script.py", SLEEP)
+    with start(script, 3) as process:
+        process.send_signal(number)
+        assert process.wait(HANG_S) == code
+        assert processes_mentioning(script) == []
+
+
+def test_ranks_that_ignore_the_signal_are_killed(tmp_path: Path) -> None:
+    ignore = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    script = write(tmp_path, "script.py", ignore + SLEEP)
+    with start(script, 2) as process:
+        process.terminate()
+        assert process.wait(HANG_S) == 143
+        assert processes_mentioning(script) == []
+
+
+def test_ranks_do_not_outlive_an_mpirun_that_was_killed(tmp_path: Path) -> None:
+    script = write(tmp_path, "script.py", SLEEP)
+    with start(script, 2) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(children) == 1
+        os.kill(int(children[0]), signal.SIGKILL)
+        assert process.wait(HANG_S) == 137
+        assert processes_mentioning(script) == []
+        assert process.stderr is not None
+        assert process.stderr.read() == "mpirun ended with exit code 137\n"
+
+
+def test_a_reader_that_goes_away_ends_the_launch(tmp_path: Path) -> None:
+    script = write(
+        tmp_path, "script.py", "import time\nwhile True:\n    print('up')\n    time.sleep(0.05)\n"
+    )
+    process = subprocess.Popen(
+        command("--processes", "1", str(script)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(HANG_S) == 141
+        assert processes_mentioning(script) == []
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
