@@ -22,7 +22,9 @@ _USAGE_ERROR = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="smp-lite", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="smp-lite", description="Run and plan SMP training scripts on this machine."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="{run,plan}")
     run = commands.add_parser("run", help="run a script on several processes of this machine")
     _add_run_arguments(run)
@@ -88,9 +90,10 @@ def _read_parameters(text: str) -> dict[str, Any]:
     if not text.lstrip().startswith("{"):
         return parse_parameters(text)
     try:
-        return json.loads(text)
+        parameters: dict[str, Any] = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"--parameters is not valid JSON ({error}): {text}") from None
+    return parameters
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ call, in the middle of the user's function, so that nothing of the function runs
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ class StepContext:
         """From here on, module calls and torch functions are recorded."""
         self.runtime = runtime
         check = self.step_index < FIRST_CHECKED_STEPS or self.step_index % CHECK_EVERY_STEPS == 0
-        runtime.begin_step(len(self.inputs), input_digest(self.inputs) if check else 0)
+        lines = functools.partial(describe_inputs, self.inputs)
+        runtime.begin_step(len(self.inputs), (input_digest(self.inputs) if check else 0, lines))
         self._stack.enter_context(listening(runtime.recorder))
         self._begin_microbatch()
 
@@ -214,15 +216,31 @@ def step(
     return decorate(function)
 
 
-def input_digest(inputs: list[Any]) -> int:
-    """A number made of the bytes of all tensors among the inputs; never 0."""
-    hasher = hashlib.blake2b(digest_size=8)
-    for args, kwargs in inputs:
+def _input_tensors(inputs: list[Any]) -> Iterator[tuple[int, int, torch.Tensor]]:
+    for m, (args, kwargs) in enumerate(inputs):
         leaves: list[Any] = []
         flatten((args, kwargs), leaves)
-        for leaf in leaves:
+        for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
-                data = leaf.detach().cpu().contiguous()
-                hasher.update(str((data.dtype, tuple(data.shape))).encode())
-                hasher.update(data.reshape(-1).view(torch.uint8).numpy())
-    return (int.from_bytes(hasher.digest(), "little") >> 4) | 1
+                yield m, i, leaf
+
+
+def _bytes_digest(tensor: torch.Tensor) -> int:
+    data = tensor.detach().cpu().contiguous()
+    hasher = hashlib.blake2b(str((data.dtype, tuple(data.shape))).encode(), digest_size=8)
+    hasher.update(data.reshape(-1).view(torch.uint8).numpy())
+    return int.from_bytes(hasher.digest(), "little") >> 3
+
+
+def input_digest(inputs: list[Any]) -> int:
+    """A number made of the bytes of all tensors among the inputs; never 0."""
+    return hash(tuple(_bytes_digest(tensor) for _, _, tensor in _input_tensors(inputs))) | 1
+
+
+def describe_inputs(inputs: list[Any]) -> list[str]:
+    """One line for each tensor among the inputs."""
+    return [
+        f"got as tensor {i} of microbatch {m} {tensor.dtype}{list(tensor.shape)} with digest "
+        f"{_bytes_digest(tensor):x}"
+        for m, i, tensor in _input_tensors(inputs)
+    ]

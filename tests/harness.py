@@ -137,7 +137,7 @@ class WorldPool:
         self._listener.bind(str(self._directory / "socket"))
         self._listener.listen(self.world_size)
         command = (sys.executable, "-m", "tests.harness_worker", str(self._directory))
-        environment = {ERROR_DIR_VARIABLE: str(self._directory)}
+        environment = {ERROR_DIR_VARIABLE: str(self._directory), "PYTHONUNBUFFERED": "1"}
         with open(self._directory / "mpirun.log", "wb") as log:
             return _mpirun(command, self.world_size, environment, log, log)
 
@@ -243,7 +243,7 @@ def _mpirun(
         processes=world_size,
         command=command,
         mpirun=find_mpirun(),
-        environment={"PYTHONUNBUFFERED": "1", **environment},
+        environment=environment,
         is_root=os.geteuid() == 0,
     )
     search_path = os.pathsep.join([str(_REPOSITORY), *filter(None, [os.getenv("PYTHONPATH")])])

@@ -8,6 +8,7 @@ stage known to all, and compare what the ranks recorded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -36,8 +37,23 @@ class Peers(Protocol):
     def share_object(self, payload: Any, stage: int, what: str) -> Any:
         """The owner's object on every rank."""
 
-    def compare(self, digests: Sequence[int], explain: Callable[[], list[list[str]]], what: str) -> None:
-        """Raises :class:`SMPMismatch` unless all ranks give equal digests."""
+    def compare(self, checks: Sequence[Check]) -> None:
+        """Raises :class:`SMPMismatch` unless all ranks agree on every check."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that must be the same on all mp ranks.
+
+    Args:
+        what: names it in the error.
+        digest: a number of up to 62 bits.
+        lines: describes it line by line, to find the first difference.
+    """
+
+    what: str
+    digest: int
+    lines: Callable[[], list[str]]
 
 
 class OneProcess:
@@ -70,7 +86,7 @@ class OneProcess:
     def share_object(self, payload: Any, stage: int, what: str) -> Any:
         return payload
 
-    def compare(self, digests: Sequence[int], explain: Callable[[], list[list[str]]], what: str) -> None:
+    def compare(self, checks: Sequence[Check]) -> None:
         pass
 
 
@@ -91,6 +107,7 @@ class MPIPeers:
         self.group_rank = world.group_rank("MP")
         self.stages = frozenset({stage_of_rank[self.group_rank]})
         self._rank_of_stage = {stage: i for i, stage in enumerate(stage_of_rank)}
+        self._others = [rank for rank in self.ranks if rank != world.rank]
         self._comm = world.group_comm("MP").Dup()
 
     def drive(self, generators: Mapping[int, Iterator[str]]) -> None:
@@ -104,10 +121,14 @@ class MPIPeers:
                     reason = next(generator, None)
                     return reason != stuck
 
-                wait_until(moved, lambda stuck=stuck: self._blame(stuck))  # type: ignore[misc]
+                self._wait(moved, stuck)
 
-    def _blame(self, reason: str) -> str:
-        return f"rank {self.world.rank}: {reason} (mp group {list(self.ranks)})"
+    def _wait(self, test: Callable[[], bool], reason: str) -> None:
+        wait_until(
+            test,
+            lambda: f"rank {self.world.rank}: {reason} (mp group {list(self.ranks)})",
+            lambda: self._others,
+        )
 
     def share(self, items: Sequence[tuple[int, TensorMeta, torch.Tensor | None]]) -> list[torch.Tensor]:
         results: list[torch.Tensor | None] = [None] * len(items)
@@ -155,35 +176,32 @@ class MPIPeers:
     def _broadcast(self, tensor: torch.Tensor, num_bytes: int, stage: int) -> None:
         memory = self._mpi.buffer.fromaddress(tensor.data_ptr(), num_bytes)
         request = self._comm.Ibcast([memory, self._mpi.BYTE], root=self._rank_of_stage[stage])
-        wait_until(
-            request.Test, lambda: self._blame(f"a result of stage {stage} did not reach all its peers")
-        )
+        self._wait(request.Test, f"a result of stage {stage} did not reach all its peers")
 
     def share_object(self, payload: Any, stage: int, what: str) -> Any:
         found = self.world.exchange(payload if stage in self.stages else None, "MP", what)
         return found[self._rank_of_stage[stage]]
 
-    def compare(self, digests: Sequence[int], explain: Callable[[], list[list[str]]], what: str) -> None:
-        mine = torch.tensor([digest & ((1 << 62) - 1) for digest in digests], dtype=torch.int64)
+    def compare(self, checks: Sequence[Check]) -> None:
+        mine = torch.tensor([check.digest & ((1 << 62) - 1) for check in checks], dtype=torch.int64)
         theirs = torch.empty(len(self.ranks), len(mine), dtype=torch.int64)
         request = self._comm.Iallgather(mine.numpy(), theirs.numpy())
-        wait_until(request.Test, lambda: self._blame(f"not all mp ranks reached {what}"))
-        for i in range(len(mine)):
-            column = theirs[:, i]
+        self._wait(request.Test, "not all mp ranks came to the end of recording a step")
+        for check, column in zip(checks, theirs.unbind(1), strict=True):
             if bool((column != column[0]).any()):
-                lines = [found[i] for found in self.world.exchange(explain(), "MP", f"{what} mismatch")]
-                raise SMPMismatch(_first_difference(what, lines, self.ranks))
+                lines = self.world.exchange(check.lines(), "MP", f"comparing {check.what}")
+                raise SMPMismatch(_first_difference(check.what, lines, self.ranks))
 
 
 def _first_difference(what: str, lines: list[list[str]], ranks: Sequence[int]) -> str:
     """Names the first line in which two ranks differ."""
+    advice = (
+        "All ranks of an mp group must see the same batch and take the same branches: seed and shard data "
+        "by smp.dp_rank(), never by smp.rank()"
+    )
     for number in range(max(map(len, lines))):
         row = [found[number] if number < len(found) else "nothing" for found in lines]
         for member, text in enumerate(row):
             if text != row[0]:
-                return (
-                    f"{what} differs: rank {ranks[member]} recorded call {number} = {text}, "
-                    f"rank {ranks[0]} = {row[0]}. All ranks of an mp group must see the same batch and "
-                    "take the same branches: seed and shard data by smp.dp_rank(), never by smp.rank()"
-                )
-    return f"{what} differs between ranks {list(ranks)}"
+                return f"{what} differs: rank {ranks[member]} {text}, rank {ranks[0]} {row[0]}. {advice}"
+    return f"{what} differs between ranks {list(ranks)}. {advice}"

@@ -3,15 +3,18 @@
 Polling instead of blocking keeps the process able to notice that the limit has passed. The pauses grow:
 first it only yields the processor (a message takes tens of microseconds), then it sleeps, so that ranks
 that share a core do not steal it from the one they wait for.
+
+A rank whose script has ended will send nothing any more. Each says so when it leaves (see
+:class:`smp_lite.comm.world.World`), and a wait for it ends with an error at once instead of at the limit.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from ..errors import SMPTimeout
+from ..errors import SMPError, SMPTimeout
 
 WATCHDOG_VARIABLE = "SMP_LITE_WATCHDOG_S"
 DEFAULT_WATCHDOG_S = 300.0
@@ -20,7 +23,11 @@ _YIELD_FOR_S = 0.002
 _SLEEP_S = 0.00005
 _LONGEST_SLEEP_S = 0.001
 
+# A message sent just before its sender left may still be on its way.
+_GRACE_S = 1.0
+
 _watchdog_s: float | None = None
+_departed: Callable[[], set[int]] = set
 
 
 def watchdog_s() -> float:
@@ -51,29 +58,46 @@ def set_watchdog(seconds: float | None) -> None:
     _watchdog_s = seconds
 
 
-def wait_until(test: Callable[[], bool], what: Callable[[], str]) -> None:
+def watch_departures(departed: Callable[[], set[int]]) -> None:
+    """Sets whom to ask which world ranks have left."""
+    global _departed
+    _departed = departed
+
+
+def wait_until(
+    test: Callable[[], bool], what: Callable[[], str], ranks: Callable[[], Iterable[int]] = tuple
+) -> None:
     """Polls ``test`` until it is true.
 
     Args:
         test: must be cheap, and drive the transfer that it waits for.
-        what: says for whom and for what, if the limit passes.
+        what: says for whom and for what, if it fails.
+        ranks: world ranks that are waited for.
 
     Raises:
         SMPTimeout: the watchdog's limit has passed.
+        SMPError: a rank that is waited for has ended its script.
     """
     if test():
         return
     start = time.monotonic()
     limit, pause = watchdog_s(), _SLEEP_S
+    look_at, gone_since = start + 0.1, None
     while not test():
-        waited = time.monotonic() - start
-        if waited < _YIELD_FOR_S:
+        now = time.monotonic()
+        if now - start < _YIELD_FOR_S:
             os.sched_yield()
             continue
-        if waited > limit:
+        if now - start > limit:
             raise SMPTimeout(
                 f"waited {limit:g} s: {what()}. "
                 f"(The limit is set by smp.set_watchdog(seconds) or {WATCHDOG_VARIABLE}.)"
             )
+        if now > look_at:
+            look_at = now + 0.1
+            gone = sorted(_departed() & set(ranks()))
+            gone_since = (gone_since or now) if gone else None
+            if gone_since is not None and now - gone_since > _GRACE_S:
+                raise SMPError(f"rank(s) {', '.join(map(str, gone))} ended the script early: {what()}")
         time.sleep(pause)
         pause = min(pause * 1.5, _LONGEST_SLEEP_S)

@@ -8,9 +8,9 @@ leaving the others waiting.
 
 from __future__ import annotations
 
+import atexit
 import pickle
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import mpi4py
@@ -20,12 +20,13 @@ from mpi4py import MPI  # noqa: E402  (initialises MPI with the level above)
 
 from ..errors import SMPError, SMPMismatch  # noqa: E402
 from ..plan.topology import Topology  # noqa: E402
-from .waiting import wait_until  # noqa: E402
+from .waiting import wait_until, watch_departures  # noqa: E402
 
 GROUP_KINDS = ("WORLD", "MP", "DP", "PP", "TP", "RDP")
 
 _ROLL_CALL_TAG = 1
 _MESSAGE_TAG = 2
+_GOODBYE_TAG = 3
 
 
 class World:
@@ -46,6 +47,9 @@ class World:
         self.local_size = self._local.Get_size()
         self._groups = {kind: topology.group(kind, self.rank) for kind in GROUP_KINDS}
         self._comms: dict[str, MPI.Comm] = {}
+        self._departed: set[int] = set()
+        watch_departures(self.departed)
+        atexit.register(self._say_goodbye)
 
     def group(self, kind: str) -> tuple[int, ...]:
         """World ranks of this rank's group of that kind, ascending."""
@@ -61,6 +65,24 @@ class World:
             members = self.comm.Get_group().Incl(ranks)
             self._comms[kind] = self.comm.Create_group(members, tag=sorted(self._groups).index(kind))
         return self._comms[kind]
+
+    # Leaving ----------------------------------------------------------------------------------------------
+
+    def departed(self) -> set[int]:
+        """World ranks whose scripts have ended."""
+        status = MPI.Status()
+        while self.comm.Iprobe(source=MPI.ANY_SOURCE, tag=_GOODBYE_TAG, status=status):
+            self.comm.Recv([bytearray(0), MPI.BYTE], source=status.Get_source(), tag=_GOODBYE_TAG)
+            self._departed.add(status.Get_source())
+        return self._departed
+
+    def _say_goodbye(self) -> None:
+        """Tells all others, when this process's script has ended, not to wait for it any more."""
+        if MPI.Is_finalized():
+            return
+        for rank in range(self.size):
+            if rank != self.rank:
+                self.comm.Isend([b"", MPI.BYTE], dest=rank, tag=_GOODBYE_TAG).Free()
 
     # Objects ----------------------------------------------------------------------------------------------
 
@@ -100,7 +122,7 @@ class World:
                 f"but rank(s) {', '.join(map(str, absent))} did not call it"
             )
 
-        wait_until(receive, missing)
+        wait_until(receive, missing, lambda: [rank for rank in others if rank not in found])
         self.complete(sends, what)
         return [found[rank] for rank in group]
 
@@ -122,7 +144,11 @@ class World:
         if dest == self.rank:
             raise SMPError(f"rank {dest} cannot send to itself")
         request = self.comm.Issend([data, MPI.BYTE], dest=dest, tag=_MESSAGE_TAG)
-        wait_until(request.Test, lambda: f"{what} from rank {self.rank} to rank {dest} was not received")
+        wait_until(
+            request.Test,
+            lambda: f"{what} from rank {self.rank} to rank {dest} was not received",
+            lambda: [dest],
+        )
 
     def receive_object(self, source: int, what: str = "recv_from") -> Any:
         found: list[Any] = []
@@ -133,7 +159,11 @@ class World:
                 found.append(message)
             return bool(found)
 
-        wait_until(receive, lambda: f"{what}: rank {source} sent nothing to rank {self.rank}")
+        wait_until(
+            receive,
+            lambda: f"{what}: rank {source} sent nothing to rank {self.rank}",
+            lambda: [source],
+        )
         return found[0].payload
 
     def _probe(self, source: int, tag: int) -> _Received | None:
@@ -155,9 +185,6 @@ class World:
             return not left
 
         wait_until(test, lambda: f"{what}: {len(left)} transfer(s) of rank {self.rank} did not end")
-
-    def wait_for(self, request: MPI.Request, what: Callable[[], str]) -> None:
-        wait_until(request.Test, what)
 
     def host_name(self) -> str:
         return socket.gethostname()

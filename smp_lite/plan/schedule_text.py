@@ -110,7 +110,7 @@ def _cuts(
     simulation: Simulation, scale: float, num_columns: int, room: int
 ) -> list[tuple[int, int]]:
     """Column ranges of at most ``room``, cut if possible where no row has a name across the cut."""
-    blocked = set()
+    blocked: set[int] = set()
     for stage in simulation.timings:
         for timing in stage:
             begin, _ = _extent(timing, scale)

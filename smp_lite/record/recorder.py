@@ -112,13 +112,14 @@ class Recorder:
     def end_microbatch(self) -> None:
         """Writes twins back and closes the recording."""
         assert self.recording is not None
-        for reference, twin in list(self._twins.values()):
+        # Out of the table first: a tensor that has a twin would send the copy there.
+        twins, self._twins = list(self._twins.values()), {}
+        for reference, twin in twins:
             target = reference()
             if target is not None:
                 (value,) = self.host.fetch(self.recording, [self.value_of(twin)])
                 with torch.no_grad():
                     target.copy_(value)
-        self._twins.clear()
         self._captured.clear()
         self.recording.complete = True
         self.recording = None

@@ -7,7 +7,7 @@ the timeline of one process.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -111,7 +111,10 @@ class ModelRuntime:
     def local_buffers(self) -> list[torch.Tensor]:
         return [buffer for _, buffer in self.placement.local_buffers(self.peers.stages)]
 
-    def begin_step(self, num_microbatches: int, input_digest: int) -> None:
+    def begin_step(
+        self, num_microbatches: int, inputs: tuple[int, Callable[[], list[str]]] = (0, list)
+    ) -> None:
+        """Starts a step; ``inputs`` as in :meth:`StepRunner.begin_step`."""
         if (
             self.collectives is not None
             and self.collectives.size > 1
@@ -124,7 +127,7 @@ class ModelRuntime:
             self._reduce_now = (self._passes + 1) % self.options.backward_passes_per_step == 0
         hook = self.reducer is not None and self.reducer.hook is not None
         average = self.options.average_grads_across_microbatches and not hook
-        self.runner.begin_step(self.recorder, 1.0 / num_microbatches if average else 1.0, input_digest)
+        self.runner.begin_step(self.recorder, 1.0 / num_microbatches if average else 1.0, inputs)
 
     def finish(
         self, outputs: Sequence[tuple[int, int]], *, has_backward: bool, keep_graph: bool

@@ -31,9 +31,14 @@ class RandomStreams:
 
     def begin_step(self) -> int:
         """Takes the step's seed from the replicated stream, without moving it; returns it."""
-        state = torch.default_generator.get_state().numpy().tobytes()
-        self._step_seed = int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little")
+        self._step_seed = self.state_digest()
         return self._step_seed
+
+    @staticmethod
+    def state_digest() -> int:
+        """A number for the state that the torch generator is in."""
+        state = torch.default_generator.get_state().numpy().tobytes()
+        return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little") >> 3
 
     def seed(self, microbatch_index: int, command_index: int) -> None:
         """Seeds the generators for one command."""

@@ -10,13 +10,13 @@ Plans are kept: a step whose recordings have the same structure as an earlier on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..comm.peers import Peers
+from ..comm.peers import Check, Peers
 from ..errors import SMPError
 from ..plan.actions import ActionKind
 from ..plan.lowering import Schedule, lower
@@ -80,15 +80,28 @@ class StepRunner:
         self._progress: dict[int, _Progress] = {}
         self._recorder: Recorder | None = None
         self._real: list[torch.Tensor | None] = []
-        self._extra_digests: list[int] = []
+        self._inputs: tuple[int, Callable[[], list[str]]] = (0, list)
+        self._start_state = 0
 
     # The life of a step -----------------------------------------------------------------------------------
 
-    def begin_step(self, recorder: Recorder, gradient_scale: float, input_digest: int) -> None:
-        """Parameters are seen placed from here to :meth:`finish` or :meth:`abandon`."""
+    def begin_step(
+        self,
+        recorder: Recorder,
+        gradient_scale: float,
+        inputs: tuple[int, Callable[[], list[str]]] = (0, list),
+    ) -> None:
+        """Parameters are seen placed from here to :meth:`finish` or :meth:`abandon`.
+
+        Args:
+            recorder: whose host this is for the step.
+            gradient_scale: what each backward starts with instead of 1.
+            inputs: a digest of the batch, compared between ranks, and its description; 0: not compared.
+        """
         self._recorder = recorder
         recorder.begin_step()
-        self._extra_digests = [input_digest, self.streams.begin_step() if input_digest else 0]
+        self._inputs = inputs
+        self._start_state = self.streams.begin_step()
         for executor in self.executors.values():
             executor.gradient_scale = gradient_scale
             executor.spans.clear()
@@ -203,7 +216,7 @@ class StepRunner:
     def _execute(self, *, last_batch: bool) -> None:
         batch = self._plan(last_batch)
         recordings = {m: progress.recording for m, progress in self._progress.items()}
-        self._compare(recordings)
+        self._compare(recordings, last_batch=last_batch)
         for executor in self.executors.values():
             executor.adopt()
         for work in batch.works:
@@ -274,18 +287,29 @@ class StepRunner:
                     assert action.value is not None and action.peer is not None
                     self._progress[action.microbatch_index].sent.add((action.value, action.peer))
 
-    def _compare(self, recordings: dict[int, Recording]) -> None:
-        digest = hash(tuple(recording.digest for recording in recordings.values()))
+    def _compare(self, recordings: dict[int, Recording], *, last_batch: bool) -> None:
+        """All mp ranks must have recorded the same, from the same batch and random numbers."""
 
-        def explain() -> list[list[str]]:
-            calls = [
-                f"{describe_command(command, recording)}, microbatch {m}"
+        def calls() -> list[str]:
+            return [
+                f"recorded call {number} of microbatch {m} = {describe_command(command, recording)}"
                 for m, recording in recordings.items()
-                for command in recording.commands
+                for number, command in enumerate(recording.commands)
             ]
-            return [calls, ["its batch"], ["its random numbers"]]
 
-        self.peers.compare([digest, *self._extra_digests], explain, "the recording of a step")
+        recorded = hash(tuple(recording.digest for recording in recordings.values()))
+        checks = [Check("the recording of a step", recorded, calls)]
+        if last_batch:
+            checks.append(Check("the batch of a step", *self._inputs))
+            drew = self.streams.state_digest() != self._start_state
+            checks.append(
+                Check(
+                    "the random numbers drawn in a step function",
+                    self._start_state if drew else 0,
+                    lambda: [f"has the random state {self._start_state:x}"],
+                )
+            )
+        self.peers.compare(checks)
 
     def spans(self) -> dict[int, list[Any]]:
         """For each stage here, when its forwards and backwards ran in the last step."""

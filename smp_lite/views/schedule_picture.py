@@ -1,9 +1,9 @@
 """A simulated step as a picture: a row for each stage, a block for each action, time to the right.
 
-The reader compares blocks, so the encoding is one thing at a time: colour family says forward (blue)
-or backward (orange, a pair that colour-blind readers tell apart and that differs in grey too), shade
-says early or late microbatch, the number in the block says which. Idle time is the white that is
-left. Numbers that do not fit into their block are left out, not shrunk beyond reading.
+The reader compares blocks, so the encoding is one thing at a time: colour family says forward
+(blue) or backward (orange: colour-blind readers tell the two apart), shade says early or late
+microbatch, the number in the block says which. Idle time is the white that is left. Numbers that
+do not fit into their block are left out, not shrunk beyond reading.
 
 matplotlib is an extra and used without pyplot: no global figure, no backend to choose, no window.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..plan.actions import ActionKind
 from ..plan.schedule_text import human_bytes, short_name
@@ -37,6 +37,8 @@ _INCHES_PER_ACTION = 0.45
 _MIN_WIDTH_IN, _MAX_WIDTH_IN = 6.0, 30.0
 _MIN_FONT_PT, _MAX_FONT_PT = 4.5, 9.0
 _DIGIT_EMS = 0.68  # width of a digit and its share of the margin, over the font size
+_MIN_EDGED_PT = 2.0
+_INCHES_PER_TICK = 1.0
 _DPI = 150
 _MARGIN_COLUMNS_PT = (36, 100)  # right ends of the columns beside the rows
 
@@ -90,7 +92,7 @@ def draw_schedule(
     )
     for stage_index, timings in enumerate(simulation.timings):
         _draw_stage(axes, stage_index, timings, num_microbatches, points_per_unit, 72 * row_in)
-    _draw_axes(axes, simulation, time_unit)
+    _draw_axes(axes, simulation, time_unit, num_ticks=int(width_in / _INCHES_PER_TICK))
     _draw_margin(axes, simulation, title, time_unit)
     _draw_legend(figure, num_microbatches)
     figure.savefig(path)
@@ -112,17 +114,19 @@ def _draw_stage(
     row_pt: float,
 ) -> None:
     colours = [_colour(t, num_microbatches) for t in timings]
+    widths_pt = [(t.end - t.start) * points_per_unit for t in timings]
+    # A white edge would swallow the shortest blocks.
+    edges = ["white" if w > _MIN_EDGED_PT else c for w, c in zip(widths_pt, colours)]
     axes.broken_barh(
         [(t.start, t.end - t.start) for t in timings],
         (stage_index - _BLOCK_HEIGHT / 2, _BLOCK_HEIGHT),
         facecolors=colours,
-        edgecolors="white",
+        edgecolors=edges,
         linewidth=0.5,
     )
-    for timing, colour in zip(timings, colours):
+    for timing, colour, width_pt in zip(timings, colours, widths_pt):
         # Later visits of a stage carry their number, where there is room for it.
         name = short_name(timing)[1:]
-        width_pt = (timing.end - timing.start) * points_per_unit
         for text in (name, name.partition(".")[0]):
             size_pt = min(width_pt / (_DIGIT_EMS * len(text)), 0.6 * row_pt, _MAX_FONT_PT)
             if size_pt >= _MIN_FONT_PT:
@@ -155,13 +159,14 @@ def _luminance(colour: tuple[float, float, float]) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def _draw_axes(axes: Axes, simulation: Simulation, time_unit: str) -> None:
+def _draw_axes(axes: Axes, simulation: Simulation, time_unit: str, num_ticks: int) -> None:
     num_stages = len(simulation.timings)
     axes.set_xlim(0, simulation.step_time or 1)
     axes.set_ylim(num_stages - 0.5, -0.5)
     axes.set_yticks(range(num_stages), [f"stage {index}" for index in range(num_stages)], size=9)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(f"time ({time_unit})", size=9)
+    axes.set_xlabel(f"time ({time_unit})", size=9, loc="left")
+    axes.locator_params(axis="x", nbins=num_ticks)
     axes.tick_params(axis="x", labelsize=8)
     for boundary in range(1, num_stages):
         axes.axhline(boundary - 0.5, color="0.85", linewidth=0.5, zorder=0)
@@ -206,7 +211,8 @@ def _draw_legend(figure: Figure, num_microbatches: int) -> None:
 
     last = num_microbatches - 1
     span = f"microbatches 0 to {last}" if last else "microbatch 0"
-    handles: list[tuple[Patch, ...]] = [
+    # Any: matplotlib's own types do not know that a handle may be a tuple.
+    handles: list[Any] = [
         tuple(Patch(color=_shade(kind, share)) for share in (0, 0.25, 0.5, 0.75, 1))
         for kind in _FAMILIES
     ]

@@ -1,0 +1,36 @@
+"""`python -m tests.benchmarks`: prints the tables, one claim after another."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+from rich.console import Console
+
+_PARTS = {
+    "torch": "against_torch",
+    "simulation": "against_simulation",
+    "actions": "action_overhead",
+    "recording": "recording_overhead",
+    "memory": "peak_memory",
+}
+
+
+def main() -> None:
+    """Runs the parts asked for."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"any of {', '.join(_PARTS)}")
+    parser.add_argument("--quick", action="store_true", help="small sizes, few repetitions")
+    options = parser.parse_args()
+    unknown = [part for part in options.parts if part not in _PARTS]
+    if unknown:
+        parser.error(f"no such part: {', '.join(unknown)}; choose from {', '.join(_PARTS)}")
+    console = Console()
+    for part in options.parts or _PARTS:
+        module = importlib.import_module(f"tests.benchmarks.{_PARTS[part]}")
+        console.print(module.table(options.quick))
+        console.print()
+
+
+if __name__ == "__main__":
+    main()

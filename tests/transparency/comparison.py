@@ -1,0 +1,265 @@
+"""Trains a case with the library and with plain torch, and says where the two differ.
+
+Both runs start from one seed, take the same batches, and are never reseeded on the way, so a random number
+drawn once too often shows in everything after it. Between steps the batch is rolled by one sample: the
+second step is not a repetition of the first, data-dependent branches go other ways in it, and plans kept
+from the first step are put to the test.
+
+The same code runs in one process that plays all stages and in each rank of an MPI job, where it compares
+what that rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import smp_lite as smp
+from smp_lite.record.microbatch import merge_outputs
+from smp_lite.record.structure import flatten
+from tests.models import Batch, Case, HookRecord, plain_step
+
+__all__ = [
+    "NUM_MICROBATCHES",
+    "NUM_SAMPLES",
+    "Difference",
+    "Snapshot",
+    "compare",
+    "differences",
+    "differences_from_plain",
+    "make_optimizer",
+    "place",
+    "plain_run",
+    "rolled",
+    "smp_run",
+]
+
+NUM_MICROBATCHES = 4
+NUM_SAMPLES = 8
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one training step leaves behind, as detached copies.
+
+    Attributes:
+        outputs: all leaves of what the step function returned, a list over microbatches each.
+        gradients: by parameter name; None where there is none.
+        parameters: after the optimizer's step.
+        buffers: by name.
+        hooks: how often each module's hooks have fired since the start.
+    """
+
+    outputs: list[Any]
+    gradients: dict[str, Tensor | None]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    hooks: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that is not the same to the bit.
+
+    Attributes:
+        what: step and name.
+        relative: largest deviation over the largest magnitude; infinite where values cannot be compared.
+    """
+
+    what: str
+    relative: float
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.relative:.1e}"
+
+
+def make_optimizer(case: Case, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    """One with state. AdamW divides gradients by their own size, which would blow rounding up to a full
+    step: where sums may be rounded differently, momentum."""
+    if case.exact:
+        return torch.optim.AdamW(parameters, lr=0.01)
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def rolled(batch: Batch, step_index: int) -> Batch:
+    """The batch of a step: samples moved on by one place for each step."""
+    return {name: tensor.roll(step_index, dims=0) for name, tensor in batch.items()}
+
+
+@lru_cache(maxsize=None)
+def plain_run(case: Case, num_steps: int = 2, num_samples: int = NUM_SAMPLES) -> list[Snapshot]:
+    """Plain torch, one process; a snapshot for each step."""
+    torch.manual_seed(0)
+    model = case.build()
+    record = case.install_hooks(model) if case.install_hooks else None
+    optimizer = make_optimizer(case, model.parameters())
+    torch.manual_seed(1)
+    snapshots = []
+    for step_index in range(num_steps):
+        optimizer.zero_grad()
+        done = plain_step(case, model, rolled(case.batch(num_samples), step_index), NUM_MICROBATCHES)
+        gradients = _gradients(model.named_parameters())
+        optimizer.step()
+        snapshots.append(
+            Snapshot(
+                _outputs(merge_outputs(done.outputs)),
+                gradients,
+                _copies(model.named_parameters()),
+                _copies(model.named_buffers()),
+                _fired(record),
+            )
+        )
+    return snapshots
+
+
+def place(model: nn.Module, stages: dict[str, int]) -> None:
+    """Puts named modules on stages; an entry of its own overrules its parent's."""
+    for name, module in model.named_modules():
+        if name in stages:
+            smp.set_partition(module, stages[name])
+
+
+def smp_run(
+    case: Case,
+    *,
+    num_steps: int = 2,
+    num_samples: int = NUM_SAMPLES,
+    stages: dict[str, int] | None = None,
+    batch_of: Callable[[Batch], Batch] | None = None,
+    **model_options: Any,
+) -> list[Snapshot]:
+    """The same by the library, in the session that is open; what this process holds.
+
+    Args:
+        case: what to train.
+        num_steps: optimizer steps.
+        num_samples: in the whole batch.
+        stages: placement by module name, for ``auto_partition: False``; None: the library decides.
+        batch_of: this rank's part of the batch; None: all of it.
+        model_options: for ``DistributedModel``.
+    """
+    torch.manual_seed(0)
+    module = case.build()
+    record = case.install_hooks(module) if case.install_hooks else None
+    model = smp.DistributedModel(module, **model_options)
+    if stages is not None:
+        place(module, stages)
+    optimizer = smp.DistributedOptimizer(make_optimizer(case, model.parameters()))
+
+    @smp.step
+    def train(model: smp.DistributedModel, batch: Batch) -> Any:
+        output = case.forward_loss(model, batch)
+        model.backward(case.loss_of(output))
+        return output
+
+    torch.manual_seed(1)
+    snapshots = []
+    for step_index in range(num_steps):
+        optimizer.zero_grad()
+        batch = rolled(case.batch(num_samples), step_index)
+        outputs = _outputs(train(model, batch_of(batch) if batch_of else batch))
+        gradients = _gradients(model.local_named_parameters())
+        optimizer.step()
+        snapshots.append(
+            Snapshot(
+                outputs,
+                gradients,
+                _copies(model.local_named_parameters()),
+                _copies(model.local_named_buffers()),
+                _fired(record),
+            )
+        )
+    return snapshots
+
+
+def compare(case: Case, placement: str, **options: Any) -> list[Difference]:
+    """Runs both in the session that is open.
+
+    Args:
+        case: what to train.
+        placement: "auto" or "zigzag", as the session is configured.
+        options: for :func:`smp_run`.
+    """
+    stages = case.manual_stages(smp.state.num_stages) if placement == "zigzag" else None
+    found = smp_run(case, stages=stages, **options)
+    return differences_from_plain(case, found)
+
+
+def differences_from_plain(case: Case, found: list[Snapshot]) -> list[Difference]:
+    """How an undivided batch's run differs from plain torch."""
+    return [
+        difference
+        for step_index, (ours, plain) in enumerate(zip(found, plain_run(case, len(found)), strict=True))
+        for difference in differences(ours, plain, f"step {step_index}")
+    ]
+
+
+def differences(ours: Snapshot, plain: Snapshot, prefix: str) -> list[Difference]:
+    """Everything in which a process's snapshot deviates from the plain one."""
+    found = []
+    if len(ours.outputs) != len(plain.outputs):
+        found.append(
+            Difference(
+                f"{prefix}: {len(ours.outputs)} outputs instead of {len(plain.outputs)}", float("inf")
+            )
+        )
+    pairs = [(f"output {i}", a, b) for i, (a, b) in enumerate(zip(ours.outputs, plain.outputs))]
+    for kind in ("gradients", "parameters", "buffers"):
+        mine, theirs = getattr(ours, kind), getattr(plain, kind)
+        pairs += [(f"{kind[:-1]} {name}", value, theirs[name]) for name, value in mine.items()]
+    pairs += [
+        (f"calls of hooks of {name}", count, plain.hooks[name])
+        for name, count in ours.hooks.items()
+        if smp.state.world is None or count != (0, 0)
+    ]
+    for name, a, b in pairs:
+        relative = _relative(a, b)
+        if relative is not None:
+            found.append(Difference(f"{prefix} {name}", relative))
+    return found
+
+
+def _relative(ours: Any, plain: Any) -> float | None:
+    """None where both are the same to the bit."""
+    if isinstance(ours, list) and isinstance(plain, list) and len(ours) == len(plain):
+        worst = [d for a, b in zip(ours, plain) if (d := _relative(a, b)) is not None]
+        return max(worst) if worst else None
+    if not isinstance(ours, Tensor) or not isinstance(plain, Tensor):
+        return None if ours == plain and type(ours) is type(plain) else float("inf")
+    if ours.shape != plain.shape or ours.dtype != plain.dtype:
+        return float("inf")
+    if torch.equal(ours, plain):
+        return None
+    if not (ours.is_floating_point() or ours.is_complex()) or not torch.isfinite(ours).all():
+        return float("inf")
+    scale = float(plain.abs().max())
+    return float((ours - plain).abs().max()) / scale if scale else float("inf")
+
+
+def _outputs(result: Any) -> list[Any]:
+    leaves: list[Any] = []
+    flatten(result, leaves)
+    return [
+        [tensor.detach().clone() for tensor in leaf.outputs] if isinstance(leaf, smp.StepOutput) else leaf
+        for leaf in leaves
+    ]
+
+
+def _gradients(named: Iterator[tuple[str, nn.Parameter]]) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in named}
+
+
+def _copies(named: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def _fired(record: HookRecord | None) -> dict[str, tuple[int, int]]:
+    if record is None:
+        return {}
+    names = {*record.forward_calls, *record.backward_calls}
+    return {name: (record.forward_calls[name], record.backward_calls[name]) for name in names}
