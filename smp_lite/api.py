@@ -254,18 +254,27 @@ def set_partition(module: nn.Module, index: int) -> None:
 
 @contextlib.contextmanager
 def _construction_noted(session: session_module.Session) -> Iterator[None]:
-    """While the outermost context is open, ``Module.__init__`` notes the stage of each new module."""
+    """While the outermost context is open, the stage of each new module is noted.
+
+    Copies count as new, and they are made without ``__init__``: ``nn.TransformerEncoder`` fills itself with
+    deep copies of one layer, which come to life in ``__setstate__``.
+    """
     if len(session.partition_stack) > 1:
         yield
         return
-    original = nn.Module.__init__
+    births = {name: getattr(nn.Module, name) for name in ("__init__", "__setstate__")}
 
-    def noting(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        original(module, *args, **kwargs)
-        session.assigned_stages.setdefault(id(module), (module, session.partition_stack[-1]))
+    def noting(original: Callable[..., None]) -> Callable[..., None]:
+        def born(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original(module, *args, **kwargs)
+            session.assigned_stages.setdefault(id(module), (module, session.partition_stack[-1]))
 
-    nn.Module.__init__ = noting  # type: ignore[method-assign]
+        return born
+
+    for name, original in births.items():
+        setattr(nn.Module, name, noting(original))
     try:
         yield
     finally:
-        nn.Module.__init__ = original  # type: ignore[method-assign]
+        for name, original in births.items():
+            setattr(nn.Module, name, original)

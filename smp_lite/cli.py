@@ -37,6 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "run":
             return _run(args)
+        if args.args and ":" in args.target:
+            # A function takes no arguments: what follows it is meant for us.
+            args = parser.parse_args(["plan", *args.args, args.target])
+        if args.parameters is not None:
+            args.parameters = _read_parameters(args.parameters)
         return preview.run_plan(args)
     except ValueError as error:
         print(f"smp-lite {args.command}: {error}", file=sys.stderr)

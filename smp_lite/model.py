@@ -169,9 +169,14 @@ class DistributedModel(nn.Module):
     @property
     def partition(self) -> Partition:
         """Which stage each module is on; after the first step."""
+        return self.partition_and_costs[0]
+
+    @property
+    def partition_and_costs(self) -> tuple[Partition, ModuleCost]:
+        """The partition with the costs that it was made from."""
         if self._partition is None:
             raise SMPError("the model is not partitioned yet: run a step first")
-        return self._partition[0]
+        return self._partition
 
     def _partition_now(self, example: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
         session = self._session
@@ -191,6 +196,7 @@ class DistributedModel(nn.Module):
         self._runtime = ModelRuntime(
             placement, peers, session.wire(), session.policy(), session.collectives(), self._options
         )
+        self._runtime.runner.on_planned = session.on_planned
         if self._comm_hook is not None and self._runtime.reducer is not None:
             self._runtime.reducer.hook = self._comm_hook
         if session.optimizer is not None:
@@ -239,7 +245,10 @@ class DistributedModel(nn.Module):
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of this rank's stage; all of them before partition."""
         for name, parameter in self.module.named_parameters():
-            if self._runtime is None or self._runtime.is_local(parameter):
+            if (
+                self._runtime is None
+                or self._runtime.placement.parameter_stage.get(name) in self._runtime.peers.stages
+            ):
                 yield name, parameter
 
     def local_parameters(self) -> Iterator[nn.Parameter]:

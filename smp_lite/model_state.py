@@ -25,16 +25,25 @@ class ModelState:
     def local(self) -> dict[str, Any]:
         """Entries of this rank's stage; all of them before partition."""
         full = self.module.state_dict()
-        if self.runtime is None:
-            return {**full, PARTIAL_KEY: True}
-        buffers = {name for name, _ in self.runtime.placement.local_buffers(self.runtime.peers.stages)}
-        every_buffer = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
-        local = {
-            key: value
-            for key, value in full.items()
-            if (key in buffers if key in every_buffer else not _is_away(value))
+        if self.runtime is not None:
+            stages = self._stage_of_holder()
+            here = {*self.runtime.peers.stages, None}
+            full = {k: value for k, value in full.items() if stages.get(k.rpartition(".")[0]) in here}
+        return {**full, PARTIAL_KEY: True}
+
+    def _stage_of_holder(self) -> dict[str, int]:
+        """The stage of each module that can hold entries, under all names that it has.
+
+        Entries are asked for by holder, not by where their tensor is: buffers are on every rank, though
+        only their own stage keeps them up to date, and after :meth:`materialise` parameters are too.
+        """
+        assert self.runtime is not None
+        placement = self.runtime.placement
+        return {
+            name: placement.stage_of[placement.names[id(module)]]
+            for name, module in self.module.named_modules(remove_duplicate=False)
+            if id(module) in placement.names
         }
-        return {**local, PARTIAL_KEY: True}
 
     def whole(self, *, gather_to_rank0: bool = False) -> dict[str, Any]:
         """All entries on CPU, in the module's order; collective over the mp group."""

@@ -6,10 +6,11 @@ object, look here.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,8 @@ class Session:
         self.steps_run = 0
         self.is_tracing = False
         self.process_groups: dict[str, Any] = {}
+        # Called with each step's plan and recordings before it is executed; ``smp-lite plan`` listens.
+        self.on_planned: Callable[..., None] | None = None
         self.assigned_stages: dict[int, tuple[Any, int]] = {}  # id(module) -> (module, stage)
         self.partition_stack: list[int] = []
 
@@ -107,6 +110,7 @@ class Session:
 
 
 _session: Session | None = None
+_planning: tuple[Mapping[str, Any] | None, Callable[..., None]] | None = None
 
 
 def current() -> Session:
@@ -139,6 +143,11 @@ def init(config: Mapping[str, Any] | str | None = None) -> None:
     global _session
     if _session is not None:
         raise SMPError("smp.init() was called twice: call it once, first thing in the script")
+    if _planning is not None:
+        given, on_planned = _planning
+        _session = _in_memory(load_config(config if given is None else given, os.environ if given is None else {}))
+        _session.on_planned = on_planned
+        return
     from .comm import world as world_module
 
     try:
@@ -173,9 +182,29 @@ def init_in_memory(config: Mapping[str, Any]) -> None:
     global _session
     if _session is not None:
         raise SMPError("smp.init() was called twice: call it once, first thing in the script")
-    validated = load_config(config, {})
-    topology = Topology.from_placement(validated.partitions, validated.partitions, 1, "cluster")
-    _session = Session(validated, topology, None)
+    _session = _in_memory(load_config(config, {}))
+
+
+def _in_memory(config: Config) -> Session:
+    topology = Topology.from_placement(config.partitions, config.partitions, 1, "cluster")
+    return Session(config, topology, None)
+
+
+@contextlib.contextmanager
+def planning(parameters: Mapping[str, Any] | None, on_planned: Callable[..., None]) -> Iterator[None]:
+    """Within: :func:`init` plays all stages in this process, and ``on_planned`` sees each step's plan.
+
+    Args:
+        parameters: win over the environment and over what the script gives; None: as in :func:`init`.
+        on_planned: called with a batch of work and the recordings before it would be executed.
+    """
+    global _planning
+    _planning = (parameters, on_planned)
+    try:
+        yield
+    finally:
+        _planning = None
+        reset()
 
 
 def reset() -> None:

@@ -18,7 +18,8 @@ How many microbatches may be in flight (started on a stage, their backward there
 
 The oldest unfinished microbatch is exempt from every bound, so a schedule always exists. Runs of the same
 visit of a stage go by microbatch, in every policy: gradients and buffers then see the microbatches in the
-same order, and the result does not depend on the schedule to the bit.
+same order, and the result does not depend on the schedule to the bit. Where microbatches took different
+branches a module may be in other visits of each, so there all runs of a stage go by microbatch.
 """
 
 from __future__ import annotations
@@ -135,6 +136,7 @@ class _Machine:
         # (stage, microbatch) -> tasks left there; started says whether any has run.
         self.left_here: dict[tuple[int, int], int] = {}
         self.started: set[tuple[int, int]] = set()
+        self.same_visits = all(work.graph == self.works[0].graph for work in self.works)
         last: dict[tuple[ActionKind, int, int], tuple[ActionKind, int, int]] = {}
         for work in sorted(self.works, key=lambda work: work.microbatch_index):
             self._add(work, last)
@@ -151,7 +153,8 @@ class _Machine:
                 "remove the call, or set pipeline to 'interleaved' or 'simple'"
             )
         tasks += [
-            _Task(ActionKind.BACKWARD, m, s, BACKWARD_COST_RATIO * s.forward_cost) for s in backwards
+            _Task(ActionKind.BACKWARD, m, s, BACKWARD_COST_RATIO * s.forward_cost)
+            for s in reversed(backwards)
         ]
         for segment in work.graph.segments:
             if segment.index in work.forward_done:
@@ -168,7 +171,7 @@ class _Machine:
                 needs = [(ActionKind.BACKWARD, m, i) for i in work.graph.backward_inputs(segment)]
                 needs.append((ActionKind.FORWARD, m, segment.index))
             # The same visit of the previous microbatch comes first.
-            lane = (task.kind, segment.stage_index, segment.visit)
+            lane = (task.kind, segment.stage_index, segment.visit if self.same_visits else -1)
             if lane in last:
                 needs.append(last[lane])
             last[lane] = task.key

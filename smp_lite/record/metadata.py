@@ -166,8 +166,8 @@ class MetadataInference:
 
     def _fake_state(self, tensor: torch.Tensor) -> torch.Tensor:
         meta = tensor.smp_meta if type(tensor) is PlacedTensor else TensorMeta.of(tensor)
-        if meta.device.type == "meta":
-            raise NeedsRealRun("its parameters are on the meta device")
+        if meta.device.type == "meta":  # a model built without memory is planned as on the CPU
+            meta = meta._replace(device=torch.device("cpu"))
         fake = self._fake(meta)
         return nn.Parameter(fake, requires_grad=True) if meta.requires_grad else fake
 

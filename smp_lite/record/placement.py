@@ -76,7 +76,7 @@ class Placement:
         ]
         self._slots = {full: (table, own) for table, own, full in self._entries}
         self._metas = {
-            full: TensorMeta.of(table[own])  # type: ignore[arg-type]
+            full: _meta_of(table[own])  # type: ignore[arg-type]
             for table, own, full in self._entries
         }
         self._requires_grad: tuple[bool, ...] = ()
@@ -156,3 +156,9 @@ class Placement:
     def swap_out(self, real: list[torch.Tensor | None]) -> None:
         for (table, own, _), parameter in zip(self._entries, real, strict=True):
             table[own] = parameter  # type: ignore[assignment]
+
+
+def _meta_of(parameter: torch.Tensor) -> TensorMeta:
+    meta = TensorMeta.of(parameter)
+    # A model built without memory is planned as if it were on the CPU.
+    return meta._replace(device=torch.device("cpu")) if meta.device.type == "meta" else meta

@@ -76,6 +76,7 @@ class StepRunner:
         self.books = books
         self.streams = streams
         self.last_batch: Batch | None = None
+        self.on_planned: Callable[[Batch, dict[int, Recording]], None] | None = None
         self._plans: dict[Any, Batch] = {}
         self._progress: dict[int, _Progress] = {}
         self._recorder: Recorder | None = None
@@ -216,6 +217,8 @@ class StepRunner:
     def _execute(self, *, last_batch: bool) -> None:
         batch = self._plan(last_batch)
         recordings = {m: progress.recording for m, progress in self._progress.items()}
+        if last_batch and self.on_planned is not None:
+            self.on_planned(batch, recordings)
         self._compare(recordings, last_batch=last_batch)
         for executor in self.executors.values():
             executor.adopt()

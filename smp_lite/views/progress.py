@@ -123,4 +123,5 @@ class Progress:
     def _print_line(self) -> None:
         self._num_steps_shown = self._num_steps
         count = f"{self._num_steps}/{self._total}" if self._total else f"{self._num_steps} steps"
-        print("  ".join([self._description, count, *self._figures()]), flush=True)
+        words = filter(None, [self._description, count, *self._figures()])
+        print("  ".join(words), flush=True)

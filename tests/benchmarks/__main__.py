@@ -15,6 +15,9 @@ _PARTS = {
     "memory": "peak_memory",
 }
 
+_FILE_WIDTH = 140
+"""Columns where the output is no terminal."""
+
 
 def main() -> None:
     """Runs the parts asked for."""
@@ -26,6 +29,8 @@ def main() -> None:
     if unknown:
         parser.error(f"no such part: {', '.join(unknown)}; choose from {', '.join(_PARTS)}")
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=_FILE_WIDTH)
     for part in options.parts or _PARTS:
         module = importlib.import_module(f"tests.benchmarks.{_PARTS[part]}")
         console.print(module.table(options.quick))

@@ -37,10 +37,10 @@ _SCHEDULES = {"interleaved": Schedule1F1B, "simple": ScheduleGPipe}
 
 def table(quick: bool) -> Table:
     """Runs the comparison and describes it."""
-    num_pairs = 10 if quick else 20
-    workloads = [Workload(128, 8, 64, 16)]
+    num_pairs = 4 if quick else 20
+    workloads = [Workload(64, 4, 32, 16)]
     if not quick:
-        workloads.append(Workload(512, 8, 256, 16))
+        workloads = [Workload(128, 8, 64, 16), Workload(512, 8, 256, 16)]
     result = Table(
         "workload",
         "schedule",
@@ -148,8 +148,7 @@ def _smp_step(workload: Workload) -> tuple[Callable[[], Tensor], smp.Distributed
     step = train_step([])
 
     def run() -> Tensor:
-        for parameter in model.local_parameters():
-            parameter.grad = None
+        model.zero_grad()
         return step(model, tokens, targets).stack()
 
     return run, model
@@ -165,8 +164,7 @@ def _torch_step(
 
     def run() -> list[Tensor]:
         losses: list[Tensor] = []
-        for parameter in module.parameters():
-            parameter.grad = None
+        module.zero_grad()
         if rank == 0:
             schedule.step(tokens, return_outputs=False)
         else:

@@ -191,7 +191,6 @@ CASES = (
         DataLoop,
         growing_batch,
         "a loop as long as `.item()` says; blocks run a different number of times",
-        exact=False,
     ),
     Case("layer_drop", LayerDrop, regression_batch, "random numbers drawn by the root's own code"),
     Case(

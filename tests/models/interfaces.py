@@ -215,7 +215,6 @@ CASES = (
         "keyword arguments, dict outputs, None among them, a sum over all blocks",
         keyword_loss,
         loss_of=lambda output: output["loss"],
-        exact=False,
     ),
     Case(
         "dataclass_out",
@@ -224,7 +223,6 @@ CASES = (
         "dataclasses, None fields, tuples, nested lists",
         dataclass_loss,
         loss_of=lambda output: output.loss,
-        exact=False,
     ),
     Case("sequential", build_sequential, regression_batch, "the root is an nn.Sequential"),
     Case("embedding_bag", BagNet, bag_batch, "integer inputs and activations", bag_loss),

@@ -72,7 +72,6 @@ CASES = (
         regression_batch,
         "an ordinary tensor takes activations in place: `total += loss`",
         lambda model, batch: model(batch["x"], batch["target"]),
-        exact=False,
     ),
     Case(
         "step_loss",
@@ -81,6 +80,5 @@ CASES = (
         "the step function computes the loss, from two calls of the model",
         weighted_loss,
         loss_of=lambda output: output["loss"],
-        exact=False,
     ),
 )

@@ -1,0 +1,80 @@
+"""Small recordings for the tests of the planner, and the way from one to its simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from smp_lite.plan.actions import Action
+from smp_lite.plan.lowering import Schedule, lower
+from smp_lite.plan.schedule_text import schedule_text
+from smp_lite.plan.schedules import Policy, Work, compute_order
+from smp_lite.plan.segments import CommandNode, Segment, SegmentGraph, build_graph
+from smp_lite.plan.simulate import Simulation, simulate
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the planner makes of some works."""
+
+    works: tuple[Work, ...]
+    order: tuple[Action, ...]
+    schedule: Schedule
+
+    def simulate(self, held_bytes: int = 0) -> Simulation:
+        """Replays it; every segment holds the same number of bytes for its backward."""
+        return simulate(self.schedule, self.works, held_bytes=lambda segment, graph: held_bytes)
+
+    def lists(self) -> list[str]:
+        """For each stage its actions as text."""
+        return [" ".join(map(str, actions)) for actions in self.schedule]
+
+    def staircase(self) -> str:
+        """The drawing of the simulated step, without what is written below it."""
+        return schedule_text(self.simulate()).partition("\n\n")[0]
+
+
+def command(
+    stage_index: int, inputs: Sequence[int], output: int, *, cost: float = 1.0, epoch: int = 0
+) -> CommandNode:
+    """A command with one output, through which gradients flow to all inputs."""
+    links = (tuple(inputs),)
+    return CommandNode(stage_index, tuple(inputs), (output,), links, cost=cost, epoch=epoch)
+
+
+def chain(stages: Sequence[int], costs: Sequence[float] | None = None) -> SegmentGraph:
+    """Commands in a row, command ``i`` making value ``i``; the last one is the loss."""
+    return build_graph(
+        [
+            command(stage_index, [i - 1] if i else [], i, cost=costs[i] if costs else 1.0)
+            for i, stage_index in enumerate(stages)
+        ],
+        roots=[len(stages) - 1],
+    )
+
+
+def plan(
+    graph: SegmentGraph,
+    num_microbatches: int,
+    *,
+    pipeline: str = "interleaved",
+    optimize: str = "memory",
+    active_microbatches: int = 4,
+) -> Planned:
+    """Plans a step of equal microbatches."""
+    works = tuple(Work(m, graph) for m in range(num_microbatches))
+    return plan_works(works, Policy(pipeline, optimize, active_microbatches))
+
+
+def plan_works(works: Sequence[Work], policy: Policy) -> Planned:
+    """Plans a step, or what is left of it."""
+    num_stages = 1 + max(s.stage_index for work in works for s in work.graph.segments)
+    order = compute_order(works, policy)
+    return Planned(tuple(works), tuple(order), lower(order, works, num_stages))
+
+
+def segment_at(graph: SegmentGraph, stage_index: int, visit: int = 0) -> Segment:
+    """The segment that a microbatch reaches at this visit of this stage."""
+    found = [s for s in graph.segments if (s.stage_index, s.visit) == (stage_index, visit)]
+    assert len(found) == 1
+    return found[0]

@@ -1,0 +1,143 @@
+"""How commands are grouped into segments and where their gradients flow, on known shapes."""
+
+from __future__ import annotations
+
+from smp_lite.plan.segments import CommandNode, SegmentGraph, build_graph
+from tests.planning import chain, command, segment_at
+
+
+def grouping(graph: SegmentGraph) -> list[tuple[int, int, tuple[int, ...]]]:
+    return [(s.stage_index, s.visit, s.commands) for s in graph.segments]
+
+
+def test_chain_gives_one_segment_a_stage() -> None:
+    graph = chain([0, 0, 1, 1, 2])
+    assert grouping(graph) == [(0, 0, (0, 1)), (1, 0, (2, 3)), (2, 0, (4,))]
+    assert [(s.imports, s.exports) for s in graph.segments] == [
+        ((), (1,)),
+        ((1,), (3,)),
+        ((3,), ()),
+    ]
+    assert [(s.gradient_imports, s.gradient_exports) for s in graph.segments] == [
+        ((), (1,)),
+        ((1,), (3,)),
+        ((3,), ()),
+    ]
+    assert [s.roots for s in graph.segments] == [(), (), (4,)]
+    assert [s.forward_cost for s in graph.segments] == [2, 2, 1]
+
+
+def test_tied_embeddings_give_the_first_stage_two_segments() -> None:
+    graph = chain([0, 1, 0])
+    assert grouping(graph) == [(0, 0, (0,)), (1, 0, (1,)), (0, 1, (2,))]
+
+
+def test_zigzag_gives_a_segment_for_each_turn() -> None:
+    assert grouping(chain([0, 1, 0, 1, 0])) == [
+        (0, 0, (0,)),
+        (1, 0, (1,)),
+        (0, 1, (2,)),
+        (1, 1, (3,)),
+        (0, 2, (4,)),
+    ]
+
+
+def test_long_skip_joins_the_segment_that_it_does_not_depend_on() -> None:
+    """Stage 0's second command needs nothing from stage 1, so it runs with the first one."""
+    graph = build_graph(
+        [command(0, [], 0), command(1, [0], 1), command(0, [0], 2), command(1, [1, 2], 3)],
+        roots=[3],
+    )
+    assert grouping(graph) == [(0, 0, (0, 2)), (1, 0, (1, 3))]
+    assert segment_at(graph, 1).imports == (0, 2)
+
+
+def test_branches_on_two_stages_join_on_a_third() -> None:
+    graph = build_graph(
+        [command(0, [], 0), command(1, [0], 1), command(2, [0], 2), command(3, [1, 2], 3)],
+        roots=[3],
+    )
+    assert grouping(graph) == [(0, 0, (0,)), (1, 0, (1,)), (2, 0, (2,)), (3, 0, (3,))]
+    join, source = segment_at(graph, 3), segment_at(graph, 0)
+    assert [graph.segments[i].stage_index for i in graph.forward_inputs(join)] == [1, 2]
+    assert [graph.segments[i].stage_index for i in graph.backward_inputs(source)] == [1, 2]
+    assert graph.remote_stages(0) == graph.gradient_stages(0) == (1, 2)
+
+
+def test_branch_and_join_on_one_stage_are_one_segment() -> None:
+    """The join does not depend on its own stage's branch through the other stage."""
+    graph = build_graph(
+        [command(0, [], 0), command(1, [0], 1), command(2, [0], 2), command(1, [1, 2], 3)],
+        roots=[3],
+    )
+    assert grouping(graph) == [(0, 0, (0,)), (2, 0, (2,)), (1, 0, (1, 3))]
+    assert segment_at(graph, 1).imports == (0, 2)
+
+
+def test_segment_opened_early_and_joined_late_is_numbered_after_what_it_needs() -> None:
+    """Stage 0's segment begins before stage 1's, and its second command needs stage 1's value."""
+    graph = build_graph([command(0, [], 0), command(1, [], 1), command(0, [0, 1], 2)], roots=[2])
+    assert grouping(graph) == [(1, 0, (1,)), (0, 0, (0, 2))]
+
+
+def test_gradients_of_a_value_come_back_from_its_latest_consumer_first() -> None:
+    graph = build_graph(
+        [command(0, [], 0), command(1, [0], 1), command(0, [0, 1], 2), command(1, [0, 2], 3)],
+        roots=[3],
+    )
+    consumers = [graph.segments[i] for i in graph.gradient_consumers(0)]
+    assert [(s.stage_index, s.visit) for s in consumers] == [(1, 1), (0, 1), (1, 0)]
+    assert graph.gradient_stages(0) == (1,)
+
+
+def test_frozen_part_has_no_backward() -> None:
+    """The first command's output does not require gradients, so nothing links to its input."""
+    graph = build_graph(
+        [command(0, [], 0), CommandNode(1, (0,), (1,), links=((),)), command(2, [1], 2)],
+        roots=[2],
+    )
+    assert [s.has_backward for s in graph.segments] == [False, True, True]
+    assert segment_at(graph, 1).gradient_imports == ()
+    assert graph.gradient_stages(0) == ()
+    assert graph.remote_stages(0) == (1,)
+
+
+def test_output_that_the_loss_does_not_use_gets_no_gradient() -> None:
+    graph = build_graph(
+        [
+            CommandNode(0, (), (0, 1), links=((), ())),
+            command(1, [0], 2),
+            CommandNode(1, (1,), (3,), links=((1,),)),
+        ],
+        roots=[2],
+        needed=[3],
+    )
+    assert segment_at(graph, 0).exports == (0, 1)
+    assert segment_at(graph, 0).gradient_exports == (0,)
+    assert segment_at(graph, 1).imports == (0, 1)
+    assert segment_at(graph, 1).gradient_imports == (0,)
+    assert segment_at(graph, 1).exports == (3,)
+
+
+def test_loss_in_the_middle_has_a_backward_there() -> None:
+    graph = build_graph([command(0, [], 0), command(1, [0], 1)], roots=[0])
+    assert [s.has_backward for s in graph.segments] == [True, False]
+    assert segment_at(graph, 0).roots == (0,)
+    assert segment_at(graph, 0).gradient_exports == ()
+
+
+def test_forced_execution_separates_segments() -> None:
+    graph = build_graph([command(0, [], 0), command(0, [0], 1, epoch=1)], roots=[1])
+    assert grouping(graph) == [(0, 0, (0,)), (0, 1, (1,))]
+    assert [s.epoch for s in graph.segments] == [0, 1]
+    assert graph.remote_stages(0) == ()
+
+
+def test_bytes_are_kept_for_cut_values_only() -> None:
+    commands = [command(0, [], 0), command(0, [0], 1), command(1, [1], 2)]
+    graph = build_graph(commands, roots=[2], value_bytes={0: 10, 1: 20, 2: 30})
+    assert graph.value_bytes == {1: 20}
+
+
+def test_no_commands_no_segments() -> None:
+    assert build_graph([]).segments == ()
