@@ -101,6 +101,9 @@ def save_checkpoint(
         translate_if_full: accepted; there is nothing to translate without tensor parallelism.
         num_kept_partial_checkpoints: older partial checkpoints than the last n are removed.
     """
+    keep = num_kept_partial_checkpoints
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"num_kept_partial_checkpoints must be a positive integer, got {keep!r}")
     session = current()
     model = model if model is not None else session.model
     root = Path(path)
@@ -135,8 +138,8 @@ def save_checkpoint(
     if first:
         newest = f"{tag}_partial" if partial else tag
         _write(os.fspath(root / "newest"), lambda name: Path(name).write_text(newest))
-        if partial and num_kept_partial_checkpoints is not None:
-            _remove_old(root, newest, num_kept_partial_checkpoints)
+        if partial and keep is not None:
+            _remove_old(root, newest, keep)
 
 
 def resume_from_checkpoint(
@@ -221,8 +224,6 @@ def _newest(root: Path, *, partial: bool) -> str:
 
 
 def _remove_old(root: Path, newest: str, keep: int) -> None:
-    if keep < 1:
-        raise ValueError(f"num_kept_partial_checkpoints must be a positive integer, got {keep}")
     folders = sorted(
         (p for p in root.iterdir() if p.is_dir() and re.search(r"_partial$", p.name)),
         key=lambda p: (p.name == newest, p.stat().st_mtime),

@@ -8,6 +8,7 @@ own stage's parameters, and those of other stages become memoryless (``meta`` de
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -18,11 +19,12 @@ from torch import nn
 
 from . import session as session_module
 from .errors import SMPError
-from .model_state import ModelState
+from .model_state import PARTIAL_KEY, ModelState
 from .partitioning import decide_partition, load_partition, report_partition
 from .plan.partition import ModuleCost, Partition
 from .record.placement import Placement
 from .runtime.model_runtime import ModelRuntime, ReductionOptions
+from .step_timeline import StepTimeline
 
 if TYPE_CHECKING:
     from .step_context import StepContext
@@ -101,7 +103,9 @@ class DistributedModel(nn.Module):
         self._post_step_hooks: dict[int, Hook] = {}
         self._hook_keys = itertools.count()
         self._steps_done = 0
+        self._timeline: StepTimeline | None = None
         self._comm_hook: tuple[Any, Any] | None = None
+        self._loaded_keys: set[str] = set()
         self._pending_state: list[tuple[dict[str, Any], bool]] = []
         session.model = self
         if session.num_stages == 1:
@@ -150,6 +154,8 @@ class DistributedModel(nn.Module):
     def after_step(self, context: StepContext) -> None:
         """Hooks that wait for the end of the first step."""
         if context.runtime is not None:
+            if self._timeline is not None:
+                self._timeline.add_step(self._steps_done, context.runtime.runner)
             self._steps_done += 1
             if self._steps_done == 1:
                 for hook in list(self._post_step_hooks.values()):
@@ -197,12 +203,17 @@ class DistributedModel(nn.Module):
             placement, peers, session.wire(), session.policy(), session.collectives(), self._options
         )
         self._runtime.runner.on_planned = session.on_planned
+        self._timeline = StepTimeline.if_asked(session, peers.stages)
         if self._comm_hook is not None and self._runtime.reducer is not None:
             self._runtime.reducer.hook = self._comm_hook
         if session.optimizer is not None:
             session.optimizer.after_partition()
-        for hook in list(self._post_partition_hooks.values()):
-            hook(self, session.optimizer)
+        if self._post_partition_hooks:
+            local = self._state().local()
+            loaded = {key: copy.deepcopy(local[key]) for key in self._loaded_keys & set(local)}
+            for hook in list(self._post_partition_hooks.values()):
+                hook(self, session.optimizer)
+            self._state().load({**loaded, PARTIAL_KEY: True}, strict=False)
         for state, strict in self._pending_state:
             self._state().load(state, strict=strict)
         self._pending_state.clear()
@@ -303,7 +314,10 @@ class DistributedModel(nn.Module):
     def load_state_dict(  # type: ignore[override]
         self, state_dict: dict[str, Any], strict: bool = True, same_partition_load: bool = False
     ) -> Any:
-        """Loads a whole or a partial state dict; before partition it is kept and applied after it.
+        """Loads a whole or a partial state dict, before or after partition.
+
+        What is loaded before partition wins over what post-partition hooks do, as in SMP. A rank's own part
+        can be checked and put in place only once the partition is known, so it is kept until then.
 
         Args:
             state_dict: of the wrapped module, or from :meth:`local_state_dict` (marked partial).
@@ -313,8 +327,10 @@ class DistributedModel(nn.Module):
         """
         state = self._state().merged(state_dict, same_partition_load)
         if self._runtime is None:
-            self._pending_state.append((state, strict))
-            return None
+            if state[PARTIAL_KEY]:
+                self._pending_state.append((state, strict))
+                return None
+            self._loaded_keys |= set(state)
         return self._state().load(state, strict=strict)
 
     def cpu(self) -> DistributedModel:

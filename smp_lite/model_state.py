@@ -50,17 +50,16 @@ class ModelState:
         local = self.local()
         local.pop(PARTIAL_KEY)
         mine = {key: _to_cpu(value) for key, value in local.items()}
-        if self.session.world is None or self.runtime is None:
-            return mine
         world = self.session.world
-        if gather_to_rank0:
-            first = world.group_rank("MP") == 0
+        parts: list[dict[str, Any]] | None
+        if world is None or self.runtime is None:
+            parts = [mine]
+        elif gather_to_rank0:
             parts = world.gather(mine, "MP", "model.state_dict")
-            if not first:
-                return {}
-            assert parts is not None
         else:
             parts = world.exchange(mine, "MP", "model.state_dict")
+        if parts is None or (gather_to_rank0 and world is not None and world.group_rank("MP") != 0):
+            return {}
         found: dict[str, Any] = {}
         for part in parts:
             found.update(part)

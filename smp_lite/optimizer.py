@@ -8,7 +8,6 @@ other way round.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -57,20 +56,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._session = session
         self._pending: dict[str, Any] | None = None
         self._order: list[list[int]] = []  # positions of the local parameters in each group
-        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._note_groups()
         session.optimizer = self
-        self._slots = self._find_slots()
         if session.model.partitioned:
             self.after_partition()
 
-    def _find_slots(self) -> list[list[str | None]]:
-        """For each group, the model's name of each parameter (None: not the model's)."""
+    def _note_groups(self) -> None:
+        """What the groups are before partition, when they hold all parameters."""
         assert self._session.model is not None
+        groups = self.optimizer.param_groups
         names = {id(p): name for name, p in self._session.model.module.named_parameters()}
-        return [
-            [names.get(id(parameter)) for parameter in group["params"]]
-            for group in self.optimizer.param_groups
+        self._sizes = [len(group["params"]) for group in groups]
+        self._param_names = [
+            {"param_names": list(group["param_names"])} if "param_names" in group else {}
+            for group in groups
         ]
+        # For each group, the model's name of each parameter (None: not the model's).
+        self._slots = [[names.get(id(parameter)) for parameter in group["params"]] for group in groups]
 
     def after_partition(self) -> None:
         """Keeps the parameters of this rank's stage; called once by the model."""
@@ -78,25 +80,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         assert model is not None
         live = dict(model.module.named_parameters())
         self._order = []
-        position = 0
-        for group, names in zip(self.optimizer.param_groups, self._slots, strict=True):
-            kept: list[nn.Parameter] = []
-            order: list[int] = []
-            for name, parameter in zip(names, group["params"], strict=True):
-                current = live[name] if name is not None else parameter
-                if current.device.type != "meta":
-                    kept.append(current)
-                    order.append(position)
-                elif parameter in self.optimizer.state:
-                    del self.optimizer.state[parameter]
-                position += 1
-            group["params"] = kept
-            self._order.append(order)
-
-    def load_pending(self) -> None:
-        if self._pending is not None:
-            state, self._pending = self._pending, None
-            self._load(state)
+        start = 0
+        for group, slots in zip(self.optimizer.param_groups, self._slots, strict=True):
+            before = group["params"]
+            now = [p if name is None else live[name] for name, p in zip(slots, before, strict=True)]
+            kept = [i for i, parameter in enumerate(now) if parameter.device.type != "meta"]
+            for parameter in {*before}.difference(now):
+                self.optimizer.state.pop(parameter, None)
+            for key in {"params", "param_names"} & set(group):
+                group[key] = [(now if key == "params" else group[key])[i] for i in kept]
+            self._order.append([start + i for i in kept])
+            start += len(before)
 
     # The optimizer's own methods ----------------------------------------------------------------------------
 
@@ -118,13 +112,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._session.model.partitioned:
             raise SMPError("add_param_group after partition: add the group before the first step")
         self.optimizer.add_param_group(param_group)
-        self._sizes = [len(group["params"]) for group in self.optimizer.param_groups]
-        self._slots = self._find_slots()
+        self._note_groups()
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
-        """One optimizer step; nothing happens on a rank whose stage owns no parameters."""
+        """One optimizer step; on a rank whose stage owns no parameters only the closure is called."""
         if not any(group["params"] for group in self.optimizer.param_groups):
-            return None
+            with torch.enable_grad():
+                return closure() if closure is not None else None
         return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -164,34 +158,77 @@ class DistributedOptimizer(torch.optim.Optimizer):
             state.update(part["state"])
         groups = []
         start = 0
-        for group, size in zip(local["param_groups"], self._sizes, strict=True):
-            groups.append({**group, "params": list(range(start, start + size))})
+        for group, size, names in zip(
+            local["param_groups"], self._sizes, self._param_names, strict=True
+        ):
+            whole = {"params": list(range(start, start + size)), **names}
+            groups.append({**group, **whole})
             start += size
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a whole or a partial state; before partition it is kept and applied after it."""
+        """Loads a whole state, or this rank's own part of the same partition; also before partition.
+
+        Before partition, which parameters a part is for is not known yet: its state waits, but the settings
+        of its groups count at once, so that learning rate schedulers built next start from them.
+
+        Raises:
+            ValueError: it is for other parameter groups, or a part of another partition.
+        """
         model = self._session.model
         assert model is not None
+        saved = [list(group["params"]) for group in state_dict["param_groups"]]
+        sizes = [len(positions) for positions in saved]
+        if len(sizes) != len(self._sizes):
+            raise ValueError(
+                f"optimizer.load_state_dict: {len(sizes)} parameter groups, but the optimizer has "
+                f"{len(self._sizes)}: build it with the same groups"
+            )
+        is_part = bool(state_dict.get(PARTIAL_KEY)) and sizes != self._sizes
+        if not is_part and sizes != self._sizes:
+            raise ValueError(
+                f"optimizer.load_state_dict: parameter groups of sizes {sizes}, but the optimizer's have "
+                f"{self._sizes}: it was saved from an optimizer of another model"
+            )
         if model.partitioned:
-            self._load(state_dict)
+            self._load(state_dict, is_part)
+        elif not is_part:
+            self.optimizer.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         else:
-            self._pending = copy.copy(state_dict)
+            for group, settings in zip(
+                self.optimizer.param_groups, state_dict["param_groups"], strict=True
+            ):
+                kept = settings.keys() - {"params", "param_names"}
+                group.update({key: settings[key] for key in kept})
+            self._pending = {"state": state_dict["state"], "positions": saved}
 
-    def _load(self, state_dict: dict[str, Any]) -> None:
+    def load_pending(self) -> None:
+        """Puts a part that was loaded before partition in place; called once by the model."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            groups = zip(
+                self.optimizer.state_dict()["param_groups"], pending["positions"], strict=True
+            )
+            now = [{**group, "params": positions} for group, positions in groups]
+            self._load({"state": pending["state"], "param_groups": now}, is_part=True)
+
+    def _load(self, state_dict: dict[str, Any], is_part: bool) -> None:
+        saved = [list(group["params"]) for group in state_dict["param_groups"]]
+        if is_part and saved != self._order:
+            raise ValueError(
+                f"optimizer.load_state_dict: this rank has the parameters {self._order} (positions in the "
+                f"whole model), but the part is for {saved}: it was saved on another rank or with another "
+                "partition. Load the whole state_dict() instead"
+            )
         flat = [position for order in self._order for position in order]
         number = {position: i for i, position in enumerate(flat)}
-        groups = state_dict["param_groups"]
-        if len(groups) != len(self.optimizer.param_groups):
-            raise SMPError(
-                f"optimizer.load_state_dict: {len(groups)} parameter groups, but the optimizer has "
-                f"{len(self.optimizer.param_groups)}"
-            )
         start = 0
         local_groups = []
-        for group, order in zip(groups, self._order, strict=True):
-            local_groups.append({**group, "params": list(range(start, start + len(order)))})
-            start += len(order)
+        for group, own in zip(state_dict["param_groups"], self.optimizer.param_groups, strict=True):
+            count = len(own["params"])
+            names = {"param_names": own["param_names"]} if "param_names" in own else {}
+            local_groups.append({**group, **names, "params": list(range(start, start + count))})
+            start += count
         state = {number[int(i)]: value for i, value in state_dict["state"].items() if int(i) in number}
         self.optimizer.load_state_dict({"state": state, "param_groups": local_groups})
 

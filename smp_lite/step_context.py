@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ import torch
 from .errors import SMPError
 from .record.interception import listening
 from .record.microbatch import Splitter, merge_outputs
-from .record.placed import PlacedTensor
 from .record.recorder import Recorder
+from .record.recording import Recording
+from .record.replay import Tape, refuse, step_key
 from .record.structure import flatten, rebuild
 from .runtime.model_runtime import ModelRuntime
 from .session import Session
@@ -47,20 +49,38 @@ class StepContext:
     def start_recording(self, runtime: ModelRuntime) -> None:
         """From here on, module calls and torch functions are recorded."""
         self.runtime = runtime
-        check = self.step_index < FIRST_CHECKED_STEPS or self.step_index % CHECK_EVERY_STEPS == 0
-        lines = functools.partial(describe_inputs, self.inputs)
-        runtime.begin_step(len(self.inputs), (input_digest(self.inputs) if check else 0, lines))
+        runtime.begin_step(len(self.inputs), self._checked_inputs())
         self._stack.enter_context(listening(runtime.recorder))
         self._begin_microbatch()
+
+    def _checked_inputs(self) -> tuple[int, Callable[[], list[str]]]:
+        """The batch's digest, in the first steps and then now and then, and its description."""
+        check = self.step_index < FIRST_CHECKED_STEPS or self.step_index % CHECK_EVERY_STEPS == 0
+        return input_digest(self.inputs) if check else 0, functools.partial(describe_inputs, self.inputs)
 
     def _begin_microbatch(self) -> None:
         assert self.runtime is not None
         recording = self.runtime.recorder.begin_microbatch(self.microbatch_index)
         self.runtime.runner.add(recording)
 
-    def run(self, function: Callable[..., Any], detach_outputs: bool) -> Any:
+    def run(self, function: Callable[..., Any], detach_outputs: bool, static: StaticSteps) -> Any:
         """Runs the function for every microbatch and executes what it did."""
-        outputs = []
+        model = self.session.model
+        if model is None or model.runtime is None:
+            # Not listened to from its beginning, so never kept for replay.
+            return self._record(function, detach_outputs, None)
+        if not self.session.cfg.static_mode:
+            return self._record(function, detach_outputs, None)
+        key = (model.training, *step_key(self.inputs))
+        if key not in static:
+            kept = StaticStep()
+            result = self._record(function, detach_outputs, kept)
+            static[key] = kept
+            return result
+        return self._replay(static[key], model.runtime, detach_outputs)
+
+    def _record(self, function: Callable[..., Any], detach_outputs: bool, kept: StaticStep | None) -> Any:
+        outputs: list[tuple[list[Any], Any]] = []
         with self._stack:
             model = self.session.model
             if model is not None and model.runtime is not None:
@@ -69,30 +89,67 @@ class StepContext:
                 self.microbatch_index = m
                 if self.runtime is not None and m > 0:
                     self._begin_microbatch()
-                outputs.append(self._end_microbatch(function(*args, **kwargs)))
+                if kept is not None:
+                    self.recorder.tape = Tape(_leaves((args, kwargs)))
+                outputs.append(self._end_microbatch(function(*args, **kwargs), kept))
+            if kept is not None:
+                self.recorder.tape = None
+                assert self.runtime is not None
+                if self.runtime.streams_drew():
+                    raise refuse("draws random numbers itself")
+                kept.outputs, kept.has_backward = outputs, self.has_backward
         if self.runtime is None:
             return merge_outputs([rebuild(spec, iter(leaves)) for leaves, spec in outputs])
-        return self._finish(outputs, detach_outputs)
+        return self._finish(outputs, detach_outputs, [{} for _ in outputs])
 
-    def _end_microbatch(self, result: Any) -> tuple[list[Any], Any]:
+    def _replay(self, kept: StaticStep, runtime: ModelRuntime, detach_outputs: bool) -> Any:
+        """Executes a recorded step again with this step's inputs."""
+        self.runtime = runtime
+        runtime.begin_step(len(self.inputs), self._checked_inputs())
+        slots = []
+        for recording, tape, (args, kwargs) in zip(
+            kept.recordings, kept.tapes, self.inputs, strict=True
+        ):
+            slots.append(tape.replay(_leaves((args, kwargs))))
+            runtime.runner.add(recording)
+        self.has_backward = kept.has_backward
+        return self._finish(kept.outputs, detach_outputs, slots)
+
+    def _end_microbatch(self, result: Any, kept: StaticStep | None) -> tuple[list[Any], Any]:
         """Flattens a result; its placed values are wanted after the step."""
         leaves: list[Any] = []
         spec = flatten(result, leaves)
+        leaf = placed = None
         if self.runtime is None:
             return leaves, spec
         recorder = self.recorder
         recording = recorder.recording
         assert recording is not None
         for i, leaf in enumerate(leaves):
-            if type(leaf) is PlacedTensor:
-                value = recorder.value_of(leaf)
+            placed = recorder.placed_for(leaf)
+            if placed is not None:
+                value = recorder.value_of(placed)
                 recording.needed.add(value)
                 leaves[i] = _Output(self.microbatch_index, value)
+            elif recorder.tape is not None and (slot := recorder.tape.slot(leaf)) is not None:
+                leaves[i] = _Slot(slot, leaf)
         self.has_backward |= bool(recording.backwards)
+        del result, leaf, placed  # what only the result held need not be written back
         recorder.end_microbatch()
+        if kept is not None:
+            assert recorder.tape is not None
+            recorder.tape.bind(recording)
+            kept.recordings.append(recording)
+            kept.tapes.append(recorder.tape)
         return leaves, spec
 
-    def _finish(self, outputs: list[tuple[list[Any], Any]], detach_outputs: bool) -> Any:
+    def _finish(
+        self,
+        outputs: list[tuple[list[Any], Any]],
+        detach_outputs: bool,
+        slots: list[dict[int, Any]],
+    ) -> Any:
+        """Executes; ``slots`` are the replayed tensors of each microbatch."""
         assert self.runtime is not None
         wanted = dict.fromkeys(
             (leaf.microbatch_index, leaf.value)
@@ -104,21 +161,24 @@ class StepContext:
             list(wanted), has_backward=self.has_backward, keep_graph=not detach_outputs
         )
         by_value = dict(zip(wanted, found, strict=True))
-        results = []
-        for leaves, spec in outputs:
-            filled = [
-                by_value[leaf.microbatch_index, leaf.value]
-                if type(leaf) is _Output
-                else leaf.detach()
-                if detach_outputs and isinstance(leaf, torch.Tensor)
-                else leaf
-                for leaf in leaves
+
+        def filled(leaf: Any, values: dict[int, Any]) -> Any:
+            if type(leaf) is _Output:
+                return by_value[leaf.microbatch_index, leaf.value]
+            if type(leaf) is _Slot:
+                leaf = values.get(leaf.slot, leaf.recorded)
+            return leaf.detach() if detach_outputs and isinstance(leaf, torch.Tensor) else leaf
+
+        return merge_outputs(
+            [
+                rebuild(spec, iter([filled(leaf, values) for leaf in leaves]))
+                for (leaves, spec), values in zip(outputs, slots, strict=True)
             ]
-            results.append(rebuild(spec, iter(filled)))
-        return merge_outputs(results)
+        )
 
     def abandon(self) -> None:
         if self.runtime is not None:
+            self.runtime.recorder.tape = None
             self.runtime.runner.abandon()
 
 
@@ -129,6 +189,34 @@ class _Output:
 
     def __init__(self, microbatch_index: int, value: int) -> None:
         self.microbatch_index, self.value = microbatch_index, value
+
+
+class _Slot:
+    """An ordinary tensor in a step's result that a replay makes anew."""
+
+    __slots__ = ("recorded", "slot")
+
+    def __init__(self, slot: int, recorded: Any) -> None:
+        self.slot, self.recorded = slot, recorded
+
+
+@dataclass
+class StaticStep:
+    """A step recorded once under ``static_mode``."""
+
+    recordings: list[Recording] = field(default_factory=list)
+    tapes: list[Tape] = field(default_factory=list)
+    outputs: list[tuple[list[Any], Any]] = field(default_factory=list)
+    has_backward: bool = False
+
+
+StaticSteps = dict[tuple[Any, ...], StaticStep]
+
+
+def _leaves(value: Any) -> list[Any]:
+    leaves: list[Any] = []
+    flatten(value, leaves)
+    return leaves
 
 
 class StepFunction:
@@ -153,6 +241,7 @@ class StepFunction:
         self.__name__ = getattr(function, "__name__", "step")
         self.__doc__ = function.__doc__
         self.__wrapped__ = function
+        self._static: StaticSteps = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from . import session as session_module
@@ -164,7 +253,7 @@ class StepFunction:
         context = StepContext(session, inputs, session.steps_run)
         session.step = context
         try:
-            result = context.run(self.function, self.detach_outputs)
+            result = context.run(self.function, self.detach_outputs, self._static)
         except BaseException:
             context.abandon()
             raise

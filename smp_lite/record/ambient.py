@@ -25,13 +25,13 @@ class Ambient(NamedTuple):
 
     @classmethod
     def current(cls) -> Ambient:
+        autocast = tuple(
+            [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICE_TYPES]
+        )
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            tuple(
-                (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in _DEVICE_TYPES
-            ),
+            autocast,
             torch.is_autocast_cache_enabled(),
         )
 

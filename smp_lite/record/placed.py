@@ -26,13 +26,15 @@ class TensorMeta(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
-        return cls(
-            tuple(tensor.shape),
-            tuple(tensor.stride()) if tensor.layout is torch.strided else (),
-            tensor.dtype,
-            tensor.device,
-            tensor.requires_grad,
-        )
+        # Reading what a tensor is must not look like a call of the user's to the recorder.
+        with torch._C.DisableTorchFunction():
+            return cls(
+                tuple(tensor.shape),
+                tuple(tensor.stride()) if tensor.layout is torch.strided else (),
+                tensor.dtype,
+                tensor.device,
+                tensor.requires_grad,
+            )
 
     @property
     def num_bytes(self) -> int:

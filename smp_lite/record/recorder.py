@@ -43,6 +43,7 @@ from .metadata import (
 from .placed import PlacedTensor
 from .placement import FOREIGN, SPLIT, STATELESS, Placement
 from .recording import Backward, Command, Recording
+from .replay import Tape, refuse
 from .signature import (
     ModuleSignatures,
     function_name,
@@ -89,7 +90,9 @@ class Recorder:
         self.serial = -1  # counts microbatches over all steps
         self.first_serial = 0
         self.recording: Recording | None = None
-        self._results: dict[Any, tuple[ResultMeta, int, int]] = {}
+        self.tape: Tape | None = None  # set while a step is recorded for replay
+        # Key of a call -> (description, content tokens by label, structure token).
+        self._results: dict[Any, tuple[ResultMeta, dict[str, int], int]] = {}
         self._captured: dict[int, list[tuple[Arguments, int]]] = {}
         self._twins: dict[int, tuple[weakref.ref[torch.Tensor], PlacedTensor]] = {}
         self._recordings: dict[int, Recording] = {}
@@ -117,6 +120,8 @@ class Recorder:
         for reference, twin in twins:
             target = reference()
             if target is not None:
+                if self.tape is not None:
+                    raise refuse("changes a tensor of its own in place with a result of the model")
                 (value,) = self.host.fetch(self.recording, [self.value_of(twin)])
                 with torch.no_grad():
                     target.copy_(value)
@@ -178,6 +183,8 @@ class Recorder:
             return self.torch_function(func, *self._with_twins(args, kwargs))
         if self._captured and _changes_first(getattr(func, "__name__", ""), kwargs):
             self._keep_captured(kwargs.get("out", args[0] if args else None))
+        if self.tape is not None:
+            return self.tape.call(func, args, kwargs)
         return func(*args, **kwargs)
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
@@ -207,8 +214,17 @@ class Recorder:
                 )
             if type(gradient) is PlacedTensor:
                 (gradient,) = self._fetch([gradient], "a gradient given to model.backward()")
+            elif self.tape is not None and self.tape.slot(gradient) is not None:
+                raise refuse("gives model.backward() a gradient made from its inputs")
             values.append(self.value_of(loss))
         self.recording.backwards.append(Backward(tuple(values), tuple(gradients)))
+
+    def placed_for(self, leaf: Any) -> PlacedTensor | None:
+        """The placed tensor that a leaf of a result is, or that stands in for it."""
+        if type(leaf) is PlacedTensor:
+            return leaf
+        twin = self._twins.get(id(leaf))
+        return twin[1] if twin is not None else None
 
     # Recording one command ------------------------------------------------------------------------------
 
@@ -266,6 +282,8 @@ class Recorder:
                 "a value of one microbatch was used in another with its gradient: microbatches are "
                 "independent, so detach() it first"
             )
+        if self.tape is not None:
+            raise refuse("uses a tensor of one microbatch in another")
         (value,) = self.host.fetch(recording, [tensor.smp_value])
         return value
 
@@ -322,8 +340,11 @@ class Recorder:
         except TypeError:  # an argument that cannot be hashed
             key, found = None, None
         if found is not None:
-            meta, _, structure = found
-            return (meta, _content_token(label, arguments), structure) if module is not None else found
+            meta, contents, structure = found
+            content = contents.get(label)
+            if content is None:
+                content = contents[label] = _content_token(label, arguments)
+            return meta, content, structure
         self.suspended = self.inferring = True
         try:
             if module is not None:
@@ -339,10 +360,10 @@ class Recorder:
             return None
         finally:
             self.suspended = self.inferring = False
-        entry = (meta, _content_token(label, arguments), structure_token(meta))
+        content, structure = _content_token(label, arguments), structure_token(meta)
         if key is not None:
-            self._results[key] = entry
-        return entry
+            self._results[key] = (meta, {label: content}, structure)
+        return meta, content, structure
 
     def _stage(self, arguments: Arguments, result: tuple[ResultMeta, int, int] | None) -> int:
         """Where a call without a home of its own goes."""
@@ -361,18 +382,17 @@ class Recorder:
     def _capture(self, arguments: Arguments, sources: list[int]) -> None:
         """Remembers ordinary tensors that a command will read later."""
         for i, source in enumerate(sources):
-            if source < 0:
-                tensor = arguments.tensors[i]
-                if tensor.layout is torch.strided:
-                    self._captured.setdefault(tensor.untyped_storage()._cdata, []).append((arguments, i))
+            if source < 0 and (storage := _storage(arguments.tensors[i])) is not None:
+                self._captured.setdefault(storage, []).append((arguments, i))
 
     def _keep_captured(self, target: Any) -> None:
         """Before an ordinary tensor changes: commands that captured it keep its present value."""
-        if not isinstance(target, torch.Tensor) or target.layout is not torch.strided:
-            return
-        for arguments, i in self._captured.pop(target.untyped_storage()._cdata, ()):
+        storage = _storage(target) if isinstance(target, torch.Tensor) else None
+        for arguments, i in self._captured.pop(storage, ()):  # type: ignore[arg-type]
             with torch.no_grad():
-                self._replace(arguments, i, arguments.tensors[i].clone())
+                present = arguments.tensors[i]
+                copy = self.tape.call(torch.clone, (present,), {}) if self.tape else present.clone()
+                self._replace(arguments, i, copy)
 
     def _bind(self, command: Command, meta: ResultMeta) -> tuple[Any, tuple[tuple[int, ...], ...]]:
         """Makes the result's placed values; returns the result and the links of its outputs."""
@@ -476,6 +496,8 @@ class Recorder:
 
     def _fetch(self, placed: list[PlacedTensor], what: str) -> list[torch.Tensor]:
         assert self.recording is not None
+        if self.tape is not None:
+            raise refuse(f"looks at the data of a tensor ({what})")
         warn_once_at_user_line(
             f"{what} needs the data of a tensor inside an smp.step: all ranks wait for it here. That is "
             "correct, but the pipeline cannot overlap across it"
@@ -529,6 +551,12 @@ def _changes_first(name: str, kwargs: dict[str, Any]) -> bool:
         or bool(kwargs.get("inplace"))
         or isinstance(kwargs.get("out"), torch.Tensor)
     )
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    """Identifies the memory of an ordinary tensor."""
+    with torch._C.DisableTorchFunction():  # no call of the user's
+        return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
 def _leaf_key(leaf: Any) -> Any:

@@ -15,27 +15,33 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
+from torch import nn
+
+from .placed import PlacedTensor
 
 Spec = Any
 """None for a leaf; else a tuple (kind, ...)."""
 
 LEAF: Spec = None
-_PLAIN_LEAVES = (int, float, str, bool, bytes, complex, type(None))
+_COMMON_LEAVES = frozenset(
+    (torch.Tensor, nn.Parameter, PlacedTensor, int, float, str, bool, bytes, complex, type(None))
+)
 
 
 def flatten(value: Any, leaves: list[Any]) -> Spec:
     """Appends the leaves of ``value`` to ``leaves`` and returns its spec."""
     kind = type(value)
+    if kind in _COMMON_LEAVES:
+        leaves.append(value)
+        return LEAF
     if kind is tuple:
         return ("tuple", *[flatten(item, leaves) for item in value])
     if kind is list:
         return ("list", *[flatten(item, leaves) for item in value])
     if kind is dict:
         return ("dict", tuple(value), *[flatten(item, leaves) for item in value.values()])
-    if kind in _PLAIN_LEAVES:
-        leaves.append(value)
-        return LEAF
     if kind is slice:
         return ("slice", *[flatten(item, leaves) for item in (value.start, value.stop, value.step)])
     if kind in pytree.SUPPORTED_NODES:

@@ -28,7 +28,7 @@ class MicrobatchState:
     """
 
     recording: Recording
-    graph: SegmentGraph
+    graph: SegmentGraph = field(default_factory=lambda: SegmentGraph((), {}, {}))
     by_visit: dict[int, Segment] = field(default_factory=dict)
     data: dict[int, torch.Tensor] = field(default_factory=dict)
     remaining: dict[int, int] = field(default_factory=dict)

@@ -140,6 +140,10 @@ class ModelRuntime:
                 self.reducer.finish()
         return found
 
+    def streams_drew(self) -> bool:
+        """Whether the replicated random stream has moved since the step began."""
+        return self.runner.drew()
+
     def _on_final(self, parameter: nn.Parameter) -> None:
         if self.reducer is not None and self._reduce_now:
             self.reducer.on_final(parameter)

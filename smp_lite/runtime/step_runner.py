@@ -114,7 +114,7 @@ class StepRunner:
         m = recording.microbatch_index
         self._progress[m] = _Progress(recording)
         for executor in self.executors.values():
-            executor.states[m] = MicrobatchState(recording, recording.graph())
+            executor.states[m] = MicrobatchState(recording)
 
     def finish(
         self, outputs: Sequence[tuple[int, int]], *, keep_graph: bool = False
@@ -304,15 +304,18 @@ class StepRunner:
         checks = [Check("the recording of a step", recorded, calls)]
         if last_batch:
             checks.append(Check("the batch of a step", *self._inputs))
-            drew = self.streams.state_digest() != self._start_state
             checks.append(
                 Check(
                     "the random numbers drawn in a step function",
-                    self._start_state if drew else 0,
+                    self._start_state if self.drew() else 0,
                     lambda: [f"has the random state {self._start_state:x}"],
                 )
             )
         self.peers.compare(checks)
+
+    def drew(self) -> bool:
+        """Whether the user's function drew random numbers in this step."""
+        return self.streams.state_digest() != self._start_state
 
     def spans(self) -> dict[int, list[Any]]:
         """For each stage here, when its forwards and backwards ran in the last step."""

@@ -18,6 +18,7 @@ as the hosts' clocks agree.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from os import SEEK_END, PathLike
 from pathlib import Path
@@ -150,7 +151,12 @@ def merge_timelines(directory: str | PathLike[str], *, num_ranks: int | None = N
         if event["ph"] == "X":
             event["ts"] = round(event["ts"] - begin, 3)
     path = Path(directory) / "timeline.json"
-    path.write_bytes(b'{"displayTimeUnit": "ms", "traceEvents": [\n' + _lines(events) + b"\n]}\n")
+    # Several ranks may merge at once: each writes beside the file and puts a whole one in its place.
+    temporary = path.with_suffix(f".{os.getpid()}.part")
+    temporary.write_bytes(
+        b'{"displayTimeUnit": "ms", "traceEvents": [\n' + _lines(events) + b"\n]}\n"
+    )
+    temporary.replace(path)
     return path
 
 

@@ -1,10 +1,10 @@
 """Peak memory of each rank against one process that trains the same model.
 
 Counted is resident memory, as Linux keeps its high-water mark (VmHWM), in fresh processes, above
-what the process held after a training step of a tiny model, since torch loads much at the first one. *Building* is the peak up to the end of the first
-step: every rank builds the whole model before it is cut. *Training* is the peak of later steps,
-with AdamW, for which the mark is set back (clear_refs). The one process runs the same microbatches
-one after another.
+what the process held after a training step of a tiny model, since torch loads much at the first
+one. *Building* is the peak up to the end of the first step: every rank builds the whole model
+before it is cut. *Training* is the peak of later steps, with AdamW, for which the mark is set back
+(clear_refs). The one process runs the same microbatches one after another.
 """
 
 from __future__ import annotations

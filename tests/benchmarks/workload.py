@@ -85,7 +85,7 @@ def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def train_step(recorded: list[float]) -> Callable[..., Any]:
     """A step function (model, tokens, targets) -> loss.
 
-    It appends to `recorded` when each microbatch's recording ends, in ``time.perf_counter`` seconds:
+    It appends to `recorded` when each microbatch's recording ends (``time.perf_counter`` seconds):
     the last of a step's entries is where recording is over and execution begins.
     """
 

@@ -32,11 +32,13 @@ __all__ = [
     "compare",
     "differences",
     "differences_from_plain",
+    "gradients_of",
     "make_optimizer",
     "place",
     "plain_run",
     "rolled",
     "smp_run",
+    "snapshot",
     "too_large",
 ]
 
@@ -106,18 +108,26 @@ def plain_run(case: Case, num_steps: int = 2, num_samples: int = NUM_SAMPLES) ->
     for step_index in range(num_steps):
         optimizer.zero_grad()
         done = plain_step(case, model, rolled(case.batch(num_samples), step_index), NUM_MICROBATCHES)
-        gradients = _gradients(model.named_parameters())
+        gradients = gradients_of(model.named_parameters())
         optimizer.step()
-        snapshots.append(
-            Snapshot(
-                _outputs(merge_outputs(done.outputs)),
-                gradients,
-                _copies(model.named_parameters()),
-                _copies(model.named_buffers()),
-                _fired(record),
-            )
-        )
+        snapshots.append(snapshot(model, merge_outputs(done.outputs), gradients, record))
     return snapshots
+
+
+def snapshot(
+    model: nn.Module,
+    outputs: Any,
+    gradients: dict[str, Tensor | None],
+    record: HookRecord | None = None,
+) -> Snapshot:
+    """What a step of plain torch left behind."""
+    return Snapshot(
+        _outputs(outputs),
+        gradients,
+        _copies(model.named_parameters()),
+        _copies(model.named_buffers()),
+        _fired(record),
+    )
 
 
 def place(model: nn.Module, stages: dict[str, int]) -> None:
@@ -134,6 +144,8 @@ def smp_run(
     num_samples: int = NUM_SAMPLES,
     stages: dict[str, int] | None = None,
     batch_of: Callable[[Batch], Batch] | None = None,
+    optimizer_every: int = 1,
+    prepare: Callable[[smp.DistributedModel], None] | None = None,
     **model_options: Any,
 ) -> list[Snapshot]:
     """The same by the library, in the session that is open; what this process holds.
@@ -144,6 +156,8 @@ def smp_run(
         num_samples: in the whole batch.
         stages: placement by module name, for ``auto_partition: False``; None: the library decides.
         batch_of: this rank's part of the batch; None: all of it.
+        optimizer_every: training steps for one of the optimizer; gradients add up in between.
+        prepare: called with the wrapped model before the first step.
         model_options: for ``DistributedModel``.
     """
     torch.manual_seed(0)
@@ -160,14 +174,18 @@ def smp_run(
         model.backward(case.loss_of(output))
         return output
 
+    if prepare is not None:
+        prepare(model)
     torch.manual_seed(1)
     snapshots = []
     for step_index in range(num_steps):
-        optimizer.zero_grad()
+        if step_index % optimizer_every == 0:
+            optimizer.zero_grad()
         batch = rolled(case.batch(num_samples), step_index)
         outputs = _outputs(train(model, batch_of(batch) if batch_of else batch))
-        gradients = _gradients(model.local_named_parameters())
-        optimizer.step()
+        gradients = gradients_of(model.local_named_parameters())
+        if (step_index + 1) % optimizer_every == 0:
+            optimizer.step()
         snapshots.append(
             Snapshot(
                 outputs,
@@ -259,7 +277,8 @@ def _outputs(result: Any) -> list[Any]:
     ]
 
 
-def _gradients(named: Iterator[tuple[str, nn.Parameter]]) -> dict[str, Tensor | None]:
+def gradients_of(named: Iterator[tuple[str, nn.Parameter]]) -> dict[str, Tensor | None]:
+    """Copies of the gradients, by name."""
     return {name: None if p.grad is None else p.grad.detach().clone() for name, p in named}
 
 

@@ -81,7 +81,7 @@ def test_tied_embeddings_make_a_u() -> None:
 def test_zigzag() -> None:
     assert plan(chain([0, 1, 0, 1]), 2).staircase() == drawing(
         """
-        stage 0  F0   F1   F0.1 F1.1 .....B0.1      .....B1.1      B0        B1
+        stage 0  F0   F1   F0.1 F1.1 ..........B0.1      .....B1.1      B0        B1
         stage 1  .....F0   F1   F0.1 B0.1      F1.1 B1.1      B0        B1        ..........
         """
     )
@@ -94,9 +94,9 @@ def test_branches_run_side_by_side() -> None:
     )
     assert plan(graph, 3).staircase() == drawing(
         """
-        stage 0  F0 F1 F2 .........B0    ...B1    ...B2
-        stage 1  ...F0 F1 ...B0    F2 B1    ...B2    ......
-        stage 2  ...F0 F1 ...B0    F2 B1    ...B2    ......
+        stage 0  F0 F1 F2 ............B0    ...B1    ...B2
+        stage 1  ...F0 F1 ......B0    F2 B1    ...B2    ......
+        stage 2  ...F0 F1 ......B0    F2 B1    ...B2    ......
         stage 3  ......F0 B0    F1 B1    F2 B2    ............
         """
     )
@@ -123,7 +123,7 @@ def test_longer_forward_is_run_for_longer() -> None:
     assert plan(chain([0, 1], costs=[2, 1]), 2).staircase() == drawing(
         """
         stage 0  F0    F1    ...B0          B1
-        stage 1  ......F0 B0    F1 B1    ............
+        stage 1  ......F0 B0    F1 B1    ...............
         """
     )
 

@@ -1,0 +1,122 @@
+"""``static_mode``: a step that is recorded once and from then on replayed with other inputs.
+
+The commands hold ordinary tensors that the user's function made from the batch: masks, shifted targets.
+:class:`Tape` notes while recording every torch function that touches the batch or something made from it,
+and runs them again on the next batch; nothing else of the user's function runs again. So whatever would
+have come out differently must not matter: looking at data, drawing random numbers in the function, and
+carrying tensors from one microbatch to the next are errors under ``static_mode``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import SMPError
+from .metadata import Arguments
+from .recording import Recording
+from .signature import function_name, plain_key, tensor_meta
+from .structure import flatten
+
+_LEAVES_TORCH = frozenset(
+    """item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __array__ __contains__ is_nonzero
+    equal allclose __repr__ __str__ __format__ __reduce_ex__ __dlpack__ data_ptr untyped_storage
+    storage""".split()
+)
+
+
+def refuse(what: str) -> SMPError:
+    """The error for what replaying cannot repeat."""
+    return SMPError(
+        f"static_mode: True, but the step function {what}, which a replayed step would not do again: "
+        "set static_mode to False"
+    )
+
+
+class Tape:
+    """The ordinary calls of one microbatch that depend on its inputs.
+
+    Args:
+        inputs: the leaves of the microbatch's arguments.
+    """
+
+    def __init__(self, inputs: list[Any]) -> None:
+        self._slots: dict[int, int] = {}
+        self._kept: list[Any] = []  # keeps recorded tensors alive, so that their ids stay theirs
+        self._calls: list[tuple[Callable[..., Any], Arguments, list[int | None], list[int | None]]] = []
+        self._bindings: list[tuple[Arguments, int, int]] = []
+        self._num_inputs = len(inputs)
+        self._num_slots = len(inputs)
+        for number, leaf in enumerate(inputs):
+            if isinstance(leaf, torch.Tensor):
+                self._slots[id(leaf)] = number
+                self._kept.append(leaf)
+
+    def slot(self, tensor: object) -> int | None:
+        return self._slots.get(id(tensor))
+
+    def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs an ordinary torch function and notes it if it depends on the inputs."""
+        arguments = Arguments.of(args, kwargs)
+        sources = [self.slot(tensor) for tensor in arguments.tensors]
+        if all(source is None for source in sources):
+            return func(*args, **kwargs)
+        if getattr(func, "__name__", "") in _LEAVES_TORCH:
+            raise refuse(f"looks at the data of its inputs ({function_name(func)}())")
+        result = func(*args, **kwargs)
+        leaves: list[Any] = []
+        flatten(result, leaves)
+        outputs: list[int | None] = []
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                outputs.append(None)
+                continue
+            if id(leaf) not in self._slots:
+                self._slots[id(leaf)] = self._num_slots
+                self._kept.append(leaf)
+                self._num_slots += 1
+            outputs.append(self._slots[id(leaf)])
+        if any(output is not None for output in outputs) or result is None:
+            self._calls.append((func, arguments, sources, outputs))
+        return result
+
+    def bind(self, recording: Recording) -> None:
+        """Finds the captured tensors that change from batch to batch."""
+        for command in recording.commands:
+            for i, source in enumerate(command.sources):
+                slot = self.slot(command.arguments.tensors[i]) if source < 0 else None
+                if slot is not None:
+                    self._bindings.append((command.arguments, i, slot))
+
+    def replay(self, inputs: list[Any]) -> dict[int, Any]:
+        """Puts the tensors made from these inputs into the commands; returns all slots."""
+        values: dict[int, Any] = dict(enumerate(inputs))
+        for func, arguments, sources, outputs in self._calls:
+            tensors = [
+                tensor if source is None else values[source]
+                for tensor, source in zip(arguments.tensors, sources, strict=True)
+            ]
+            args, kwargs = arguments.build(tensors)
+            leaves: list[Any] = []
+            flatten(func(*args, **kwargs), leaves)
+            for slot, leaf in zip(outputs, leaves, strict=True):
+                if slot is not None:
+                    values[slot] = leaf
+        for arguments, i, slot in self._bindings:
+            arguments.tensors[i] = arguments.leaves[arguments.positions[i]] = values[slot]
+        return values
+
+
+def step_key(inputs: list[Any]) -> tuple[Any, ...]:
+    """Steps with equal keys can be replayed for one another."""
+    key: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+    for args, kwargs in inputs:
+        leaves: list[Any] = []
+        spec = flatten((args, kwargs), leaves)
+        key.append(repr(spec))
+        key += [
+            tensor_meta(leaf) if isinstance(leaf, torch.Tensor) else plain_key(leaf) for leaf in leaves
+        ]
+    return tuple(key)
