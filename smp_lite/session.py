@@ -101,7 +101,7 @@ class Session:
         """Over the dp group, if gradients are to be averaged."""
         if self.world is None or len(self.group("DP")) == 1:
             return None
-        if self.cfg.horovod:
+        if self.cfg.horovod or self.cfg.ddp_dist_backend == "mpi":
             return MPICollectives(self.world.group_comm("DP").Dup())
         return C10dCollectives(self.process_groups["DP"])
 

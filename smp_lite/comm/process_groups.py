@@ -25,7 +25,9 @@ def init_process_groups(world: World, *, backend: str, port: int | None) -> dict
 
     Args:
         world: the job.
-        backend: ``auto`` (gloo on CPU, nccl with one GPU for each local rank), ``gloo`` or ``nccl``.
+        backend: ``auto`` (gloo on CPU, nccl with one GPU for each local rank), ``gloo``, ``nccl``, or
+            ``mpi``: gradients travel over MPI then, and the process groups, which torch from PyPI cannot
+            build on MPI, are gloo's.
         port: of the store on rank 0's host; None picks a free one.
 
     Returns:
@@ -35,6 +37,9 @@ def init_process_groups(world: World, *, backend: str, port: int | None) -> dict
         if backend == "auto":
             enough = torch.cuda.is_available() and torch.cuda.device_count() >= world.local_size
             backend = "nccl" if enough else "gloo"
+        if backend == "nccl" and not torch.cuda.is_available():
+            raise SMPError("ddp_dist_backend='nccl' needs GPUs, and torch finds none: use 'gloo' or 'auto'")
+        backend = "gloo" if backend == "mpi" else backend
         _init(world, backend, port)
     elif (dist.get_rank(), dist.get_world_size()) != (world.rank, world.size):
         raise SMPError(

@@ -93,15 +93,18 @@ class Config(BaseModel):
     )
     deterministic_server: bool = Field(
         False,
-        description="Execute in the same order on all data-parallel ranks.",
+        description="Execute in the same order on all data-parallel ranks. Always so here; "
+        "accepted for SMP scripts.",
     )
     skip_tracing: bool = Field(
         False,
-        description="Skip measuring the model before it is partitioned (very large models).",
+        description="Partition by parameter counts in order of registration, without tracing the "
+        "model first.",
     )
     static_mode: bool = Field(
         False,
-        description="Keep the recording and schedule of the first step for all later steps.",
+        description="Record the step once for each kind of input, and replay that: the step "
+        "function itself does not run again.",
     )
     partition_file: str | None = Field(
         None,

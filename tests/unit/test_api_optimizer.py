@@ -1,0 +1,268 @@
+"""`DistributedOptimizer` against the plain optimizer that it wraps, in one process with all stages."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smp_lite as smp
+from tests.api_support import batch, build, in_memory, plain_train, same, train, wrap
+
+pytestmark = pytest.mark.filterwarnings("ignore:Stage ")
+SGD = partial(torch.optim.SGD, lr=0.1)
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+ADAM = partial(torch.optim.Adam, lr=0.01, amsgrad=True)
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+
+
+@pytest.fixture(autouse=True)
+def _session() -> Iterator[None]:
+    smp.reset()
+    in_memory()
+    yield
+    smp.reset()
+
+
+def plain(optimizer: Callable[..., torch.optim.Optimizer]) -> tuple[nn.Module, Any]:
+    net = build()
+    return net, optimizer(net.parameters())
+
+
+def run(model: Any, optimizer: Any, indices: range, *, scheduler: Any = None) -> None:
+    """Trains on batches, by the library or plainly."""
+    step = train if isinstance(optimizer, smp.DistributedOptimizer) else plain_train
+    for index in indices:
+        optimizer.zero_grad()
+        step(model, *batch(index))
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+@pytest.mark.parametrize("kind", [SGD, MOMENTUM, ADAM, ADAMW])
+def test_training_and_state_equal_the_plain_optimizers(kind: Any) -> None:
+    net, reference = plain(kind)
+    model, optimizer = wrap(build(), kind)
+    run(net, reference, range(3))
+    run(model, optimizer, range(3))
+    assert same(model.state_dict(), net.state_dict())
+    assert same(optimizer.state_dict(), reference.state_dict())
+    assert same(optimizer.state_dict(gather_to_rank0=True), reference.state_dict())
+    assert same(
+        optimizer.local_state_dict(), {**reference.state_dict(), "_smp_is_partial": True}
+    )
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5),
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (i + 1)),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=4),
+    ],
+)
+@pytest.mark.filterwarnings("error:Detected call of")  # torch's check of the order of step() calls
+def test_schedulers_built_on_it_work_as_on_the_plain_one(schedule: Callable[[Any], Any]) -> None:
+    net, reference = plain(MOMENTUM)
+    model, optimizer = wrap(build(), MOMENTUM)
+    run(net, reference, range(3), scheduler=schedule(reference))
+    scheduler = schedule(optimizer)
+    run(model, optimizer, range(3), scheduler=scheduler)
+    assert scheduler.get_last_lr() == [group["lr"] for group in reference.param_groups]
+    assert same(model.state_dict(), net.state_dict())
+
+
+def test_it_is_an_optimizer_that_shows_the_inner_one() -> None:
+    _, optimizer = wrap(build(), MOMENTUM)
+    inner = optimizer.optimizer
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert isinstance(inner, torch.optim.SGD)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    assert optimizer.defaults is inner.defaults
+    assert "SGD" in repr(optimizer)
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = optimizer.no_such_thing
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("partial_state", [False, True])
+def test_state_saved_by_it_loads_before_and_after_partition(
+    before: int, partial_state: bool
+) -> None:
+    model, optimizer = wrap(build(), ADAMW)
+    run(model, optimizer, range(2))
+    weights = model.state_dict()
+    state = optimizer.local_state_dict() if partial_state else optimizer.state_dict()
+    state = pickle.loads(pickle.dumps(state))
+    run(model, optimizer, range(2, 4))
+    wanted = model.state_dict()
+    smp.reset()
+    in_memory()
+    model, optimizer = wrap(build(seed=8), ADAMW)
+    run(model, optimizer, range(before))
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    run(model, optimizer, range(2, 4))
+    assert same(model.state_dict(), wanted)
+
+
+def test_state_goes_to_a_plain_optimizer_and_comes_from_one() -> None:
+    net, reference = plain(ADAM)
+    run(net, reference, range(2))
+    model, optimizer = wrap(copy.deepcopy(net), ADAM)
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    run(net, reference, range(2, 4))
+    run(model, optimizer, range(2, 4))
+    assert same(model.state_dict(), net.state_dict())
+    back = ADAM(net.parameters())
+    back.load_state_dict(optimizer.state_dict())
+    assert same(back.state_dict(), reference.state_dict())
+
+
+def test_settings_of_a_loaded_state_count_at_once() -> None:
+    model, optimizer = wrap(build(), MOMENTUM)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 0.03125
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.03125
+    torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    optimizer.param_groups[0]["lr"] = 0.25
+    run(model, optimizer, range(1))
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_state_of_another_optimizer_is_refused() -> None:
+    model, optimizer = wrap(build(), MOMENTUM)
+    for _ in range(2):
+        two = torch.optim.SGD([{"params": [p]} for p in build().parameters()][:2], lr=0.1)
+        with pytest.raises(ValueError, match="2 parameter groups, but the optimizer has 1"):
+            optimizer.load_state_dict(two.state_dict())
+        few = MOMENTUM(list(build().parameters())[:3])
+        with pytest.raises(ValueError, match=r"of sizes \[3\], but the optimizer's have \[8\]"):
+            optimizer.load_state_dict(few.state_dict())
+        run(model, optimizer, range(1))
+
+
+def grouped(net: nn.Module, kind: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """Two groups whose parameters lie on both stages, as weight decay groups do."""
+    decayed = [p for name, p in net.named_parameters() if name.endswith("weight")]
+    others = [p for name, p in net.named_parameters() if not name.endswith("weight")]
+    return kind([{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.05}])
+
+
+def test_groups_keep_their_settings_and_changes_of_them_count() -> None:
+    net = build()
+    reference = grouped(net, ADAMW)
+    other = build()
+    model = smp.DistributedModel(other)
+    optimizer = smp.DistributedOptimizer(grouped(other, ADAMW))
+    for some, its in ((net, reference), (model, optimizer)):
+        run(some, its, range(2))
+        its.param_groups[1]["lr"] = 0.2
+        run(some, its, range(2, 4))
+    assert same(model.state_dict(), net.state_dict())
+    assert same(optimizer.state_dict(), reference.state_dict())
+
+
+def test_a_group_can_be_added_before_partition_only() -> None:
+    net, other = build(), build()
+    reference = SGD(net.first.parameters())
+    model = smp.DistributedModel(other)
+    optimizer = smp.DistributedOptimizer(SGD(other.first.parameters()))
+    for some, its in ((net, reference), (other, optimizer)):
+        its.add_param_group({"params": list(some.last.parameters()), "lr": 0.5})
+    run(net, reference, range(2))
+    run(model, optimizer, range(2))
+    assert same(model.state_dict(), net.state_dict())
+    with pytest.raises(smp.SMPError, match="before the first step"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def test_named_parameters_keep_their_names() -> None:
+    net, other = build(), build()
+    reference = MOMENTUM(net.named_parameters())
+    model = smp.DistributedModel(other)
+    optimizer = smp.DistributedOptimizer(MOMENTUM(other.named_parameters()))
+    run(net, reference, range(1))
+    run(model, optimizer, range(1))
+    assert same(optimizer.state_dict(), reference.state_dict())
+    optimizer.load_state_dict(reference.state_dict())
+    assert same(optimizer.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(set_to_none: bool) -> None:
+    model, optimizer = wrap(build(), SGD)
+    train(model, *batch())
+    optimizer.zero_grad(set_to_none=set_to_none)
+    gradients = [parameter.grad for parameter in model.local_parameters()]
+    assert all((g is None) if set_to_none else not g.any() for g in gradients)
+
+
+def test_gradients_add_up_over_steps_until_they_are_cleared() -> None:
+    net, _ = plain(SGD)
+    model, _ = wrap(build(), SGD)
+    for index in range(2):
+        plain_train(net, *batch(index))
+        train(model, *batch(index))
+    for mine, wanted in zip(model.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, wanted.grad)
+
+
+def test_a_closure_is_called() -> None:
+    model, optimizer = wrap(build(), SGD)
+    train(model, *batch())
+    assert optimizer.step(lambda: 3.5) == 3.5
+
+
+def test_an_optimizer_of_all_frozen_but_one_parameters() -> None:
+    net = build()
+    net.first.requires_grad_(False)
+    model, optimizer = wrap(net, MOMENTUM)
+    run(model, optimizer, range(2))
+    assert [p.grad is None for p in net.parameters()] == [True] * 4 + [False] * 4
+    assert sorted(optimizer.state_dict()["state"]) == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"static_loss_scale": 128.0},
+        {"dynamic_loss_scale": True},
+        {"dynamic_loss_args": {"init_scale": 2.0}},
+        {"init_scale": 2.0},
+    ],
+)
+def test_loss_scaling_is_refused(options: dict[str, Any]) -> None:
+    model = smp.DistributedModel(build())
+    with pytest.raises(smp.SMPError, match="fp16, which is not supported yet"):
+        smp.DistributedOptimizer(SGD(model.parameters()), **options)
+
+
+def test_the_order_of_wrapping_is_told() -> None:
+    with pytest.raises(smp.SMPError, match=r"smp\.DistributedModel before the optimizer"):
+        smp.DistributedOptimizer(SGD(build().parameters()))
+    _, optimizer = wrap(build(), SGD)
+    with pytest.raises(smp.SMPError, match="already"):
+        smp.DistributedOptimizer(optimizer)
+
+
+def test_an_optimizer_wrapped_after_the_first_step_trains_too() -> None:
+    net, reference = plain(SGD)
+    plain_train(net, *batch(9))
+    model = smp.DistributedModel(build())
+    train(model, *batch(9))
+    optimizer = smp.DistributedOptimizer(SGD(model.parameters()))
+    run(net, reference, range(2))
+    run(model, optimizer, range(2))
+    assert same(
+        [p.data for p in model.parameters()], [p.data for p in net.parameters()]
+    )
