@@ -60,6 +60,7 @@ class DistributedModel(nn.Module):
 
     Raises:
         SMPError: ``smp.init()`` was not called, there is a DistributedModel already, or the module is one.
+        TypeError: it is no module.
     """
 
     def __init__(
@@ -386,6 +387,8 @@ class DistributedModel(nn.Module):
 
 
 def _check_wrapping(session: session_module.Session, module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"DistributedModel wraps an nn.Module, got {type(module).__name__}")
     if session.model is not None or isinstance(module, DistributedModel):
         raise SMPError(
             "there is a DistributedModel already: a script can have one. Put several models into one "

@@ -90,11 +90,11 @@ class Placement:
         return self.names.get(id(module), type(module).__name__) or "model"
 
     def local_buffers(self, stages: frozenset[int]) -> list[tuple[str, torch.Tensor]]:
-        """Buffers of the modules of those stages, by name, each once."""
+        """Buffers of the modules of those stages and of split containers, by name, each once."""
         found: list[tuple[str, torch.Tensor]] = []
         seen: set[int] = set()
         for name, module in self._modules:
-            if self.stage_of[name] not in stages:
+            if self.stage_of[name] not in stages and self._homes[id(module)] != SPLIT:
                 continue
             for own, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in seen:

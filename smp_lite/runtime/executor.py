@@ -98,7 +98,15 @@ class StageExecutor:
                 yield f"stage {action.peer} has not received {action}"
         self._sends.clear()
 
+    def in_transit(self) -> list[Transfer]:
+        """Transfers that have not ended; their memory must outlive them."""
+        posted = [transfer for _, transfer in self._sends]
+        for state in self.states.values():
+            posted += [*state.arriving.values(), *state.arriving_gradients.values()]
+        return [transfer for transfer in posted if not transfer.done()]
+
     def end_step(self) -> None:
+        self._sends.clear()
         self.states.clear()
         self._to_adopt.clear()
         self._commands.undescribed.clear()

@@ -101,12 +101,13 @@ class ModelRuntime:
         """Parameters of the stages played here, in the model's order."""
         return [
             parameter
-            for _, parameter in self.placement.root.named_parameters()
-            if self.is_local(parameter)
+            for name, parameter in self.placement.root.named_parameters()
+            if self.is_local(name)
         ]
 
-    def is_local(self, parameter: nn.Parameter) -> bool:
-        return parameter.device.type != "meta"
+    def is_local(self, name: str) -> bool:
+        """Whether the parameter of that name belongs to a stage played here."""
+        return self.placement.parameter_stage[name] in self.peers.stages
 
     def local_buffers(self) -> list[torch.Tensor]:
         return [buffer for _, buffer in self.placement.local_buffers(self.peers.stages)]

@@ -81,6 +81,7 @@ class StepRunner:
         self._progress: dict[int, _Progress] = {}
         self._recorder: Recorder | None = None
         self._real: list[torch.Tensor | None] = []
+        self._in_transit: list[Any] = []
         self._inputs: tuple[int, Callable[[], list[str]]] = (0, list)
         self._start_state = 0
 
@@ -146,9 +147,10 @@ class StepRunner:
             self._end(recorder)
 
     def abandon(self) -> None:
-        """The step failed: lets go of everything."""
+        """The step failed: lets go of everything but the memory that a wire may still write into."""
         recorder = self._recorder
         if recorder is not None:
+            self._in_transit += [executor.in_transit() for executor in self.executors.values()]
             if self._real:
                 recorder.placement.swap_out(self._real)
                 self._real = []

@@ -119,6 +119,13 @@ def test_microbatch_still_being_recorded_gets_its_forwards_only() -> None:
     assert compute_lists(planned.schedule) == "0F0 0F1 0B0\n1F0 1B0 1F1"
 
 
+def test_oldest_microbatch_is_never_held_back() -> None:
+    """Microbatch 1 begins first, on another stage, and needs microbatch 0 to have passed."""
+    works = [Work(0, build_graph([command(1, [], 0)], roots=[0])), Work(1, chain([0, 1]))]
+    order = compute_order(works, Policy(active_microbatches=1))
+    assert [str(action) for action in order] == ["0F1", "1F0", "1B0", "1F1", "1B1", "0B1"]
+
+
 def test_longer_forward_is_run_for_longer() -> None:
     assert plan(chain([0, 1], costs=[2, 1]), 2).staircase() == drawing(
         """

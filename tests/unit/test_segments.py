@@ -80,6 +80,21 @@ def test_segment_opened_early_and_joined_late_is_numbered_after_what_it_needs() 
     assert grouping(graph) == [(1, 0, (1,)), (0, 0, (0, 2))]
 
 
+def test_segment_joined_late_passes_what_it_needs_on_to_those_that_need_it() -> None:
+    """Stage 1 needs stage 0's segment, which later needs stage 2's: no circle back to stage 2."""
+    graph = build_graph(
+        [
+            command(0, [], 0),
+            command(1, [0], 1),
+            command(2, [], 2),
+            command(0, [0, 2], 3),
+            command(2, [1, 3], 4),
+        ],
+        roots=[4],
+    )
+    assert grouping(graph) == [(2, 0, (2,)), (0, 0, (0, 3)), (1, 0, (1,)), (2, 1, (4,))]
+
+
 def test_gradients_of_a_value_come_back_from_its_latest_consumer_first() -> None:
     graph = build_graph(
         [command(0, [], 0), command(1, [0], 1), command(0, [0, 1], 2), command(1, [0, 2], 3)],
