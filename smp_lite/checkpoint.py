@@ -106,6 +106,8 @@ def save_checkpoint(
         raise ValueError(f"num_kept_partial_checkpoints must be a positive integer, got {keep!r}")
     session = current()
     model = model if model is not None else session.model
+    if partial and model is not None and not model.partitioned:
+        raise SMPError("save_checkpoint: the model is not partitioned yet, run a step first")
     root = Path(path)
     first = session.rank == 0
     root.mkdir(parents=True, exist_ok=True)
@@ -113,8 +115,6 @@ def save_checkpoint(
     if partial:
         folder = root / f"{tag}_partial"
         folder.mkdir(exist_ok=True)
-        if model is not None and not model.partitioned:
-            raise SMPError("save_checkpoint: the model is not partitioned yet, run a step first")
         if writes:
             part = f"{session.group_rank('MP')}.pt"
             if model is not None:
@@ -140,6 +140,7 @@ def save_checkpoint(
         _write(os.fspath(root / "newest"), lambda name: Path(name).write_text(newest))
         if partial and keep is not None:
             _remove_old(root, newest, keep)
+    _barrier(session, "save_checkpoint")  # whoever returns from here can resume from it
 
 
 def resume_from_checkpoint(

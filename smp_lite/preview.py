@@ -27,9 +27,10 @@ from . import session as session_module
 from .model import DistributedModel
 from .partitioning import report_partition
 from .plan.partition_report import stage_summaries
-from .plan.schedule_text import compute_lists, human_bytes, schedule_text
+from .plan.schedule_text import compute_lists, schedule_text
 from .plan.segments import Segment, SegmentGraph
 from .plan.simulate import Simulation, simulate
+from .plan.units import human_bytes
 from .record.placed import PlacedTensor
 from .record.recording import Recording
 from .record.structure import flatten
@@ -217,9 +218,8 @@ def _print(model: DistributedModel, ready: PlanReady, args: argparse.Namespace) 
             f"stage {stage}: {human_bytes(state + peak)} at the peak = {human_bytes(state)} parameters, "
             f"gradients and optimizer state + {human_bytes(peak)} kept for backward"
         )
-    print(f"bubble: {simulation.bubble_share:.1%} of all stage-time is idle")
     if args.png:
         from .views.schedule_picture import draw_schedule
 
-        draw_schedule(simulation, args.png, title=title)
+        draw_schedule(simulation, args.png, title=title, time_unit="GFLOP")
         print(f"picture: {args.png}")

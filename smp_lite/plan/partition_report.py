@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from .partition import ModuleCost, Partition
 from .partition_tree import Load, ModuleTree
+from .units import human_bytes
 
 __all__ = ["StageSummary", "format_partition_table", "partition_warnings", "stage_summaries"]
 
@@ -100,9 +101,9 @@ def format_partition_table(summaries: Sequence[StageSummary]) -> str:
             str(summary.stage_index),
             _module_text(summary),
             f"{summary.parameter_count:,}",
-            _human_bytes(summary.parameter_bytes),
-            _human_bytes(summary.state_bytes),
-            _human_bytes(summary.activation_bytes),
+            human_bytes(summary.parameter_bytes),
+            human_bytes(summary.state_bytes),
+            human_bytes(summary.activation_bytes),
             f"{summary.compute_share:.1%}",
         )
         for summary in summaries
@@ -111,9 +112,9 @@ def format_partition_table(summaries: Sequence[StageSummary]) -> str:
         "total",
         "",
         f"{sum(summary.parameter_count for summary in summaries):,}",
-        _human_bytes(sum(summary.parameter_bytes for summary in summaries)),
-        _human_bytes(sum(summary.state_bytes for summary in summaries)),
-        _human_bytes(sum(summary.activation_bytes for summary in summaries)),
+        human_bytes(sum(summary.parameter_bytes for summary in summaries)),
+        human_bytes(sum(summary.state_bytes for summary in summaries)),
+        human_bytes(sum(summary.activation_bytes for summary in summaries)),
         f"{sum(summary.compute_share for summary in summaries):.1%}",
     )
     widths = [max(map(len, column)) for column in zip(header, *rows, total)]
@@ -161,12 +162,3 @@ def _module_text(summary: StageSummary) -> str:
     shown = ", ".join(summary.modules[:_MAX_MODULES_SHOWN])
     rest = len(summary.modules) - _MAX_MODULES_SHOWN
     return f"{shown}, {rest} more" if rest > 0 else shown or "-"
-
-
-def _human_bytes(num_bytes: int) -> str:
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"

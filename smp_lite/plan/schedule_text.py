@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from .lowering import Schedule
 from .simulate import Simulation, Timing
+from .units import human_bytes
 
-__all__ = ["compute_lists", "human_bytes", "schedule_text", "short_name"]
+__all__ = ["compute_lists", "schedule_text", "short_name"]
 
 _MOST_STRETCH = 8
 _MIN_WIDTH = 40
@@ -63,16 +64,6 @@ def compute_lists(schedule: Schedule) -> str:
     return "\n".join(
         " ".join(str(action) for action in actions if action.value is None) for actions in schedule
     )
-
-
-def human_bytes(num_bytes: int) -> str:
-    """``17 B``, ``1.5 KiB``, ``3.0 GiB``."""
-    value, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def _columns_per_unit(simulation: Simulation) -> float:
@@ -126,7 +117,7 @@ def _cuts(
 
 
 def _summary(simulation: Simulation, scale: float, time_unit: str) -> str:
-    lines = [f"step {simulation.step_time:.4g} {time_unit}, idle {simulation.bubble_share:.1%}"]
+    lines = [f"step {simulation.step_time:.4g} {time_unit}, bubble {simulation.bubble_share:.1%} of all stage-time"]
     held = simulation.peak_held_bytes
     if any(held):
         memory = ", ".join(f"stage {index} {human_bytes(size)}" for index, size in enumerate(held))

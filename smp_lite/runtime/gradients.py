@@ -9,6 +9,7 @@ the data-parallel group may start.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -59,28 +60,35 @@ class GradientBooks:
             for s in w.graph.segments
             if s.stage_index == stage_index
         }
-        last: dict[int, tuple[int, int]] = {}
-        by_id: dict[int, nn.Parameter] = {}
         touched: dict[tuple[int, int], list[nn.Parameter]] = {}
+        same: dict[tuple[int | str, ...], list[nn.Parameter]] = {}
         for action in actions:
             if action.kind is not ActionKind.BACKWARD:
                 continue
             m = action.microbatch_index
             segment = segments[m, action.visit]
-            key = (m, segment.commands[0])
-            touched[key] = self._touched(recordings[m], segment)
-            for parameter in touched[key]:
-                by_id[id(parameter)] = parameter
-                last[id(parameter)] = key
-                use = (m, id(parameter))
-                self._left[use] = self._left.get(use, 0) + 1
+            # Most microbatches run the same modules: those look their parameters up together.
+            owners = _owners(recordings[m], segment)
+            if owners not in same:
+                same[owners] = self._touched(recordings[m], segment)
+            touched[m, segment.commands[0]] = same[owners]
+        visits = Counter(m for m, _ in touched)
+        for (m, _), parameters in touched.items():
+            if visits[m] > 1:
+                for parameter in parameters:
+                    use = (m, id(parameter))
+                    self._left[use] = self._left.get(use, 0) + 1
         for key, parameters in touched.items():
-            shared = [p for p in parameters if self._left[key[0], id(p)] > 1]
+            shared = [p for p in parameters if self._left.get((key[0], id(p)), 0) > 1]
             if shared:
                 self._shared[key] = shared
         if last_batch and self.on_final is not None:
-            for parameter_id, key in last.items():
-                self._final.setdefault(key, []).append(by_id[parameter_id])
+            seen: set[int] = set()
+            for key, parameters in reversed(touched.items()):
+                new = [parameter for parameter in parameters if id(parameter) not in seen]
+                if new:
+                    self._final[key] = new
+                    seen.update(map(id, new))
 
     def _touched(self, recording: Recording, segment: Segment) -> list[nn.Parameter]:
         found: dict[int, nn.Parameter] = {}
@@ -97,6 +105,7 @@ class GradientBooks:
                 assert isinstance(parameter, nn.Parameter)
                 found[id(parameter)] = parameter
         return [parameter for parameter in found.values() if parameter.requires_grad]
+
 
     def before(self, microbatch_index: int, segment: Segment) -> None:
         key = (microbatch_index, segment.commands[0])
@@ -142,3 +151,11 @@ class GradientBooks:
         self._final.clear()
         self._left.clear()
         self._partial.clear()
+
+
+def _owners(recording: Recording, segment: Segment) -> tuple[int | str, ...]:
+    """The modules, by identity, and the single parameters, by name, that the segment runs."""
+    commands = [recording.commands[index] for index in segment.commands]
+    return tuple(
+        [c.parameter or id(c.module) for c in commands if c.parameter or c.module is not None]
+    )

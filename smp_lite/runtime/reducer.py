@@ -158,7 +158,7 @@ class Reducer:
             state, function = self.hook
             is_last = self._next == len(self._buckets) - 1
             bucket.future = function(state, GradBucket(self._next, flat, bucket, is_last))
-            if not isinstance(bucket.future, torch.futures.Future):
+            if not isinstance(bucket.future, torch._C.Future):  # the base of torch.futures.Future
                 raise SMPError(
                     f"the communication hook returned {type(bucket.future).__name__}: it must return a "
                     "torch.futures.Future of the reduced bucket"

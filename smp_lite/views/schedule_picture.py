@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..plan.actions import ActionKind
-from ..plan.schedule_text import human_bytes, short_name
+from ..plan.schedule_text import short_name
 from ..plan.simulate import Simulation, Timing
+from ..plan.units import human_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

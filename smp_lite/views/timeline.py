@@ -43,9 +43,14 @@ _END = b"\n]\n"
 class TimedAction(Protocol):
     """When an action ran, in ``time.perf_counter`` seconds."""
 
-    action: Action
-    start_s: float
-    end_s: float
+    @property
+    def action(self) -> Action: ...
+
+    @property
+    def start_s(self) -> float: ...
+
+    @property
+    def end_s(self) -> float: ...
 
 
 class TimelineWriter:
@@ -151,7 +156,7 @@ def merge_timelines(directory: str | PathLike[str], *, num_ranks: int | None = N
         if event["ph"] == "X":
             event["ts"] = round(event["ts"] - begin, 3)
     path = Path(directory) / "timeline.json"
-    # Several ranks may merge at once: each writes beside the file and puts a whole one in its place.
+    # Several ranks may merge at once: each writes beside the file, then puts a whole one there.
     temporary = path.with_suffix(f".{os.getpid()}.part")
     temporary.write_bytes(
         b'{"displayTimeUnit": "ms", "traceEvents": [\n' + _lines(events) + b"\n]}\n"

@@ -82,7 +82,10 @@ def pending_transfers(works: Sequence[Work]) -> Iterator[tuple[ActionKind, int, 
 
 def transfers(planned: Planned) -> Iterator[tuple[ActionKind, int, int, int]]:
     for action in (a for actions in planned.schedule for a in actions):
-        assert action.kind in COMPUTE_KINDS or action.value is not None
+        if action.kind in COMPUTE_KINDS:
+            continue
+        assert action.value is not None
+        assert action.peer is not None
         if action.kind is ActionKind.SEND_FORWARD:
             yield action.kind, action.microbatch_index, action.value, action.peer
         elif action.kind is ActionKind.SEND_BACKWARD:

@@ -7,10 +7,13 @@ so that in the case ``data_branch`` each replica goes down a branch of its own.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import nn
 
 from smp_lite.record.microbatch import merge_outputs
-from tests.models import Batch, Case, plain_step
+from tests.models import Batch, Case, split_batch
 from tests.transparency.comparison import (
     NUM_MICROBATCHES,
     NUM_SAMPLES,
@@ -50,41 +53,43 @@ def replica_runs(
     torch.manual_seed(1)
     state = torch.get_rng_state()
     runs: list[list[Snapshot]] = [[], []]
-    sums: list[dict[str, torch.Tensor | None]] = [{}, {}]
     for step_index in range(num_steps):
-        if step_index % optimizer_every == 0:
-            sums = [{}, {}]
         for buffer, first in zip(models[1].buffers(), models[0].buffers(), strict=True):
             buffer.copy_(first)
         outputs = []
         for replica, model in enumerate(models):
             torch.set_rng_state(state)
-            model.zero_grad()
+            if step_index % optimizer_every == 0:
+                model.zero_grad()
             batch = half(rolled(case.batch(2 * NUM_SAMPLES), step_index), replica)
-            outputs.append(merge_outputs(plain_step(case, model, batch, NUM_MICROBATCHES).outputs))
-            for name, gradient in gradients_of(model.named_parameters()).items():
-                before = sums[replica].get(name)
-                if gradient is not None:
-                    gradient = gradient * gradient_scale
-                sums[replica][name] = (
-                    gradient if before is None else before if gradient is None else before + gradient
-                )
+            outputs.append(merge_outputs(_passes(case, model, batch, gradient_scale)))
         state = torch.get_rng_state()
         last = (step_index + 1) % optimizer_every == 0
-        gradients = [_mean(sums), _mean(sums)] if last else sums
+        if last:
+            _average(models)
         for replica, model in enumerate(models):
+            gradients = gradients_of(model.named_parameters())
             if last:
-                for name, parameter in model.named_parameters():
-                    parameter.grad = gradients[replica][name]
                 optimizers[replica].step()
-            runs[replica].append(snapshot(model, outputs[replica], dict(gradients[replica])))
+            runs[replica].append(snapshot(model, outputs[replica], gradients))
     return runs
 
 
-def _mean(parts: list[dict[str, torch.Tensor | None]]) -> dict[str, torch.Tensor | None]:
+def _passes(case: Case, model: nn.Module, batch: Batch, gradient_scale: float) -> list[Any]:
+    """The step function's results by microbatch; gradients are added to what is there."""
+    outputs = []
+    for microbatch in split_batch(batch, NUM_MICROBATCHES):
+        output = case.forward_loss(model, microbatch)
+        # A power of two: dividing before the sum gives the same bits as after it.
+        (case.loss_of(output) * (gradient_scale / NUM_MICROBATCHES)).backward()
+        outputs.append(output)
+    return outputs
+
+
+@torch.no_grad()
+def _average(models: list[nn.Module]) -> None:
     """A gradient that one replica has counts as zero on the other; one that none has stays None."""
-    found: dict[str, torch.Tensor | None] = {}
-    for name in parts[0]:
-        there = [part[name] / 2 for part in parts if part[name] is not None]  # type: ignore[operator]
-        found[name] = sum(there[1:], there[0]) if there else None
-    return found
+    for parameters in zip(*(model.parameters() for model in models), strict=True):
+        found = [parameter.grad / 2 for parameter in parameters if parameter.grad is not None]
+        for parameter in parameters:
+            parameter.grad = sum(found[1:], found[0]).clone() if found else None

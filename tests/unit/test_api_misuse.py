@@ -258,6 +258,7 @@ def test_a_second_model_and_double_wrapping(model: Any) -> None:
             smp.DistributedModel(module)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_models_that_cannot_be_wrapped() -> None:
     with pytest.raises(smp.SMPError, match="TorchScript"):
         smp.DistributedModel(torch.jit.trace(nn.Linear(4, 1), torch.zeros(1, 4)))

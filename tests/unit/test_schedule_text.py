@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from smp_lite.plan.schedule_text import compute_lists, human_bytes, schedule_text
+from smp_lite.plan.schedule_text import compute_lists, schedule_text
 from smp_lite.plan.simulate import simulate
+from smp_lite.plan.units import human_bytes
 from tests.planning import chain, plan
 
 
@@ -15,7 +16,7 @@ def test_whole_text() -> None:
         "stage 0  F0 F1 ......B0    ...B1",
         "stage 1  ...F0 B0    F1 B1    ......",
         "",
-        "step 9 cost units, idle 33.3%",
+        "step 9 cost units, bubble 33.3% of all stage-time",
         "held for backward at most: stage 0 3.0 GiB, stage 1 1.5 GiB",
     ]
 
@@ -33,7 +34,7 @@ def test_memory_that_nobody_counted_is_not_shown() -> None:
 
 def test_time_unit() -> None:
     text = schedule_text(plan(chain([0], costs=[0.5]), 1).simulate(), time_unit="s")
-    assert text.splitlines()[-1] == "step 1.5 s, idle 0.0%"
+    assert text.splitlines()[-1] == "step 1.5 s, bubble 0.0% of all stage-time"
 
 
 def test_short_action_keeps_its_letter_and_does_not_stretch_the_rest() -> None:
@@ -42,7 +43,7 @@ def test_short_action_keeps_its_letter_and_does_not_stretch_the_rest() -> None:
         "stage 0  F0          B0",
         "stage 1  ............B.......................",
         "",
-        "step 3.003 cost units, idle 50.0%",
+        "step 3.003 cost units, bubble 50.0% of all stage-time",
         "too short for their name: 2 actions, drawn as F or B",
     ]
 
@@ -79,9 +80,9 @@ def test_stages_line_up_from_ten_on() -> None:
 
 
 def test_nothing_to_draw() -> None:
-    assert "step 0 cost units, idle 0.0%" in schedule_text(simulate((), []))
+    assert "step 0 cost units, bubble 0.0% of all stage-time" in schedule_text(simulate((), []))
     costless = plan(chain([0, 1], costs=[0, 0]), 1).simulate()
-    assert "step 0 cost units, idle 0.0%" in schedule_text(costless)
+    assert "step 0 cost units, bubble 0.0% of all stage-time" in schedule_text(costless)
 
 
 def test_compute_lists_leave_transfers_out() -> None:

@@ -6,6 +6,7 @@ A row is a stage, time goes right, a backward takes twice its forward, dots are 
 from __future__ import annotations
 
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
@@ -159,6 +160,6 @@ def test_segment_without_backward_is_never_run_backward() -> None:
         ({"active_microbatches": 0}, "active_microbatches must be positive, got 0"),
     ],
 )
-def test_unknown_policy_is_refused(options: dict[str, object], message: str) -> None:
+def test_unknown_policy_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Policy(**options)

@@ -88,7 +88,7 @@ def test_segment_joined_late_passes_what_it_needs_on_to_those_that_need_it() -> 
             command(1, [0], 1),
             command(2, [], 2),
             command(0, [0, 2], 3),
-            command(2, [1, 3], 4),
+            command(2, [1], 4),
         ],
         roots=[4],
     )

@@ -17,7 +17,7 @@ image = pytest.importorskip("matplotlib.image")
 
 def pixels(path: Path) -> np.ndarray:
     """Red, green, blue of each pixel, 0 to 1, as (height, width, 3)."""
-    return image.imread(path)[..., :3]
+    return np.asarray(image.imread(path))[..., :3]
 
 
 def is_forward(picture: np.ndarray) -> np.ndarray:

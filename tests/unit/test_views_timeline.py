@@ -35,7 +35,8 @@ def complete_events(path: Path) -> list[dict[str, Any]]:
 def test_file_of_one_rank(tmp_path: Path) -> None:
     with TimelineWriter(tmp_path / "new", rank=2, stage_index=1, replica_index=1) as writer:
         writer.add_step(5, [ran("1F0", 10.0, 10.25), ran("1B3.1", 10.5, 11.0)])
-    metadata, events = [], []
+    metadata: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     for event in json.loads((tmp_path / "new" / "rank2.json").read_text()):
         (events if event["ph"] == "X" else metadata).append(event)
     assert events == [
