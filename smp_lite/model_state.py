@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from .errors import SMPError
+from .record.placement import FOREIGN, SPLIT
 from .runtime.model_runtime import ModelRuntime
 from .session import Session
 
@@ -25,25 +27,33 @@ class ModelState:
     def local(self) -> dict[str, Any]:
         """Entries of this rank's stage; all of them before partition."""
         full = self.module.state_dict()
-        if self.runtime is not None:
-            stages = self._stage_of_holder()
-            here = {*self.runtime.peers.stages, None}
-            full = {k: value for k, value in full.items() if stages.get(k.rpartition(".")[0]) in here}
-        return {**full, PARTIAL_KEY: True}
+        here = self._here(full)
+        return {**{key: value for key, value in full.items() if key in here}, PARTIAL_KEY: True}
 
-    def _stage_of_holder(self) -> dict[str, int]:
-        """The stage of each module that can hold entries, under all names that it has.
+    def _here(self, keys: Iterable[str]) -> set[str]:
+        """The entries that this rank keeps up to date.
 
-        Entries are asked for by holder, not by where their tensor is: buffers are on every rank, though
-        only their own stage keeps them up to date, and after :meth:`materialise` parameters are too.
+        They are told by the module that holds them, not by where their tensor is: a buffer is on every
+        rank, but only the stages that run its module change it; and after :meth:`materialise` every rank
+        has all parameters. A split container runs on all ranks, so its buffers count everywhere.
         """
-        assert self.runtime is not None
-        placement = self.runtime.placement
-        return {
-            name: placement.stage_of[placement.names[id(module)]]
-            for name, module in self.module.named_modules(remove_duplicate=False)
-            if id(module) in placement.names
-        }
+        if self.runtime is None:
+            return set(keys)
+        placement, stages = self.runtime.placement, self.runtime.peers.stages
+        modules = dict(self.module.named_modules(remove_duplicate=False))
+        here = set()
+        for key in keys:
+            holder, _, own = key.rpartition(".")
+            module = modules.get(holder)
+            home = FOREIGN if module is None else placement.home(module)
+            if (
+                module is None
+                or home == FOREIGN
+                or placement.stage_of[placement.names[id(module)]] in stages
+                or (home == SPLIT and own not in module._parameters)
+            ):
+                here.add(key)
+        return here
 
     def whole(self, *, gather_to_rank0: bool = False) -> dict[str, Any]:
         """All entries on CPU, in the module's order; collective over the mp group."""
@@ -85,9 +95,8 @@ class ModelState:
         state = dict(state)
         partial = state.pop(PARTIAL_KEY, False)
         own = self.module.state_dict(keep_vars=True)
-        missing = [
-            key for key, value in own.items() if key not in state and not (partial and _is_away(value))
-        ]
+        expected = self._here(own) if partial else own
+        missing = [key for key in own if key in expected and key not in state]
         unknown = [key for key in state if key not in own]
         if strict and (missing or (unknown and not partial)):
             raise SMPError(

@@ -26,8 +26,6 @@ from .plan.topology import Topology
 
 if TYPE_CHECKING:
     from .comm.world import World
-    from .model import DistributedModel
-    from .step_context import StepContext
 
 WIRE_VARIABLE = "SMP_LITE_WIRE"
 """``mpi`` (default) or ``c10d``: what tensors travel over between stages."""
@@ -47,9 +45,10 @@ class Session:
         self.topology = topology
         self.world = world
         self.device = torch.device("cpu")
-        self.model: DistributedModel | None = None
+        # What the layers above put here; their types are theirs.
+        self.model: Any = None
         self.optimizer: Any = None
-        self.step: StepContext | None = None
+        self.step: Any = None
         self.steps_run = 0
         self.is_tracing = False
         self.process_groups: dict[str, Any] = {}

@@ -7,12 +7,9 @@ A decision on its data (``.item()``, ``if x:``) makes the ranks compute and shar
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from .recorder import Recorder
 
 
 class TensorMeta(NamedTuple):
@@ -44,10 +41,16 @@ class TensorMeta(NamedTuple):
         return size
 
 
+class Listener(Protocol):
+    """Who made a placed tensor and hears of every torch function that is applied to it."""
+
+    def torch_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
 class PlacedTensor(torch.Tensor):
     """A tensor of one stage, seen from every rank. Made by the recorder only."""
 
-    smp_recorder: Recorder | None
+    smp_recorder: Listener | None
     smp_value: int
     smp_stage: int
     smp_meta: TensorMeta
@@ -123,7 +126,7 @@ def is_metadata(func: Any, name: str) -> bool:
     return name in _METADATA_FUNCTIONS
 
 
-def _recorder_of(args: Any, kwargs: Any) -> Recorder | None:
+def _recorder_of(args: Any, kwargs: Any) -> Listener | None:
     """The recorder of the first live placed value among nested arguments."""
     pending = [args, tuple(kwargs.values())]
     while pending:

@@ -13,15 +13,10 @@ forward, for one), so :meth:`Placement.swap_in` puts them into the modules' tabl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
-from .placed import PlacedTensor, TensorMeta
-
-if TYPE_CHECKING:
-    from .recorder import Recorder
+from .placed import Listener, PlacedTensor, TensorMeta
 
 SPLIT = -1
 STATELESS = -2
@@ -128,7 +123,7 @@ class Placement:
                     getattr(module, name, None) for name in module.__dict__["_flat_weights_names"]
                 ]
 
-    def refresh(self, recorder: Recorder) -> bool:
+    def refresh(self, recorder: Listener) -> bool:
         """Makes the placed parameters; returns whether any ``requires_grad`` has changed."""
         flags = tuple(table[own].requires_grad for table, own, _ in self._entries)  # type: ignore[union-attr]
         if flags == self._requires_grad:

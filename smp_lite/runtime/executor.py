@@ -12,6 +12,7 @@ ever blocks inside autograd.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,6 +28,9 @@ from ..record.recording import Command, Recording
 from .commands import CommandRunner
 from .microbatch import MicrobatchState, edge_of
 from .random_streams import RandomStreams
+
+
+_NO_SPAN = contextlib.nullcontext()
 
 
 class Span:
@@ -84,11 +88,15 @@ class StageExecutor:
         for action in actions:
             state = self.states[action.microbatch_index]
             if action.kind in COMPUTE_KINDS:
-                for transfer, what in self._needs(action, state):
+                for transfer, value, stage in self._needs(action, state):
                     while not transfer.done():
-                        yield what
+                        kind = "value" if action.kind is ActionKind.FORWARD else "the gradient of"
+                        yield (
+                            f"{action} on stage {self.stage_index} needs {kind} v{value} "
+                            f"from stage {stage}"
+                        )
                 start = time.perf_counter()
-                with torch.profiler.record_function(str(action)):
+                with _profiler_span(action):
                     self._table[action.kind](action, state)
                 self.spans.append(Span(action, start, time.perf_counter()))
             else:
@@ -126,25 +134,21 @@ class StageExecutor:
 
     # What an action waits for --------------------------------------------------------------------------
 
-    def _needs(self, action: Action, state: MicrobatchState) -> Iterator[tuple[Transfer, str]]:
+    def _needs(
+        self, action: Action, state: MicrobatchState
+    ) -> Iterator[tuple[Transfer, int, int]]:
+        """(transfer, value, stage that sends it) of each thing that the action waits for."""
         segment = state.by_visit[action.visit]
         graph = state.graph
         if action.kind is ActionKind.FORWARD:
             for value in segment.imports:
                 if value in state.arriving:
                     home = graph.segments[graph.producer[value]].stage_index
-                    yield (
-                        state.arriving[value],
-                        f"{action} on stage {self.stage_index} needs value v{value} from stage {home}",
-                    )
+                    yield state.arriving[value], value, home
         else:
             for value in segment.gradient_exports:
                 for stage in graph.gradient_stages(value):
-                    yield (
-                        state.arriving_gradients[value, stage],
-                        f"{action} on stage {self.stage_index} needs the gradient of v{value} "
-                        f"from stage {stage}",
-                    )
+                    yield state.arriving_gradients[value, stage], value, stage
 
     # Actions ----------------------------------------------------------------------------------------------
 
@@ -274,6 +278,13 @@ class StageExecutor:
         assert value is not None and peer is not None
         transfer = self.wire.receive(state.recording.values[value].meta, peer)
         state.arriving_gradients[value, peer] = transfer
+
+
+def _profiler_span(action: Action) -> contextlib.AbstractContextManager[object]:
+    """The action under its name in torch's profiler; opening a span that nobody sees costs time."""
+    if torch.autograd._profiler_enabled():
+        return torch.profiler.record_function(str(action))
+    return _NO_SPAN
 
 
 def _sum_latest_first(parts: dict[int, torch.Tensor]) -> torch.Tensor:

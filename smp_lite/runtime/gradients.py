@@ -106,7 +106,6 @@ class GradientBooks:
                 found[id(parameter)] = parameter
         return [parameter for parameter in found.values() if parameter.requires_grad]
 
-
     def before(self, microbatch_index: int, segment: Segment) -> None:
         key = (microbatch_index, segment.commands[0])
         for parameter in self._shared.get(key, ()):
