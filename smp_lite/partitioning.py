@@ -7,7 +7,6 @@ process to process, cannot make them disagree.
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from .plan.partition import ModuleCost, Partition, manual_partition
 from .plan.partition_report import format_partition_table, partition_warnings, stage_summaries
 from .plan.partition_solver import solve_partition
 from .record.metadata import MetadataInference
+from .record.source_line import warn_once_at_user_line
 from .record.tracing import cost_tree, trace_model
 from .session import Session
 
@@ -85,7 +85,7 @@ def report_partition(session: Session, partition: Partition, costs: ModuleCost) 
     summaries = stage_summaries(costs, partition)
     assert session.cfg.memory_weight is not None
     for text in partition_warnings(summaries, session.cfg.memory_weight):
-        warnings.warn(text, UserWarning, stacklevel=2)
+        warn_once_at_user_line(text)
     return format_partition_table(summaries)
 
 
