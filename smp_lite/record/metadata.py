@@ -180,11 +180,11 @@ class MetadataInference:
         versions = [given._version if not given.is_inference() else 0 for _, given in fakes]
         kept: dict[int, int] = {}
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
+        def pack(tensor: torch.Tensor) -> None:
+            # Nothing is kept: there is no backward, and a kept output would be a circle that is never freed.
             storage = tensor.untyped_storage()
             if storage._cdata not in parameters:
                 kept[storage._cdata] = storage.nbytes()
-            return tensor
 
         watch = _Watch()
         python_state = random.getstate()

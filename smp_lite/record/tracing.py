@@ -145,12 +145,11 @@ class _Watch(TorchDispatchMode):
             )
             return result
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
+        def pack(tensor: torch.Tensor) -> None:
             storage = tensor.untyped_storage()
             if storage._cdata not in self.state_storages and storage._cdata not in self.seen_storages:
                 self.seen_storages.add(storage._cdata)
                 self.trace.of(self.stack[-1][1]).kept_bytes += storage.nbytes()
-            return tensor
 
         nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
         try:
