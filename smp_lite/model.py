@@ -280,9 +280,10 @@ class DistributedModel(nn.Module):
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """(name, module) of the modules that the partition put on this rank's stage."""
         for name, module in self.module.named_modules():
-            if self._runtime is None:
-                yield name, module
-            elif self._runtime.placement.stage_of[name] in self._runtime.peers.stages:
+            if (
+                self._runtime is None
+                or self._runtime.placement.stage_of[name] in self._runtime.peers.stages
+            ):
                 yield name, module
 
     def local_modules(self) -> Iterator[nn.Module]:

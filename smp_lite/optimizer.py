@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from . import session as session_module
 from .errors import SMPError

@@ -88,7 +88,7 @@ class Session:
         rank_of_stage = [stages.index(stage) for stage in range(self.num_stages)]
         kind = os.environ.get(WIRE_VARIABLE, "mpi")
         if kind == "mpi":
-            return MPIWire(self.world.group_comm("MP").Dup(), rank_of_stage)
+            return MPIWire(self.world.new_comm("MP", "the first step"), rank_of_stage)
         if kind != "c10d":
             raise ValueError(f"{WIRE_VARIABLE}={kind!r}: it must be 'mpi' or 'c10d'")
         if not self.process_groups:
@@ -101,7 +101,7 @@ class Session:
         if self.world is None or len(self.group("DP")) == 1:
             return None
         if self.cfg.horovod or self.cfg.ddp_dist_backend == "mpi":
-            return MPICollectives(self.world.group_comm("DP").Dup())
+            return MPICollectives(self.world.new_comm("DP", "the first step"))
         return C10dCollectives(self.process_groups["DP"])
 
     def _stage_of_mp_rank(self) -> list[int]:

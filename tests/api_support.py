@@ -1,7 +1,8 @@
 """What the tests of the public functions train: a net small enough to name every part of it.
 
-Nothing here is about exactness of models (the transparency tests are); the net only has to have a parameter
-and a buffer on each of two stages, an optimizer with state, and a plain twin to compare with.
+Nothing here is about exactness of models (the transparency tests are); the net only has to have a
+parameter and a buffer on each of two stages, an optimizer with state, and a plain twin to compare
+with.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def build(seed: int = 7) -> Net:
 def batch(index: int = 0, samples: int = 4) -> tuple[Tensor, Tensor]:
     """(inputs [samples, 4], targets [samples, 1]); the same index gives the same values."""
     generator = torch.Generator().manual_seed(1000 + index)
-    return torch.randn(samples, 4, generator=generator), torch.randn(samples, 1, generator=generator)
+    return torch.randn(samples, 4, generator=generator), torch.randn(
+        samples, 1, generator=generator
+    )
 
 
 @smp.step
@@ -64,9 +67,7 @@ def train(model: Any, x: Tensor, target: Tensor) -> Tensor:
 def plain_train(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     """The same step by plain torch; losses [NUM_MICROBATCHES], gradients left in the parameters."""
     losses = []
-    for part, wanted in zip(
-        x.chunk(NUM_MICROBATCHES), target.chunk(NUM_MICROBATCHES), strict=True
-    ):
+    for part, wanted in zip(x.chunk(NUM_MICROBATCHES), target.chunk(NUM_MICROBATCHES), strict=True):
         loss = F.mse_loss(model(part), wanted)
         (loss / NUM_MICROBATCHES).backward()
         losses.append(loss.detach())
@@ -75,9 +76,7 @@ def plain_train(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
 
 def in_memory(partitions: int = 2, **parameters: Any) -> None:
     """Starts a session in which this process plays all stages."""
-    smp.init_in_memory(
-        {"partitions": partitions, "microbatches": NUM_MICROBATCHES, **parameters}
-    )
+    smp.init_in_memory({"partitions": partitions, "microbatches": NUM_MICROBATCHES, **parameters})
 
 
 def place(stage_of: Callable[[str], int], module: nn.Module) -> None:

@@ -108,7 +108,7 @@ class MPIPeers:
         self.stages = frozenset({stage_of_rank[self.group_rank]})
         self._rank_of_stage = {stage: i for i, stage in enumerate(stage_of_rank)}
         self._others = [rank for rank in self.ranks if rank != world.rank]
-        self._comm = world.group_comm("MP").Dup()
+        self._comm = world.new_comm("MP", "the first step")
 
     def drive(self, generators: Mapping[int, Iterator[str]]) -> None:
         for generator in generators.values():

@@ -79,8 +79,6 @@ def _init(world: World, backend: str, port: int | None) -> None:
     if store is None:
         assert port is not None
         store = dist.TCPStore(address, port, world.size, is_master=False)
-    os.environ.setdefault("MASTER_ADDR", address)
-    os.environ.setdefault("MASTER_PORT", str(port))
     dist.init_process_group(
         backend,
         store=store,

@@ -46,7 +46,8 @@ class World:
         self.local_rank = self._local.Get_rank()
         self.local_size = self._local.Get_size()
         self._groups = {kind: topology.group(kind, self.rank) for kind in GROUP_KINDS}
-        self._comms: dict[str, MPI.Comm] = {}
+        # All made here: making one blocks inside MPI, where a peer that went elsewhere is never noticed.
+        self._comms = {kind: self._make_comm(kind) for kind in GROUP_KINDS}
         self._departed: set[int] = set()
         watch_departures(self.departed)
         atexit.register(self._say_goodbye)
@@ -58,13 +59,20 @@ class World:
     def group_rank(self, kind: str) -> int:
         return self._groups[kind].index(self.rank)
 
-    def group_comm(self, kind: str) -> MPI.Comm:
-        """A communicator over this rank's group; made at the first call, which is collective over it."""
-        if kind not in self._comms:
-            ranks = list(self._groups[kind])
-            members = self.comm.Get_group().Incl(ranks)
-            self._comms[kind] = self.comm.Create_group(members, tag=sorted(self._groups).index(kind))
-        return self._comms[kind]
+    def _make_comm(self, kind: str) -> MPI.Comm:
+        members = self.comm.Get_group().Incl(list(self._groups[kind]))
+        return self.comm.Create_group(members, tag=GROUP_KINDS.index(kind))
+
+    def new_comm(self, kind: str, what: str) -> MPI.Comm:
+        """Another communicator over this rank's group, for one user of it; collective over the group."""
+        comm, request = self._comms[kind].Idup()
+        group = self._groups[kind]
+        wait_until(
+            request.Test,
+            lambda: f"{what} is collective over the {kind} group {list(group)}, but not all have come to it",
+            lambda: group,
+        )
+        return comm
 
     # Leaving ----------------------------------------------------------------------------------------------
 

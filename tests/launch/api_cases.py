@@ -156,3 +156,7 @@ def one_process() -> dict[str, Any]:
         "gathered": smp.allgather("x", smp.MP_GROUP),
         "send": error_of(lambda: smp.send(1, 0)),
     }
+
+
+def init_error() -> str:
+    return error_of(smp.init)

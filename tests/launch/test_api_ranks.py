@@ -69,7 +69,8 @@ def test_process_groups_need_ddp() -> None:
         f"{CASES}process_groups_without_ddp", 2, parameters={"partitions": 2}
     )
     assert text == (
-        "SMPError: smp.get_dp_process_group() needs torch.distributed: set ddp: True in the parameters"
+        "SMPError: smp.get_dp_process_group() needs torch.distributed: "
+        "set ddp: True in the parameters"
     )
 
 

@@ -188,7 +188,7 @@ def test_losses_and_output_gradients_of_different_numbers(model: Any) -> None:
 
 @FIRST_OR_LATER
 def test_several_backwards_over_shared_values_add_up(model: Any, first: bool) -> None:
-    # Plain torch needs retain_graph=True for it; here the graph is kept until the step's end anyway.
+    # Plain torch needs retain_graph=True; here the graph is kept until the step's end anyway.
     def body(model: Any, x: Tensor, target: Tensor) -> None:
         out = model(x)
         model.backward(F.mse_loss(out, target))

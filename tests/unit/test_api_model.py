@@ -1,6 +1,6 @@
 """`DistributedModel` in one process that plays all stages: its methods, state and hooks.
 
-What differs from rank to rank (local parameters, gathering) is tested on real ranks in `tests/launch`.
+What differs from rank to rank (local parameters, gathering) is tested in `tests/launch`.
 """
 
 from __future__ import annotations
@@ -171,7 +171,9 @@ def test_strict_loading_names_what_does_not_match(partitioned: bool) -> None:
         train(model, *batch())
     state = other_state()
     missing = state.pop("first.0.weight")
-    with pytest.raises(smp.SMPError, match=r"missing keys \['first\.0\.weight'\], unknown keys \[\]"):
+    with pytest.raises(
+        smp.SMPError, match=r"missing keys \['first\.0\.weight'\], unknown keys \[\]"
+    ):
         model.load_state_dict(state)
     extra = {**state, "first.0.weight": missing, "head.bias": missing}
     with pytest.raises(smp.SMPError, match=r"missing keys \[\], unknown keys \['head\.bias'\]"):

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer` against the plain optimizer that it wraps, in one process with all stages."""
+"""`DistributedOptimizer` against the plain optimizer that it wraps, in one process."""
 
 from __future__ import annotations
 
@@ -55,9 +55,7 @@ def test_training_and_state_equal_the_plain_optimizers(kind: Any) -> None:
     assert same(model.state_dict(), net.state_dict())
     assert same(optimizer.state_dict(), reference.state_dict())
     assert same(optimizer.state_dict(gather_to_rank0=True), reference.state_dict())
-    assert same(
-        optimizer.local_state_dict(), {**reference.state_dict(), "_smp_is_partial": True}
-    )
+    assert same(optimizer.local_state_dict(), {**reference.state_dict(), "_smp_is_partial": True})
 
 
 @pytest.mark.parametrize(
@@ -263,6 +261,4 @@ def test_an_optimizer_wrapped_after_the_first_step_trains_too() -> None:
     optimizer = smp.DistributedOptimizer(SGD(model.parameters()))
     run(net, reference, range(2))
     run(model, optimizer, range(2))
-    assert same(
-        [p.data for p in model.parameters()], [p.data for p in net.parameters()]
-    )
+    assert same([p.data for p in model.parameters()], [p.data for p in net.parameters()])
