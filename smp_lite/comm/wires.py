@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from ..record.placed import TensorMeta
 from .layout import arrival, departure
@@ -129,6 +131,9 @@ class _Request:
 class C10dWire:
     """A torch process group (gloo on CPU, NCCL with one GPU for each rank).
 
+    gloo's point-to-point works do not say that they have ended until somebody waits for them, so a thread
+    for each direction and peer does, in the order of posting, which is the order in which they end.
+
     Args:
         group: the process group of the mp group.
         rank_of_stage: for each stage the *world* rank that holds it.
@@ -137,19 +142,28 @@ class C10dWire:
     def __init__(self, group: object, rank_of_stage: Sequence[int]) -> None:
         self.group = group
         self.rank_of_stage = rank_of_stage
+        self._needs_waiter = dist.get_backend(group) == "gloo"  # type: ignore[arg-type]
+        self._waiters: dict[tuple[str, int], ThreadPoolExecutor] = {}
 
     def send(self, tensor: torch.Tensor, meta: TensorMeta, stage: int) -> Transfer:
-        import torch.distributed as dist
-
-        tensor = _flat(departure(tensor, meta), meta)
-        return _Work(dist.isend(tensor, self.rank_of_stage[stage], group=self.group), tensor, tensor)
+        flat = _flat(departure(tensor, meta), meta)
+        work = dist.isend(flat, self.rank_of_stage[stage], group=self.group)  # type: ignore[arg-type]
+        return self._transfer(work, flat, flat, ("send", stage))
 
     def receive(self, meta: TensorMeta, stage: int) -> Transfer:
-        import torch.distributed as dist
-
         tensor = arrival(meta)
         flat = _flat(tensor, meta)
-        return _Work(dist.irecv(flat, self.rank_of_stage[stage], group=self.group), tensor, flat)
+        work = dist.irecv(flat, self.rank_of_stage[stage], group=self.group)  # type: ignore[arg-type]
+        return self._transfer(work, tensor, flat, ("receive", stage))
+
+    def _transfer(
+        self, work: object, tensor: torch.Tensor, flat: torch.Tensor, lane: tuple[str, int]
+    ) -> Transfer:
+        if not self._needs_waiter:
+            return _Work(work, tensor, flat)
+        if lane not in self._waiters:
+            self._waiters[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"smp-{lane[0]}-{lane[1]}")
+        return _Awaited(self._waiters[lane].submit(work.wait), tensor, flat)  # type: ignore[attr-defined]
 
 
 def _flat(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
@@ -170,6 +184,20 @@ class _Work:
             self._work.wait()  # type: ignore[attr-defined]  # raises what went wrong
             self._work = None
         return self._work is None
+
+    def tensor(self) -> torch.Tensor:
+        return self._tensor
+
+
+class _Awaited:
+    def __init__(self, future: Future[object], tensor: torch.Tensor, flat: torch.Tensor) -> None:
+        self._future, self._tensor, self._flat = future, tensor, flat
+
+    def done(self) -> bool:
+        if self._future.done():
+            self._future.result()  # raises what went wrong
+            return True
+        return False
 
     def tensor(self) -> torch.Tensor:
         return self._tensor

@@ -65,6 +65,17 @@ _IN_PLACE_OPERATORS = frozenset(
     """__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__
     __ixor__ __ilshift__ __irshift__ __imatmul__ __idiv__""".split()
 )
+_REFUSED = {
+    "backward": "call model.backward(loss)",
+    "grad": "gradients of gradients are not supported; model.backward(loss) is the only backward",
+    "detach_": "write x = x.detach()",
+    "requires_grad_": "leaves that need a gradient belong into a module that is placed on one stage",
+    "apply_": "use torch functions",
+    "map_": "use torch functions",
+    "map2_": "use torch functions",
+}
+_FROM_NUMBERS = frozenset((torch.tensor, torch.full, torch.Tensor.new_tensor, torch.Tensor.new_full))
+"""They read numbers out of their arguments inside torch, where autograd is off and nobody hears of it."""
 
 
 class Host(Protocol):
@@ -130,6 +141,10 @@ class Recorder:
         self.recording = None
 
     def end_step(self) -> None:
+        """Forgets the step; it may have failed in the midst of a microbatch."""
+        self.recording = None
+        self._twins.clear()
+        self._captured.clear()
         self._recordings.clear()
 
     # What interception calls ------------------------------------------------------------------------
@@ -163,8 +178,15 @@ class Recorder:
         name = getattr(func, "__name__", "")
         if name in _FORCING:
             return self._forced(func, args, kwargs)
-        if name == "backward":
-            raise SMPError("loss.backward() was called inside an smp.step: call model.backward(loss)")
+        if name in _REFUSED:
+            if name == "requires_grad_":
+                wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+                if bool(wanted) == args[0].requires_grad:
+                    return args[0]
+            raise SMPError(
+                f"{function_name(func)}() was called inside an smp.step on a value that lives on one "
+                f"stage: {_REFUSED[name]}"
+            )
         if name == "__deepcopy__":
             func, args, kwargs = torch.clone, args[:1], {}
         elif name == "__set__":
@@ -181,7 +203,14 @@ class Recorder:
         """A torch function without placed arguments."""
         if self._twins and any(id(leaf) in self._twins for leaf in Arguments.of(args, kwargs).tensors):
             return self.torch_function(func, *self._with_twins(args, kwargs))
-        if self._captured and _changes_first(getattr(func, "__name__", ""), kwargs):
+        name = getattr(func, "__name__", "")
+        if func in _FROM_NUMBERS and any(
+            type(tensor) is PlacedTensor for tensor in Arguments.of(args, kwargs).tensors
+        ):
+            return self._forced(func, args, kwargs)
+        if name == "__set__" and type(args[1]) is PlacedTensor:
+            return self._set_attribute(func, args)
+        if self._captured and _changes_first(name, kwargs):
             self._keep_captured(kwargs.get("out", args[0] if args else None))
         if self.tape is not None:
             return self.tape.call(func, args, kwargs)
@@ -285,6 +314,8 @@ class Recorder:
         if self.tape is not None:
             raise refuse("uses a tensor of one microbatch in another")
         (value,) = self.host.fetch(recording, [tensor.smp_value])
+        assert self.recording is not None
+        self.recording.epoch += 1  # what it has recorded so far ran too
         return value
 
     def _record(
@@ -516,7 +547,10 @@ class Recorder:
             stage = self._stage(arguments, None)
             start = Arguments.of((target.detach().clone(),), {})
             placed = self._record("clone", torch.clone, None, start, stage)
-            self._twins[id(target)] = (weakref.ref(target), placed)
+            key = id(target)
+            # When it dies its id is free for another tensor, which must not get its twin.
+            gone = weakref.ref(target, lambda _: self._twins.pop(key, None))
+            self._twins[key] = (gone, placed)
         result = self.torch_function(func, *self._with_twins(args, kwargs))
         return None if result is None else target
 

@@ -166,6 +166,7 @@ class StepRunner:
         for books in self.books.values():
             books.end_step()
         self._progress.clear()
+        self._inputs = (0, list)  # it holds the batch
 
     # Host of the recorder -----------------------------------------------------------------------------------
 

@@ -1,19 +1,19 @@
 """Trains a case with the library and with plain torch, and says where the two differ.
 
-Both runs start from one seed, take the same batches, and are never reseeded on the way, so a random number
-drawn once too often shows in everything after it. Between steps the batch is rolled by one sample: the
-second step is not a repetition of the first, data-dependent branches go other ways in it, and plans kept
-from the first step are put to the test.
+Both runs start from one seed, take the same batches, and are never reseeded on the way, so a random
+number drawn once too often shows in everything after it. Between steps the batch is rolled by one
+sample: the second step is not a repetition of the first, data-dependent branches go other ways in
+it, and plans kept from the first step are put to the test.
 
-The same code runs in one process that plays all stages and in each rank of an MPI job, where it compares
-what that rank holds.
+The same code runs in one process that plays all stages and in each rank of an MPI job, where it
+compares what that rank holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -72,7 +72,8 @@ class Difference:
     Attributes:
         step_index: which training step.
         what: which thing.
-        relative: norm of the deviation over the norm of the value; infinite where they cannot be compared.
+        relative: norm of the deviation over the norm of the value; infinite where they cannot be
+        compared.
     """
 
     step_index: int
@@ -84,8 +85,10 @@ class Difference:
 
 
 def make_optimizer(case: Case, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    """One with state. AdamW divides gradients by their own size, which would blow rounding up to a full
-    step: where sums may be rounded differently, momentum."""
+    """One with state: AdamW, but momentum where sums may be rounded in other ways.
+
+    AdamW divides gradients by their own size, which would blow such a rounding up to a full step.
+    """
     if case.exact:
         return torch.optim.AdamW(parameters, lr=0.01)
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
@@ -96,7 +99,7 @@ def rolled(batch: Batch, step_index: int) -> Batch:
     return {name: tensor.roll(step_index, dims=0) for name, tensor in batch.items()}
 
 
-@lru_cache(maxsize=None)
+@cache
 def plain_run(case: Case, num_steps: int = 2, num_samples: int = NUM_SAMPLES) -> list[Snapshot]:
     """Plain torch, one process; a snapshot for each step."""
     torch.manual_seed(0)
@@ -107,7 +110,9 @@ def plain_run(case: Case, num_steps: int = 2, num_samples: int = NUM_SAMPLES) ->
     snapshots = []
     for step_index in range(num_steps):
         optimizer.zero_grad()
-        done = plain_step(case, model, rolled(case.batch(num_samples), step_index), NUM_MICROBATCHES)
+        done = plain_step(
+            case, model, rolled(case.batch(num_samples), step_index), NUM_MICROBATCHES
+        )
         gradients = gradients_of(model.named_parameters())
         optimizer.step()
         snapshots.append(snapshot(model, merge_outputs(done.outputs), gradients, record))
@@ -215,7 +220,9 @@ def differences_from_plain(case: Case, found: list[Snapshot]) -> list[Difference
     """How an undivided batch's run differs from plain torch."""
     return [
         difference
-        for step_index, (ours, plain) in enumerate(zip(found, plain_run(case, len(found)), strict=True))
+        for step_index, (ours, plain) in enumerate(
+            zip(found, plain_run(case, len(found)), strict=True)
+        )
         for difference in differences(ours, plain, step_index)
     ]
 
@@ -229,11 +236,8 @@ def differences(ours: Snapshot, plain: Snapshot, step_index: int) -> list[Differ
     for kind in ("gradients", "parameters", "buffers"):
         mine, theirs = getattr(ours, kind), getattr(plain, kind)
         pairs += [(f"{kind[:-1]} {name}", value, theirs[name]) for name, value in mine.items()]
-    pairs += [
-        (f"calls of hooks of {name}", count, plain.hooks[name])
-        for name, count in ours.hooks.items()
-        if smp.state.world is None or count != (0, 0)
-    ]
+    if smp.state.world is None:  # else each rank has its own modules' counts only
+        pairs.append(("calls of hooks", ours.hooks, plain.hooks))
     for name, a, b in pairs:
         relative = _relative(a, b)
         if relative is not None:
@@ -244,8 +248,8 @@ def differences(ours: Snapshot, plain: Snapshot, step_index: int) -> list[Differ
 def too_large(case: Case, found: list[Difference]) -> list[str]:
     """The differences that may not be: any, where the order of sums is the same.
 
-    Else 1e-6 in the first step; later ones start from parameters that differ already, and a gradient is
-    worse conditioned than the parameters it is taken at.
+    Else 1e-6 in the first step; later ones start from parameters that differ already, and a
+    gradient is worse conditioned than the parameters it is taken at.
     """
     limits = (0.0, 0.0) if case.exact else (1e-6, 1e-5)
     return [str(d) for d in found if d.relative > limits[min(d.step_index, 1)]]
@@ -272,7 +276,9 @@ def _outputs(result: Any) -> list[Any]:
     leaves: list[Any] = []
     flatten(result, leaves)
     return [
-        [tensor.detach().clone() for tensor in leaf.outputs] if isinstance(leaf, smp.StepOutput) else leaf
+        [tensor.detach().clone() for tensor in leaf.outputs]
+        if isinstance(leaf, smp.StepOutput)
+        else leaf
         for leaf in leaves
     ]
 

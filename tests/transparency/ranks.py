@@ -41,7 +41,8 @@ def compare_replicas(
     """Trains a case on two dp ranks and compares with two plain replicas.
 
     Returns:
-        This rank's dp rank, what is wrong, and how many buckets were reduced during the last backward.
+        This rank's dp rank, what is wrong, and how many buckets were reduced during the last
+        backward.
     """
     os.environ["SMP_LITE_WIRE"] = wire
     smp.init()

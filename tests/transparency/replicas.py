@@ -1,8 +1,9 @@
 """Two plain replicas that average their gradients: what data parallelism must reproduce.
 
-Each takes half of the batch. Replica 1 gets replica 0's buffers before each step, as ``broadcast_buffers``
-asks; both draw the same random numbers, as two ranks with one seed do. Halves are taken by pairs of samples,
-so that in the case ``data_branch`` each replica goes down a branch of its own.
+Each takes half of the batch. Replica 1 gets replica 0's buffers before each step, as
+``broadcast_buffers`` asks; both draw the same random numbers, as two ranks with one seed do. Halves
+are taken by pairs of samples, so that in the case ``data_branch`` each replica goes down a branch
+of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ __all__ = ["half", "replica_runs"]
 def half(batch: Batch, replica: int) -> Batch:
     """Every other pair of samples."""
     return {
-        name: tensor[torch.arange(len(tensor)) // 2 % 2 == replica] for name, tensor in batch.items()
+        name: tensor[torch.arange(len(tensor)) // 2 % 2 == replica]
+        for name, tensor in batch.items()
     }
 
 
@@ -42,8 +44,8 @@ def replica_runs(
     Args:
         case: what to train.
         num_steps: training steps.
-        optimizer_every: gradients of that many steps add up, and are averaged after the last of them.
-        gradient_scale: times the mean over microbatches.
+        optimizer_every: gradients of that many steps add up, and are averaged after the last of
+        them. gradient_scale: times the mean over microbatches.
     """
     models = []
     for _ in range(2):

@@ -11,7 +11,16 @@ from tests.models import CASES
 from tests.transparency.comparison import NUM_MICROBATCHES
 from tests.transparency.replicas import replica_runs
 
-NAMES = ["gpt", "gpt_tied", "batchnorm", "reuse", "unused", "layer_drop", "complex64", "autocast_part"]
+NAMES = [
+    "gpt",
+    "gpt_tied",
+    "batchnorm",
+    "reuse",
+    "unused",
+    "layer_drop",
+    "complex64",
+    "autocast_part",
+]
 
 
 def check(

@@ -1,7 +1,7 @@
 """The same comparison with a real process for each stage.
 
-What differs from one process: transfers, that a rank holds its own stage only, that outputs and forced
-values come from elsewhere, and that all ranks must plan alike.
+What differs from one process: transfers, that a rank holds its own stage only, that outputs and
+forced values come from elsewhere, and that all ranks must plan alike.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def test_four_ranks(name: str, placement: str, pipeline: str) -> None:
     check(name, 4, placement, pipeline=pipeline)
 
 
-@pytest.mark.parametrize("options", [{"optimize": "speed"}, {"active_microbatches": 1}, {"contiguous": False}])
+@pytest.mark.parametrize(
+    "options", [{"optimize": "speed"}, {"active_microbatches": 1}, {"contiguous": False}]
+)
 def test_schedule_and_partition_options(options: dict[str, Any]) -> None:
     check("unet", 3, "auto", **options)
 

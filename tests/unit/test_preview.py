@@ -66,7 +66,7 @@ def test_a_script_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     parameters = json.dumps({"partitions": 2, "microbatches": 4, "ddp": True})
     assert main(["plan", "--parameters", parameters, str(script), "--blocks", "6"]) == 0
     text = capsys.readouterr().out
-    assert "blocks.5" in text or "blocks.3-5" in text
+    assert re.search(r"blocks\.(\d-)?5", text)
     assert "stage 1: " in text
 
 

@@ -1,0 +1,241 @@
+"""What a step takes and what it gives back: options, spellings, results on every rank."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import smp_lite as smp
+from tests.harness import run_distributed
+from tests.models import CASES
+from tests.models.layers import WIDTH, Chain, regression_batch
+from tests.transparency.comparison import NUM_MICROBATCHES, rolled
+from tests.transparency.conftest import OpenSession
+from tests.transparency.rounds import Round, assert_rounds_equal, leaves_of
+
+BATCH = regression_batch(8)
+
+
+@pytest.fixture
+def model(open_session: OpenSession) -> smp.DistributedModel:
+    open_session(2)
+    return smp.DistributedModel(Chain())
+
+
+def test_step_output_methods(model: smp.DistributedModel) -> None:
+    @smp.step
+    def run(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        output = model(x)
+        return output, output.mean()
+
+    output, mean = run(model, BATCH["x"])
+    assert isinstance(output, smp.StepOutput)
+    assert [tuple(part.shape) for part in output.outputs] == [(2, WIDTH)] * NUM_MICROBATCHES
+    assert output.concat().shape == (8, WIDTH)
+    assert torch.equal(output.concat(), torch.cat(output.outputs))
+    assert output.stack().shape == (NUM_MICROBATCHES, 2, WIDTH)
+    assert torch.allclose(mean.reduce_mean(), output.concat().mean())
+    assert torch.allclose(output.reduce_sum(), output.stack().sum(0))
+    assert mean.reduce_mean().shape == ()
+    assert torch.allclose(model.module(BATCH["x"]), output.concat(), atol=1e-6)
+
+
+def test_structure_of_results(model: smp.DistributedModel) -> None:
+    @dataclass
+    class Result:
+        loss: Tensor
+        numbers: list[int]
+        rest: Any = None
+
+    @smp.step
+    def run(model: Any, x: Tensor) -> Result:
+        output = model(x)
+        return Result(output.sum(), [3, 4], OrderedDict(a=output, b=("text", None)))
+
+    result = run(model, BATCH["x"])
+    assert isinstance(result, Result)
+    assert isinstance(result.loss, smp.StepOutput)
+    assert result.numbers == [[3] * NUM_MICROBATCHES, [4] * NUM_MICROBATCHES]
+    assert type(result.rest) is OrderedDict
+    assert isinstance(result.rest["a"], smp.StepOutput)
+    assert result.rest["b"] == (["text"] * NUM_MICROBATCHES, None)
+
+
+def test_results_are_detached_unless_asked(model: smp.DistributedModel) -> None:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        return model(x)
+
+    detached = smp.step(forward)(model, BATCH["x"])
+    assert not any(part.requires_grad for part in detached.outputs)
+    kept = smp.step(forward, detach_outputs=False)(model, BATCH["x"])
+    assert all(part.requires_grad and part.grad_fn is not None for part in kept.outputs)
+    assert torch.equal(kept.concat(), detached.concat())
+
+
+def test_three_spellings_and_a_class_body(model: smp.DistributedModel) -> None:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        """Runs it."""
+        return model(x)
+
+    class Trainer:
+        @smp.step()
+        def forward(model: Any, x: Tensor) -> Tensor:
+            return model(x)
+
+    found = [smp.step(forward), smp.step()(forward), smp.step(non_split_inputs=[])(forward)]
+    results = [step(model, x=BATCH["x"]).concat() for step in (*found, Trainer().forward)]
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert found[0].__name__ == "forward"
+    assert found[0].__doc__ == "Runs it."
+
+
+def test_options_that_say_how_to_split(model: smp.DistributedModel) -> None:
+    seen = []
+
+    @smp.step(non_split_inputs=["scale", "table"], input_split_axes={"columns": 1, "nested": -1})
+    def run(
+        model: Any,
+        x: Tensor,
+        columns: Tensor,
+        nested: dict[str, list[Tensor]],
+        scale: Tensor,
+        table: list[Tensor],
+        flag: bool = True,
+        **more: Tensor,
+    ) -> Tensor:
+        seen.append((columns, nested, scale, table, flag, more))
+        return model(x) * scale[0]
+
+    columns, last = torch.arange(16).view(2, 8), torch.arange(24).view(3, 8)
+    scale, table = torch.arange(1.0, 3.0), [torch.zeros(3)]
+    run(
+        model, BATCH["x"], columns, {"a": [last]}, scale, table=table, flag=False, y=BATCH["target"]
+    )
+    assert len(seen) == NUM_MICROBATCHES
+    for m, (c, n, s, t, flag, more) in enumerate(seen):
+        assert torch.equal(c, columns[:, 2 * m : 2 * m + 2])
+        assert torch.equal(n["a"][0], last[:, 2 * m : 2 * m + 2])
+        assert torch.equal(s, scale)
+        assert t[0].shape == (3,)
+        assert flag is False
+        assert torch.equal(more["y"], BATCH["target"][2 * m : 2 * m + 2])
+
+
+def test_objects_that_split_themselves(model: smp.DistributedModel) -> None:
+    class Images:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor
+
+        def smp_slice(self, num_mb: int, mb: int, axis: int) -> Images:
+            assert axis == 0
+            return Images(self.tensor.chunk(num_mb)[mb])
+
+    @smp.step
+    def run(model: Any, images: Images) -> Tensor:
+        return model(images.tensor)
+
+    @smp.step
+    def plain(model: Any, x: Tensor) -> Tensor:
+        return model(x)
+
+    x = BATCH["x"]
+    assert torch.equal(run(model, Images(x)).concat(), plain(model, x).concat())
+
+
+def test_body_runs_once_for_each_microbatch(model: smp.DistributedModel) -> None:
+    calls = []
+
+    @smp.step
+    def run(model: Any, x: Tensor) -> Tensor:
+        calls.append(x.sum().item())
+        output = model(x)
+        model.backward(output.sum())
+        return output
+
+    for num_steps in (1, 2, 3):
+        run(model, BATCH["x"])
+        assert len(calls) == num_steps * NUM_MICROBATCHES
+    assert len(set(calls)) == NUM_MICROBATCHES
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt", "batchnorm", "data_branch", "layer_drop", "dropout", "stateful"]
+)
+@pytest.mark.parametrize("inference", [False, True])
+def test_evaluation(name: str, inference: bool, open_session: OpenSession) -> None:
+    case = CASES[name]
+    open_session(3, "zigzag")
+
+    def evaluate(model: Any, batch: dict[str, Tensor], backward: Any) -> Any:
+        with torch.inference_mode(inference):
+            return case.loss_of(case.forward_loss(model, batch))
+
+    assert_rounds_equal(
+        case.build,
+        [
+            Round(
+                evaluate,
+                rolled(case.batch(8), step_index),
+                before=torch.nn.Module.eval,
+                no_grad=True,
+            )
+            for step_index in range(2)
+        ],
+    )
+
+
+def test_only_forward_schedule(open_session: OpenSession) -> None:
+    open_session(3, pipeline="_only_forward")
+    case = CASES["unet"]
+
+    def evaluate(model: Any, batch: dict[str, Tensor], backward: Any) -> Any:
+        return case.forward_loss(model, batch)
+
+    assert_rounds_equal(case.build, [Round(evaluate, case.batch(8), no_grad=True)], "auto")
+
+
+def results_of_every_kind() -> list[Any]:
+    """On one rank: results made on the first and on the last stage, floats and parameters."""
+    smp.init()
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Chain())
+
+    @smp.step
+    def run(model: Any, x: Tensor) -> Any:
+        first = model.module.blocks[0](x)
+        output = model(x)
+        loss = output.square().mean()
+        model.backward(loss)
+        return {
+            "loss": loss,
+            "first": first,
+            "output": output,
+            "integers": output.argmax(-1),
+            "item": output.detach().mean().item(),
+            "weight": model.module.head.weight,
+            "batch": x,
+            "large": output.repeat(1, 4096),
+        }
+
+    results = [leaves_of(run(model, BATCH["x"])) for _ in range(2)]
+    return [
+        [part.tolist() for part in leaf] if isinstance(leaf, list) else leaf
+        for leaves in results
+        for leaf in leaves
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_results_are_valid_on_every_rank(num_ranks: int) -> None:
+    found = run_distributed(
+        "tests.transparency.test_step_results:results_of_every_kind",
+        num_ranks,
+        parameters={"partitions": num_ranks, "microbatches": NUM_MICROBATCHES},
+    )
+    assert len(found[0]) == 2 * (7 + NUM_MICROBATCHES)  # numbers are leaves one by one
+    assert all(result == found[0] for result in found)
