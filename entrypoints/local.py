@@ -46,9 +46,7 @@ def run_local(plan: LaunchPlan, num_ranks: int, inherited: Mapping[str, str]) ->
     The code is 0, or that of the rank which failed first (128 + n where signal n killed it), or
     128 + n where signal n stopped the launcher.
     """
-    terminals = {
-        name for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)) if stream.isatty()
-    }
+    terminals = {name for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)) if stream.isatty()}
     with (
         tempfile.TemporaryDirectory(prefix="smp-lite-") as directory,
         Channels(Path(directory), num_ranks, terminals) as channels,

@@ -57,9 +57,7 @@ def _run_script(script: str, args: list[str]) -> None:
     path = os.path.abspath(script)
     module = types.ModuleType("__main__")
     loader = SourceFileLoader("__main__", path)
-    module.__dict__.update(
-        __file__=path, __cached__=None, __loader__=loader, __builtins__=__builtins__
-    )
+    module.__dict__.update(__file__=path, __cached__=None, __loader__=loader, __builtins__=__builtins__)
     sys.modules["__main__"] = module
     sys.argv = [script, *args]
     _set_first_path(os.path.dirname(os.path.realpath(path)))

@@ -30,7 +30,7 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = sorted([*_HOME_OF, "state"])  # noqa: PLE0605
+__all__ = sorted([*_HOME_OF, "state"])
 
 
 def __getattr__(name: str) -> Any:

@@ -237,7 +237,7 @@ def partition(index: int) -> Iterator[None]:
 
 
 def set_partition(module: nn.Module, index: int) -> None:
-    """Puts a module with everything in it on a partition; before the first step, ``auto_partition: False``."""
+    """Puts a module with everything in it on a partition; before the first step, with manual placement."""
     session = current()
     if session.cfg.auto_partition:
         raise SMPError("smp.set_partition needs auto_partition: False in the parameters")

@@ -214,9 +214,7 @@ def _newest(root: Path, *, partial: bool) -> str:
     file = root / "newest"
     name = file.read_text().strip() if file.exists() else ""
     if not name or name.endswith("_partial") != partial:
-        found = sorted(
-            (p for p in root.glob("*_partial") if p.is_dir()), key=lambda p: p.stat().st_mtime
-        )
+        found = sorted((p for p in root.glob("*_partial") if p.is_dir()), key=lambda p: p.stat().st_mtime)
         if partial and found:
             return found[-1].name
         kind = "partial" if partial else "full"

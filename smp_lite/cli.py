@@ -49,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--processes", type=int, required=True, metavar="N", help="how many ranks to start"
-    )
+    parser.add_argument("--processes", type=int, required=True, metavar="N", help="how many ranks to start")
     parser.add_argument(
         "--parameters",
         metavar="JSON",

@@ -280,10 +280,7 @@ class DistributedModel(nn.Module):
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """(name, module) of the modules that the partition put on this rank's stage."""
         for name, module in self.module.named_modules():
-            if (
-                self._runtime is None
-                or self._runtime.placement.stage_of[name] in self._runtime.peers.stages
-            ):
+            if self._runtime is None or self._runtime.placement.stage_of[name] in self._runtime.peers.stages:
                 yield name, module
 
     def local_modules(self) -> Iterator[nn.Module]:
@@ -308,9 +305,7 @@ class DistributedModel(nn.Module):
             gather_to_rank0: only mp rank 0 gets it; the others get ``{}``.
         """
         if args or kwargs:
-            raise TypeError(
-                f"DistributedModel.state_dict() takes gather_to_rank0 only, got {args} {kwargs}"
-            )
+            raise TypeError(f"DistributedModel.state_dict() takes gather_to_rank0 only, got {args} {kwargs}")
         return self._state().whole(gather_to_rank0=gather_to_rank0)
 
     def load_state_dict(  # type: ignore[override]

@@ -67,8 +67,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         names = {id(p): name for name, p in self._session.model.module.named_parameters()}
         self._sizes = [len(group["params"]) for group in groups]
         self._param_names = [
-            {"param_names": list(group["param_names"])} if "param_names" in group else {}
-            for group in groups
+            {"param_names": list(group["param_names"])} if "param_names" in group else {} for group in groups
         ]
         # For each group, the model's name of each parameter (None: not the model's).
         self._slots = [[names.get(id(parameter)) for parameter in group["params"]] for group in groups]
@@ -157,9 +156,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             state.update(part["state"])
         groups = []
         start = 0
-        for group, size, names in zip(
-            local["param_groups"], self._sizes, self._param_names, strict=True
-        ):
+        for group, size, names in zip(local["param_groups"], self._sizes, self._param_names, strict=True):
             whole = {"params": list(range(start, start + size)), **names}
             groups.append({**group, **whole})
             start += size
@@ -194,9 +191,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elif not is_part:
             self.optimizer.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         else:
-            for group, settings in zip(
-                self.optimizer.param_groups, state_dict["param_groups"], strict=True
-            ):
+            for group, settings in zip(self.optimizer.param_groups, state_dict["param_groups"], strict=True):
                 kept = settings.keys() - {"params", "param_names"}
                 group.update({key: settings[key] for key in kept})
             self._pending = {"state": state_dict["state"], "positions": saved}
@@ -205,9 +200,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Puts a part that was loaded before partition in place; called once by the model."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            groups = zip(
-                self.optimizer.state_dict()["param_groups"], pending["positions"], strict=True
-            )
+            groups = zip(self.optimizer.state_dict()["param_groups"], pending["positions"], strict=True)
             now = [{**group, "params": positions} for group, positions in groups]
             self._load({"state": pending["state"], "param_groups": now}, is_part=True)
 

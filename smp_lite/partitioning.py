@@ -111,9 +111,7 @@ def load_partition(session: Session, module: nn.Module, path: str | os.PathLike[
 
 def _manual(session: Session, module: nn.Module, costs: ModuleCost) -> Partition:
     names = {id(part): name for name, part in module.named_modules()}
-    assigned = {
-        names[key]: stage for key, (_, stage) in session.assigned_stages.items() if key in names
-    }
+    assigned = {names[key]: stage for key, (_, stage) in session.assigned_stages.items() if key in names}
     assert session.cfg.default_partition is not None
     return manual_partition(
         costs, session.num_stages, assigned=assigned, default=session.cfg.default_partition

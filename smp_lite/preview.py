@@ -120,9 +120,7 @@ def _plan_function(args: argparse.Namespace) -> PlanReady:
         leaves: list[Any] = []
         flatten(model(*call_args, **call_kwargs), leaves)
         losses = [
-            leaf.float().sum()
-            for leaf in leaves
-            if isinstance(leaf, PlacedTensor) and leaf.requires_grad
+            leaf.float().sum() for leaf in leaves if isinstance(leaf, PlacedTensor) and leaf.requires_grad
         ]
         if not losses:
             raise ValueError(f"{args.target}: no result of the model depends on its parameters")

@@ -144,7 +144,9 @@ def init(config: Mapping[str, Any] | str | None = None) -> None:
         raise SMPError("smp.init() was called twice: call it once, first thing in the script")
     if _planning is not None:
         given, on_planned = _planning
-        _session = _in_memory(load_config(config if given is None else given, os.environ if given is None else {}))
+        _session = _in_memory(
+            load_config(config if given is None else given, os.environ if given is None else {})
+        )
         _session.on_planned = on_planned
         return
     from .comm import world as world_module

@@ -107,9 +107,7 @@ class StepContext:
         self.runtime = runtime
         runtime.begin_step(len(self.inputs), self._checked_inputs())
         slots = []
-        for recording, tape, (args, kwargs) in zip(
-            kept.recordings, kept.tapes, self.inputs, strict=True
-        ):
+        for recording, tape, (args, kwargs) in zip(kept.recordings, kept.tapes, self.inputs, strict=True):
             slots.append(tape.replay(_leaves((args, kwargs))))
             runtime.runner.add(recording)
         self.has_backward = kept.has_backward

@@ -52,9 +52,7 @@ def build(seed: int = 7) -> Net:
 def batch(index: int = 0, samples: int = 4) -> tuple[Tensor, Tensor]:
     """(inputs [samples, 4], targets [samples, 1]); the same index gives the same values."""
     generator = torch.Generator().manual_seed(1000 + index)
-    return torch.randn(samples, 4, generator=generator), torch.randn(
-        samples, 1, generator=generator
-    )
+    return torch.randn(samples, 4, generator=generator), torch.randn(samples, 1, generator=generator)
 
 
 @smp.step

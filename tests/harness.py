@@ -188,9 +188,7 @@ class WorldPool:
         return values, failures, [r for r in missing if r not in {f.rank for f in failures}]
 
     def _explain(self, failures: list[FailureRecord], missing: list[int], timeout_s: float) -> str:
-        failures = sorted(
-            [*failures, *read_failures(self._directory)], key=lambda failure: failure.time_ns
-        )
+        failures = sorted([*failures, *read_failures(self._directory)], key=lambda failure: failure.time_ns)
         if failures:
             return f"rank {failures[0].rank} failed first:\n{failures[0].text}"
         if not self.alive or self._any_rank_gone():

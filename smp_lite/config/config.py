@@ -121,8 +121,7 @@ class Config(BaseModel):
     )
     ddp_port: int | None = Field(
         None,
-        description="Port of the data-parallel rendezvous; by default the platform's MASTER_PORT. "
-        "Needs ddp.",
+        description="Port of the data-parallel rendezvous; by default the platform's MASTER_PORT. Needs ddp.",
     )
     ddp_dist_backend: Literal["auto", "gloo", "nccl", "mpi"] = Field(
         "auto",

@@ -88,8 +88,6 @@ def unknown_keys_text(parameters: Mapping[str, Any], supported: Iterable[str]) -
         if key in known:
             continue
         close = difflib.get_close_matches(key.lower(), known, n=1)
-        hint = (
-            f"did you mean {close[0]!r}?" if close else f"the parameters are {', '.join(supported)}"
-        )
+        hint = f"did you mean {close[0]!r}?" if close else f"the parameters are {', '.join(supported)}"
         sentences.append(f"unknown parameter {key!r}: {hint}")
     return "; ".join(sentences)

@@ -43,9 +43,7 @@ _OWN_TEXTS = {
 }
 
 
-def explain(
-    error: ValidationError, given: Mapping[str, Any], fields: Mapping[str, FieldInfo]
-) -> str:
+def explain(error: ValidationError, given: Mapping[str, Any], fields: Mapping[str, FieldInfo]) -> str:
     """Returns the text of the first failure among the parameters that the user wrote.
 
     A value that was copied (``pipeline_parallel_degree`` to ``partitions``) fails twice, and is

@@ -195,9 +195,7 @@ def _search(slots: Sequence[_Slot], num_stages: int, *, bound: int) -> tuple[int
     return stages
 
 
-def _descend(
-    line: Line, slots: Sequence[_Slot], start: Sequence[int], num_stages: int
-) -> list[int]:
+def _descend(line: Line, slots: Sequence[_Slot], start: Sequence[int], num_stages: int) -> list[int]:
     """Local search: move a slot off the largest stage, or swap it with another, while that lowers
     the larger of the two stages; among equally good steps the one with the fewest bytes cut.
     """
@@ -213,9 +211,7 @@ def _descend(
             for slot, stage in changes:
                 trial[slot] = stage
             trials.append(trial)
-        stages = min(
-            trials, key=lambda t: score(line, _spread(slots, t, len(line.costs)), num_stages)[2]
-        )
+        stages = min(trials, key=lambda t: score(line, _spread(slots, t, len(line.costs)), num_stages)[2])
     return stages
 
 

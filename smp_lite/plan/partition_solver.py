@@ -190,9 +190,7 @@ def _refined(tree: ModuleTree, costs: dict[str, int], num_stages: int, solve: _S
     return _closed(tree, accepted, opened, solve)
 
 
-def _closed(
-    tree: ModuleTree, solution: _Solution, opened: Sequence[str], solve: _Solve
-) -> _Solution:
+def _closed(tree: ModuleTree, solution: _Solution, opened: Sequence[str], solve: _Solve) -> _Solution:
     """Closes opened containers, outermost first, where the largest stage is no worse for it: all
     that lie on one stage at once, the others one by one.
     """
@@ -210,9 +208,7 @@ def _closed(
         return candidate if candidate.score[:2] <= present.score[:2] else present
 
     stage_of = {h: stage for atom, stage in solution.placed() for h in atom.holders(tree)}
-    on_one_stage = [
-        name for name in opened if len({stage_of[holder] for holder in tree.holders[name]}) == 1
-    ]
+    on_one_stage = [name for name in opened if len({stage_of[holder] for holder in tree.holders[name]}) == 1]
     solution = attempt(on_one_stage, solution)
     for name in opened:
         if name not in on_one_stage:

@@ -30,9 +30,7 @@ def short_name(timing: Timing) -> str:
     return str(timing.action).removeprefix(str(timing.action.stage_index))
 
 
-def schedule_text(
-    simulation: Simulation, width: int | None = None, *, time_unit: str = "cost units"
-) -> str:
+def schedule_text(simulation: Simulation, width: int | None = None, *, time_unit: str = "cost units") -> str:
     """Draws a simulated step; lines end without blanks, and there is no newline at the end.
 
     Args:
@@ -51,10 +49,7 @@ def schedule_text(
     room = num_columns if width is None else width - gutter_width - 2
     systems = []
     for begin, end in _cuts(simulation, scale, num_columns, room):
-        lines = [
-            f"{gutter:>{gutter_width}}  {row[begin:end]}".rstrip()
-            for gutter, row in zip(gutters, rows)
-        ]
+        lines = [f"{gutter:>{gutter_width}}  {row[begin:end]}".rstrip() for gutter, row in zip(gutters, rows)]
         systems.append("\n".join(lines))
     return "\n\n".join([*systems, _summary(simulation, scale, time_unit)])
 
@@ -97,9 +92,7 @@ def _label(timing: Timing, scale: float) -> str:
     return name if len(name) <= end - begin else name[0]
 
 
-def _cuts(
-    simulation: Simulation, scale: float, num_columns: int, room: int
-) -> list[tuple[int, int]]:
+def _cuts(simulation: Simulation, scale: float, num_columns: int, room: int) -> list[tuple[int, int]]:
     """Column ranges of at most ``room``, cut if possible where no row has a name across the cut."""
     blocked: set[int] = set()
     for stage in simulation.timings:
@@ -117,15 +110,15 @@ def _cuts(
 
 
 def _summary(simulation: Simulation, scale: float, time_unit: str) -> str:
-    lines = [f"step {simulation.step_time:.4g} {time_unit}, bubble {simulation.bubble_share:.1%} of all stage-time"]
+    lines = [
+        f"step {simulation.step_time:.4g} {time_unit}, bubble {simulation.bubble_share:.1%} of all stage-time"
+    ]
     held = simulation.peak_held_bytes
     if any(held):
         memory = ", ".join(f"stage {index} {human_bytes(size)}" for index, size in enumerate(held))
         lines.append(f"held for backward at most: {memory}")
     num_unnamed = sum(
-        _label(timing, scale) != short_name(timing)
-        for stage in simulation.timings
-        for timing in stage
+        _label(timing, scale) != short_name(timing) for stage in simulation.timings for timing in stage
     )
     if num_unnamed:
         lines.append(f"too short for their name: {num_unnamed} actions, drawn as F or B")

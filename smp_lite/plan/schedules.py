@@ -141,9 +141,7 @@ class _Machine:
         for work in sorted(self.works, key=lambda work: work.microbatch_index):
             self._add(work, last)
 
-    def _add(
-        self, work: Work, last: dict[tuple[ActionKind, int, int], tuple[ActionKind, int, int]]
-    ) -> None:
+    def _add(self, work: Work, last: dict[tuple[ActionKind, int, int], tuple[ActionKind, int, int]]) -> None:
         m = work.microbatch_index
         tasks = [_Task(ActionKind.FORWARD, m, s, s.forward_cost) for s in work.pending_forwards()]
         backwards = work.pending_backwards()

@@ -56,9 +56,7 @@ class Topology:
             raise ValueError(f"axes must have different names, got {names}")
         for name, size in self.axes:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(
-                    f"axis {name!r} must have an integer size of 1 or more, got {size!r}"
-                )
+                raise ValueError(f"axis {name!r} must have an integer size of 1 or more, got {size!r}")
         for _, axes in self.kinds:
             self._check_axes(axes)
 
@@ -127,9 +125,7 @@ class Topology:
         home = self.coordinate(rank)
         ranges = [range(size) if name in axes else (home[name],) for name, size in self.axes]
         # The product varies its last factor fastest, as ranks do: members come out ascending.
-        return tuple(
-            self.rank(dict(zip(self._names, member))) for member in itertools.product(*ranges)
-        )
+        return tuple(self.rank(dict(zip(self._names, member))) for member in itertools.product(*ranges))
 
     def groups(self, kind: str) -> tuple[tuple[int, ...], ...]:
         """Returns all groups of this kind, ordered by their lowest world rank."""

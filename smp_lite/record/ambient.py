@@ -44,8 +44,6 @@ class Ambient(NamedTuple):
             for kind, (enabled, dtype) in zip(_DEVICE_TYPES, self.autocast, strict=True):
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(
-                        torch.autocast(
-                            kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache
-                        )
+                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache)
                     )
             yield

@@ -108,14 +108,70 @@ def describe(placed: PlacedTensor) -> str:
 
 
 _METADATA_PROPERTIES = frozenset(
-    """shape dtype device ndim requires_grad is_leaf layout is_cuda is_cpu is_sparse is_quantized is_meta
-    is_nested is_mkldnn is_mps is_xpu is_xla is_ipu is_vulkan is_sparse_csr itemsize nbytes names grad
-    retains_grad output_nr _version is_maia is_mtia is_hpu name _backward_hooks""".split()
+    [
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "requires_grad",
+        "is_leaf",
+        "layout",
+        "is_cuda",
+        "is_cpu",
+        "is_sparse",
+        "is_quantized",
+        "is_meta",
+        "is_nested",
+        "is_mkldnn",
+        "is_mps",
+        "is_xpu",
+        "is_xla",
+        "is_ipu",
+        "is_vulkan",
+        "is_sparse_csr",
+        "itemsize",
+        "nbytes",
+        "names",
+        "grad",
+        "retains_grad",
+        "output_nr",
+        "_version",
+        "is_maia",
+        "is_mtia",
+        "is_hpu",
+        "name",
+        "_backward_hooks",
+    ]
 )
 _METADATA_FUNCTIONS = frozenset(
-    """size dim numel nelement ndimension stride storage_offset is_floating_point is_complex is_contiguous
-    element_size get_device is_signed __len__ __hash__ is_tensor is_inference is_same_size can_cast
-    result_type has_names is_conj is_neg dim_order is_shared is_pinned""".split()
+    [
+        "size",
+        "dim",
+        "numel",
+        "nelement",
+        "ndimension",
+        "stride",
+        "storage_offset",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "element_size",
+        "get_device",
+        "is_signed",
+        "__len__",
+        "__hash__",
+        "is_tensor",
+        "is_inference",
+        "is_same_size",
+        "can_cast",
+        "result_type",
+        "has_names",
+        "is_conj",
+        "is_neg",
+        "dim_order",
+        "is_shared",
+        "is_pinned",
+    ]
 )
 
 

@@ -13,6 +13,7 @@ forward, for one), so :meth:`Placement.swap_in` puts them into the modules' tabl
 from __future__ import annotations
 
 from collections.abc import Mapping
+
 import torch
 from torch import nn
 

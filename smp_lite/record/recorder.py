@@ -57,13 +57,48 @@ from .source_line import warn_once_at_user_line
 from .structure import rebuild
 
 _FORCING = frozenset(
-    """item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __array__ __contains__ is_nonzero
-    equal allclose __repr__ __str__ __format__ __reduce_ex__ __dlpack__ data_ptr untyped_storage
-    storage""".split()
+    [
+        "item",
+        "tolist",
+        "numpy",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__complex__",
+        "__array__",
+        "__contains__",
+        "is_nonzero",
+        "equal",
+        "allclose",
+        "__repr__",
+        "__str__",
+        "__format__",
+        "__reduce_ex__",
+        "__dlpack__",
+        "data_ptr",
+        "untyped_storage",
+        "storage",
+    ]
 )
 _IN_PLACE_OPERATORS = frozenset(
-    """__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__
-    __ixor__ __ilshift__ __irshift__ __imatmul__ __idiv__""".split()
+    [
+        "__setitem__",
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+        "__ifloordiv__",
+        "__imod__",
+        "__ipow__",
+        "__iand__",
+        "__ior__",
+        "__ixor__",
+        "__ilshift__",
+        "__irshift__",
+        "__imatmul__",
+        "__idiv__",
+    ]
 )
 _REFUSED = {
     "backward": "call model.backward(loss)",
@@ -150,7 +185,11 @@ class Recorder:
     # What interception calls ------------------------------------------------------------------------
 
     def call_module(
-        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """``module(*args, **kwargs)`` during recording; ``call`` is the original ``Module.__call__``."""
         home = self.placement.home(module)
@@ -161,7 +200,9 @@ class Recorder:
                     "register them on modules that lie on one stage, or place it whole with smp.partition"
                 )
             return call(module, *args, **kwargs)
-        if home == FOREIGN and (any(True for _ in module.parameters()) or any(True for _ in module.buffers())):
+        if home == FOREIGN and (
+            any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+        ):
             return call(module, *args, **kwargs)
         arguments = self._arguments(args, kwargs)
         if home < 0 and not any(type(tensor) is PlacedTensor for tensor in arguments.tensors):

@@ -21,9 +21,29 @@ from .signature import function_name, plain_key, tensor_meta
 from .structure import flatten
 
 _LEAVES_TORCH = frozenset(
-    """item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __array__ __contains__ is_nonzero
-    equal allclose __repr__ __str__ __format__ __reduce_ex__ __dlpack__ data_ptr untyped_storage
-    storage""".split()
+    [
+        "item",
+        "tolist",
+        "numpy",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__complex__",
+        "__array__",
+        "__contains__",
+        "is_nonzero",
+        "equal",
+        "allclose",
+        "__repr__",
+        "__str__",
+        "__format__",
+        "__reduce_ex__",
+        "__dlpack__",
+        "data_ptr",
+        "untyped_storage",
+        "storage",
+    ]
 )
 
 
@@ -116,7 +136,5 @@ def step_key(inputs: list[Any]) -> tuple[Any, ...]:
         leaves: list[Any] = []
         spec = flatten((args, kwargs), leaves)
         key.append(repr(spec))
-        key += [
-            tensor_meta(leaf) if isinstance(leaf, torch.Tensor) else plain_key(leaf) for leaf in leaves
-        ]
+        key += [tensor_meta(leaf) if isinstance(leaf, torch.Tensor) else plain_key(leaf) for leaf in leaves]
     return tuple(key)

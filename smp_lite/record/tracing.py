@@ -107,7 +107,11 @@ class _Watch(TorchDispatchMode):
         self.seen_storages: set[int] = set()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         self.trace.of(self.stack[-1][1]).flops += operator_flops(func, args, kwargs or {}, result)

@@ -29,7 +29,6 @@ from .commands import CommandRunner
 from .microbatch import MicrobatchState, edge_of
 from .random_streams import RandomStreams
 
-
 _NO_SPAN = contextlib.nullcontext()
 
 
@@ -92,8 +91,7 @@ class StageExecutor:
                     while not transfer.done():
                         kind = "value" if action.kind is ActionKind.FORWARD else "the gradient of"
                         yield (
-                            f"{action} on stage {self.stage_index} needs {kind} v{value} "
-                            f"from stage {stage}"
+                            f"{action} on stage {self.stage_index} needs {kind} v{value} from stage {stage}"
                         )
                 start = time.perf_counter()
                 with _profiler_span(action):
@@ -134,9 +132,7 @@ class StageExecutor:
 
     # What an action waits for --------------------------------------------------------------------------
 
-    def _needs(
-        self, action: Action, state: MicrobatchState
-    ) -> Iterator[tuple[Transfer, int, int]]:
+    def _needs(self, action: Action, state: MicrobatchState) -> Iterator[tuple[Transfer, int, int]]:
         """(transfer, value, stage that sends it) of each thing that the action waits for."""
         segment = state.by_visit[action.visit]
         graph = state.graph
@@ -176,9 +172,7 @@ class StageExecutor:
         leaf = state.data[value].detach()
         return leaf.requires_grad_() if meta.requires_grad else leaf
 
-    def _keep_exports(
-        self, state: MicrobatchState, segment: Segment, local: dict[int, torch.Tensor]
-    ) -> None:
+    def _keep_exports(self, state: MicrobatchState, segment: Segment, local: dict[int, torch.Tensor]) -> None:
         if not state.recording.complete:
             # Later commands may need anything that was made here.
             for index in segment.commands:

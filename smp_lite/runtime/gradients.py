@@ -30,9 +30,7 @@ class GradientBooks:
         on_final: called with each parameter as soon as its gradient is whole.
     """
 
-    def __init__(
-        self, placement: Placement, on_final: Callable[[nn.Parameter], None] | None = None
-    ) -> None:
+    def __init__(self, placement: Placement, on_final: Callable[[nn.Parameter], None] | None = None) -> None:
         self.placement = placement
         self.on_final = on_final
         self._module_parameters: dict[int, list[nn.Parameter]] = {}
@@ -155,6 +153,4 @@ class GradientBooks:
 def _owners(recording: Recording, segment: Segment) -> tuple[int | str, ...]:
     """The modules, by identity, and the single parameters, by name, that the segment runs."""
     commands = [recording.commands[index] for index in segment.commands]
-    return tuple(
-        [c.parameter or id(c.module) for c in commands if c.parameter or c.module is not None]
-    )
+    return tuple([c.parameter or id(c.module) for c in commands if c.parameter or c.module is not None])

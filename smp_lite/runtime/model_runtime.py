@@ -100,9 +100,7 @@ class ModelRuntime:
     def local_parameters(self) -> list[nn.Parameter]:
         """Parameters of the stages played here, in the model's order."""
         return [
-            parameter
-            for name, parameter in self.placement.root.named_parameters()
-            if self.is_local(name)
+            parameter for name, parameter in self.placement.root.named_parameters() if self.is_local(name)
         ]
 
     def is_local(self, name: str) -> bool:

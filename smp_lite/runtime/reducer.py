@@ -148,7 +148,9 @@ class Reducer:
         flat = bucket.flat
         if flat is None or not self.as_views:
             flat = torch.empty(
-                sum(p.numel() for p in bucket.parameters), dtype=parts[0].dtype, device=parts[0].device
+                sum(p.numel() for p in bucket.parameters),
+                dtype=parts[0].dtype,
+                device=parts[0].device,
             )
         for view, part in zip(bucket.views(flat), parts, strict=True):
             if view.data_ptr() != part.data_ptr():

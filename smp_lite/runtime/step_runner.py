@@ -117,9 +117,7 @@ class StepRunner:
         for executor in self.executors.values():
             executor.states[m] = MicrobatchState(recording)
 
-    def finish(
-        self, outputs: Sequence[tuple[int, int]], *, keep_graph: bool = False
-    ) -> list[torch.Tensor]:
+    def finish(self, outputs: Sequence[tuple[int, int]], *, keep_graph: bool = False) -> list[torch.Tensor]:
         """Executes what is left; returns the data of (microbatch, value) outputs, on every rank.
 
         Each recording's ``needed`` must name its outputs from the moment it is complete. With

@@ -194,9 +194,7 @@ def _draw_margin(axes: Axes, simulation: Simulation, title: str, time_unit: str)
                 size=9,
                 color="black" if row >= 0 else "0.35",
             )
-    summary = (
-        f"step {simulation.step_time:.4g} {time_unit}, {simulation.bubble_share:.1%} of it idle"
-    )
+    summary = f"step {simulation.step_time:.4g} {time_unit}, {simulation.bubble_share:.1%} of it idle"
     if any(held):
         summary += f", at most {human_bytes(max(held))} held for backward by a stage"
     axes.set_title("\n".join(filter(None, (title, summary))), loc="left", size=10)
@@ -214,8 +212,7 @@ def _draw_legend(figure: Figure, num_microbatches: int) -> None:
     span = f"microbatches 0 to {last}" if last else "microbatch 0"
     # Any: matplotlib's own types do not know that a handle may be a tuple.
     handles: list[Any] = [
-        tuple(Patch(color=_shade(kind, share)) for share in (0, 0.25, 0.5, 0.75, 1))
-        for kind in _FAMILIES
+        tuple(Patch(color=_shade(kind, share)) for share in (0, 0.25, 0.5, 0.75, 1)) for kind in _FAMILIES
     ]
     labels = [f"{name}, {span}" for name in _FAMILIES.values()]
     handles.append((Patch(facecolor="white", edgecolor="0.6"),))

@@ -83,9 +83,7 @@ class TimelineWriter:
             "thread_name": {"name": f"rank {rank} (stage {stage_index})"},
             "thread_sort_index": {"sort_index": rank},
         }
-        events = [
-            {"name": key, "ph": "M", **self._ids, "args": args} for key, args in names.items()
-        ]
+        events = [{"name": key, "ph": "M", **self._ids, "args": args} for key, args in names.items()]
         self._file.write(b"[\n" + _lines(events) + _END)
         self._file.flush()
 
@@ -137,9 +135,7 @@ def merge_timelines(directory: str | PathLike[str], *, num_ranks: int | None = N
     Returns:
         The path of the merged file.
     """
-    files = {
-        int(file.stem.removeprefix("rank")): file for file in Path(directory).glob("rank*.json")
-    }
+    files = {int(file.stem.removeprefix("rank")): file for file in Path(directory).glob("rank*.json")}
     events = [
         event
         for rank, file in sorted(files.items())
@@ -158,9 +154,7 @@ def merge_timelines(directory: str | PathLike[str], *, num_ranks: int | None = N
     path = Path(directory) / "timeline.json"
     # Several ranks may merge at once: each writes beside the file, then puts a whole one there.
     temporary = path.with_suffix(f".{os.getpid()}.part")
-    temporary.write_bytes(
-        b'{"displayTimeUnit": "ms", "traceEvents": [\n' + _lines(events) + b"\n]}\n"
-    )
+    temporary.write_bytes(b'{"displayTimeUnit": "ms", "traceEvents": [\n' + _lines(events) + b"\n]}\n")
     temporary.replace(path)
     return path
 

@@ -154,9 +154,7 @@ def _one_way_s(wire: Wire, num_bytes: int) -> float:
     for _ in range(_NUM_PINGS):
         start = time.perf_counter()
         for sender in (0, 1):
-            transfer = (
-                wire.send(tensor, meta, peer) if sender == stage_index else wire.receive(meta, peer)
-            )
+            transfer = wire.send(tensor, meta, peer) if sender == stage_index else wire.receive(meta, peer)
             wait_until(transfer.done, lambda: "the ping-pong")
         times.append((time.perf_counter() - start) / 2)
     return statistics.median(times)

@@ -161,9 +161,7 @@ def _smp_step(workload: Workload) -> tuple[Callable[[], Tensor], smp.Distributed
     return run, model
 
 
-def _torch_step(
-    workload: Workload, pipeline: str, rank: int
-) -> tuple[Callable[[], list[Tensor]], GPTStage]:
+def _torch_step(workload: Workload, pipeline: str, rank: int) -> tuple[Callable[[], list[Tensor]], GPTStage]:
     module = GPTStage(workload, rank)
     stage = PipelineStage(module, rank, _NUM_STAGES, torch.device("cpu"))
     schedule = _SCHEDULES[pipeline](stage, workload.num_microbatches, loss_fn=next_byte_loss)
@@ -197,9 +195,7 @@ class GPTStage(nn.Module):
         keep |= {"token_embedding.", "position_embedding."} if self.is_first else set()
         keep |= {"norm.", "head."} if self.is_last else set()
         self._own = {
-            name: parameter
-            for name, parameter in self.gpt.named_parameters()
-            if name.startswith(tuple(keep))
+            name: parameter for name, parameter in self.gpt.named_parameters() if name.startswith(tuple(keep))
         }
 
     def gpt_named_parameters(self) -> list[tuple[str, nn.Parameter]]:

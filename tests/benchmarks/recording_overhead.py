@@ -37,8 +37,7 @@ def table(quick: bool) -> Table:
         "commands a microbatch",
         "us per command",
         "us per microbatch",
-        title=f"Recording with metadata cached, M {_NUM_MICROBATCHES}, {num_steps} steps: "
-        "median (quartiles)",
+        title=f"Recording with metadata cached, M {_NUM_MICROBATCHES}, {num_steps} steps: median (quartiles)",
     )
     for what in _MODELS:
         (found,) = run_distributed(

@@ -16,9 +16,7 @@ def resume(directory: str, steps_before: int, by_tag: bool) -> dict[str, Any]:
     """Trains, saves, trains on; then resumes with other weights and trains on."""
     model, optimizer = start()
     run(model, optimizer, range(3))
-    smp.save_checkpoint(
-        directory, "three", model=model, optimizer=optimizer, user_content={"step": 3}
-    )
+    smp.save_checkpoint(directory, "three", model=model, optimizer=optimizer, user_content={"step": 3})
     losses = run(model, optimizer, range(3, 5))
     wanted = model.state_dict(), optimizer.state_dict()
     files = sorted(str(p.relative_to(directory)) for p in Path(directory).rglob("*.*"))
@@ -51,9 +49,7 @@ def full_checkpoint(directory: str) -> dict[str, Any]:
     return {
         "content": content,
         "losses": same(resumed, losses),
-        "plain": torch.allclose(
-            resumed[0], plain_train(plain, *batch(2 + 100 * smp.dp_rank())), rtol=1e-6
-        ),
+        "plain": torch.allclose(resumed[0], plain_train(plain, *batch(2 + 100 * smp.dp_rank())), rtol=1e-6),
         "from plain": same(model.state_dict(), build(seed=9).state_dict()),
     }
 

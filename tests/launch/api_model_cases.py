@@ -106,9 +106,7 @@ def load_plain_states(partitioned: bool) -> bool:
     optimizer.load_state_dict(states[1])
     run(model, optimizer, range(2, 4))
     wanted, its = plain_run(range(4))
-    return same(model.state_dict(), wanted.state_dict()) and same(
-        optimizer.state_dict(), its.state_dict()
-    )
+    return same(model.state_dict(), wanted.state_dict()) and same(optimizer.state_dict(), its.state_dict())
 
 
 def merge_parts(partitioned: bool) -> dict[str, Any]:

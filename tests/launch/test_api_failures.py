@@ -57,9 +57,7 @@ def write(directory: Path, body: str, action: str = "pass") -> Path:
     return path
 
 
-def fails(
-    directory: Path, body: str, *args: str, action: str = "pass", ranks: int = 2
-) -> list[str]:
+def fails(directory: Path, body: str, *args: str, action: str = "pass", ranks: int = 2) -> list[str]:
     """Runs a script that must fail in time; its stderr without mpirun's own notices."""
     path = write(directory, body, action)
     argv = [str(path), *(args or ("",))]

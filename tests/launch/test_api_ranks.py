@@ -29,9 +29,7 @@ def parameters(partitions: int, strategy: str = "cluster", **more: object) -> di
 @pytest.mark.parametrize(("world_size", "partitions", "strategy"), LAYOUTS)
 def test_every_getter(world_size: int, partitions: int, strategy: str) -> None:
     mp_groups, dp_groups = LAYOUTS[world_size, partitions, strategy]
-    found = run_distributed(
-        f"{CASES}getters", world_size, parameters=parameters(partitions, strategy)
-    )
+    found = run_distributed(f"{CASES}getters", world_size, parameters=parameters(partitions, strategy))
     for rank, seen in enumerate(found):
         (mp,) = [group for group in mp_groups if rank in group]
         (dp,) = [group for group in dp_groups if rank in group]
@@ -46,16 +44,12 @@ def test_every_getter(world_size: int, partitions: int, strategy: str) -> None:
         assert seen["tp"] == (0, 1)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "partitions", "strategy"), [(4, 2, "spread"), (6, 3, "cluster")]
-)
+@pytest.mark.parametrize(("world_size", "partitions", "strategy"), [(4, 2, "spread"), (6, 3, "cluster")])
 def test_process_groups_and_collectives_reach_their_group_and_no_other(
     world_size: int, partitions: int, strategy: str
 ) -> None:
     mp_groups, dp_groups = LAYOUTS[world_size, partitions, strategy]
-    found = run_distributed(
-        f"{CASES}groups_at_work", world_size, parameters=parameters(partitions, strategy)
-    )
+    found = run_distributed(f"{CASES}groups_at_work", world_size, parameters=parameters(partitions, strategy))
     for rank, seen in enumerate(found):
         (mp,) = [group for group in mp_groups if rank in group]
         (dp,) = [group for group in dp_groups if rank in group]
@@ -65,12 +59,9 @@ def test_process_groups_and_collectives_reach_their_group_and_no_other(
 
 
 def test_process_groups_need_ddp() -> None:
-    (text, _) = run_distributed(
-        f"{CASES}process_groups_without_ddp", 2, parameters={"partitions": 2}
-    )
+    (text, _) = run_distributed(f"{CASES}process_groups_without_ddp", 2, parameters={"partitions": 2})
     assert text == (
-        "SMPError: smp.get_dp_process_group() needs torch.distributed: "
-        "set ddp: True in the parameters"
+        "SMPError: smp.get_dp_process_group() needs torch.distributed: set ddp: True in the parameters"
     )
 
 
@@ -106,9 +97,7 @@ def test_messages_keep_their_order_beside_collectives() -> None:
 
 def test_wrong_arguments_name_themselves() -> None:
     seen, _ = run_distributed(f"{CASES}mistakes", 2, parameters={"partitions": 2})
-    assert seen["no such rank"] == (
-        "ValueError: WORLD_RANK 7 does not exist: the group has 2 members"
-    )
+    assert seen["no such rank"] == ("ValueError: WORLD_RANK 7 does not exist: the group has 2 members")
     assert "MP_RANK 2 does not exist" in seen["no such mp rank"]
     assert "DP_RANK -1 does not exist" in seen["negative"]
     assert seen["itself"] == "SMPError: rank 0 cannot send to itself"

@@ -18,9 +18,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_records_are_read_in_the_order_of_their_times(directory: Path) -> None:
     for rank in (3, 1, 10):
         assert record_failure(f"text {rank}", rank, exit_code=rank + 20)
-    found = [
-        (failure.rank, failure.exit_code, failure.text) for failure in read_failures(directory)
-    ]
+    found = [(failure.rank, failure.exit_code, failure.text) for failure in read_failures(directory)]
     assert found == [(3, 23, "text 3"), (1, 21, "text 1"), (10, 30, "text 10")]
 
 
@@ -44,17 +42,13 @@ def test_an_exception_is_recorded_as_its_traceback(directory: Path) -> None:
         assert "KeyError: 'lost \\udcff'" in record.text
 
 
-def test_nothing_is_written_unless_a_launcher_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_written_unless_a_launcher_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(ERROR_DIR_VARIABLE, raising=False)
     assert not record_failure("text", 0)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_gone_is_no_second_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_gone_is_no_second_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ERROR_DIR_VARIABLE, str(tmp_path / "gone"))
     assert not record_failure("text", 0)

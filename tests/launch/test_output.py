@@ -37,9 +37,7 @@ def merged(feeds: list[tuple[tuple[str, str], bytes]], live: list[tuple[str, str
         ([(OUT_0, b"10%\r")], b"[0] 10%\n"),
     ],
 )
-def test_lines_are_passed_on_whole(
-    feeds: list[tuple[tuple[str, str], bytes]], expected: bytes
-) -> None:
+def test_lines_are_passed_on_whole(feeds: list[tuple[tuple[str, str], bytes]], expected: bytes) -> None:
     assert merged(feeds, live=[]) == expected
 
 

@@ -16,8 +16,7 @@ def test_an_exception_stops_all_and_its_traceback_comes_last(tmp_path: Path) -> 
     script = write(
         tmp_path,
         "script.py",
-        "print('up', flush=True)\n"
-        "if rank == 2:\n    raise RuntimeError('the cause')\n" + OTHERS_WAIT_IN_MPI,
+        "print('up', flush=True)\nif rank == 2:\n    raise RuntimeError('the cause')\n" + OTHERS_WAIT_IN_MPI,
     )
     result = launch(tmp_path, "--processes", "3", str(script))
     assert result.returncode == 1
@@ -63,9 +62,7 @@ def test_the_first_failure_wins_over_the_ones_it_causes(tmp_path: Path) -> None:
         ("MPI.COMM_WORLD.Abort(5)", 5, "rank 1 failed first: called MPI_Abort"),
     ],
 )
-def test_every_way_to_end_gives_its_exit_code(
-    tmp_path: Path, action: str, code: int, last_line: str
-) -> None:
+def test_every_way_to_end_gives_its_exit_code(tmp_path: Path, action: str, code: int, last_line: str) -> None:
     script = write(
         tmp_path,
         "script.py",

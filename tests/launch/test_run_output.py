@@ -22,9 +22,7 @@ def test_every_line_carries_its_rank_and_the_two_streams_stay_apart(tmp_path: Pa
     result = launch(tmp_path, "--processes", "3", "script.py")
     assert result.returncode == 0
     expected = [
-        f"[{rank}] {text}"
-        for rank in range(3)
-        for text in (f"out {rank}", "two", "lines", "no line end")
+        f"[{rank}] {text}" for rank in range(3) for text in (f"out {rank}", "two", "lines", "no line end")
     ]
     assert sorted(result.stdout.splitlines()) == sorted(expected)
     assert sorted(result.stderr.splitlines()) == ["[0] err 0", "[1] err 1", "[2] err 2"]
@@ -40,13 +38,9 @@ def test_ranks_form_one_mpi_world_with_the_parameters_and_one_thread_each(tmp_pa
     )
     parameters = {"partitions": 3, "microbatches": 2}
     (tmp_path / "parameters.json").write_text(json.dumps(parameters))
-    as_text = launch(
-        tmp_path, "--processes", "3", "--parameters", json.dumps(parameters), "script.py"
-    )
+    as_text = launch(tmp_path, "--processes", "3", "--parameters", json.dumps(parameters), "script.py")
     as_file = launch(tmp_path, "--processes", "3", "--parameters", "parameters.json", "script.py")
-    expected = sorted(
-        line for r in range(3) for line in (f"[{r}] 3 3", f"[{r}] {json.dumps(parameters)} 1")
-    )
+    expected = sorted(line for r in range(3) for line in (f"[{r}] 3 3", f"[{r}] {json.dumps(parameters)} 1"))
     assert sorted(as_text.stdout.splitlines()) == expected
     assert sorted(as_file.stdout.splitlines()) == expected
 

@@ -32,9 +32,7 @@ def start(script: Path, num_ranks: int) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
-def test_a_signal_to_the_launcher_stops_everything(
-    tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_a_signal_to_the_launcher_stops_everything(tmp_path: Path, number: signal.Signals, code: int) -> None:
     script = write(tmp_path, "script.py", SLEEP)
     with start(script, 3) as process:
         process.send_signal(number)
@@ -64,9 +62,7 @@ def test_ranks_do_not_outlive_an_mpirun_that_was_killed(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_goes_away_ends_the_launch(tmp_path: Path) -> None:
-    script = write(
-        tmp_path, "script.py", "import time\nwhile True:\n    print('up')\n    time.sleep(0.05)\n"
-    )
+    script = write(tmp_path, "script.py", "import time\nwhile True:\n    print('up')\n    time.sleep(0.05)\n")
     process = subprocess.Popen(
         command("--processes", "1", str(script)),
         stdin=subprocess.DEVNULL,

@@ -230,9 +230,7 @@ CASES = (
         regression_batch,
         "no_grad around blocks and glue, detach on activations",
         unused_parameters=frozenset(
-            f"teacher.{index}.{name}"
-            for index in range(2)
-            for name, _ in MLPBlock().named_parameters()
+            f"teacher.{index}.{name}" for index in range(2) for name, _ in MLPBlock().named_parameters()
         ),
     ),
     Case("autocast_part", AutocastNet, regression_batch, "autocast around some blocks"),

@@ -98,9 +98,7 @@ def zigzag_stages(model: nn.Module, num_stages: int) -> dict[str, int]:
     ``smp.partition``. Containers have none. A block that holds a parameter of an earlier block goes
     to that one's stage, since a shared parameter can live on one stage only.
     """
-    pattern = [
-        place // 2 if place % 2 == 0 else num_stages - 1 - place // 2 for place in range(num_stages)
-    ]
+    pattern = [place // 2 if place % 2 == 0 else num_stages - 1 - place // 2 for place in range(num_stages)]
     stages: dict[str, int] = {}
     stage_of_parameter: dict[nn.Parameter, int] = {}
     num_placed = 0

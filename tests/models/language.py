@@ -81,8 +81,7 @@ class EncoderDecoder(nn.Module):
         self.encoder = nn.ModuleList(Attention() for _ in range(3))
         self.target_embedding = nn.Embedding(VOCAB_SIZE, WIDTH)
         self.decoder = nn.ModuleList(
-            nn.ModuleDict({"self": Attention(), "cross": Attention(), "mlp": MLPBlock()})
-            for _ in range(3)
+            nn.ModuleDict({"self": Attention(), "cross": Attention(), "mlp": MLPBlock()}) for _ in range(3)
         )
         self.head = nn.Linear(WIDTH, VOCAB_SIZE)
 

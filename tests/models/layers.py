@@ -77,9 +77,7 @@ class Attention(nn.Module):
         self.key_value = nn.Linear(width, 2 * width)
         self.output = nn.Linear(width, width)
 
-    def forward(
-        self, x: Tensor, source: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, source: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         normed = self.norm(x)
         query = self._split_heads(self.query(normed))
         keys_values = self.key_value(normed if source is None else source)

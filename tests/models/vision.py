@@ -64,9 +64,7 @@ class BatchNormNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.Conv2d(in_channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
-            )
+            nn.Sequential(nn.Conv2d(in_channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
             for in_channels in (3, 8, 8, 8)
         )
         self.head = nn.Conv2d(8, 3, 1)
@@ -147,9 +145,7 @@ def signal_batch(num_samples: int) -> Batch:
 
 
 CASES = (
-    Case(
-        "unet", UNet, image_batch, "long skips: values live across many stages, last in first out"
-    ),
+    Case("unet", UNet, image_batch, "long skips: values live across many stages, last in first out"),
     Case("batchnorm", BatchNormNet, image_batch, "buffers change in forward: compare them as well"),
     Case(
         "multi_input",

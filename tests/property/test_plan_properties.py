@@ -19,9 +19,7 @@ from tests.planning_strategies import MAX_STAGES, graphs, partly_done, policies
 
 
 def renumbered(works: Sequence[Work]) -> list[Work]:
-    return [
-        Work(m, w.graph, w.forward_done, w.backward_done, w.complete) for m, w in enumerate(works)
-    ]
+    return [Work(m, w.graph, w.forward_done, w.backward_done, w.complete) for m, w in enumerate(works)]
 
 
 def check_complete_once(planned: Planned) -> None:
@@ -55,14 +53,12 @@ def check_lowering(planned: Planned) -> None:
             sent = [
                 (a.kind is ActionKind.SEND_FORWARD, a.microbatch_index, a.value)
                 for a in planned.schedule[sender]
-                if a.kind in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
-                and a.peer == receiver
+                if a.kind in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD) and a.peer == receiver
             ]
             received = [
                 (a.kind is ActionKind.RECV_FORWARD, a.microbatch_index, a.value)
                 for a in planned.schedule[receiver]
-                if a.kind in (ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD)
-                and a.peer == sender
+                if a.kind in (ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD) and a.peer == sender
             ]
             assert sent == received
             assert not (sent and sender == receiver)
@@ -155,9 +151,7 @@ def test_values_that_have_travelled_stay_where_they_are(work: Work, policy: Poli
 
 @settings(max_examples=50, deadline=None)
 @given(graphs(), st.integers(1, 3))
-def test_only_forward_runs_forwards_and_refuses_backwards(
-    graph: SegmentGraph, num_microbatches: int
-) -> None:
+def test_only_forward_runs_forwards_and_refuses_backwards(graph: SegmentGraph, num_microbatches: int) -> None:
     works = [Work(m, graph) for m in range(num_microbatches)]
     policy = Policy("_only_forward")
     if any(segment.has_backward for segment in graph.segments):
@@ -186,9 +180,7 @@ def one_forward_one_backward(stage_index: int, num_stages: int, num_microbatches
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(0, 3))
 def test_interleaved_chain_is_1f1b(num_stages: int, num_microbatches: int, spare: int) -> None:
-    planned = plan(
-        chain(range(num_stages)), num_microbatches, active_microbatches=num_stages + spare
-    )
+    planned = plan(chain(range(num_stages)), num_microbatches, active_microbatches=num_stages + spare)
     for stage_index, actions in enumerate(planned.schedule):
         names = [str(action) for action in actions if action.kind in COMPUTE_KINDS]
         assert names == one_forward_one_backward(stage_index, num_stages, num_microbatches)

@@ -34,9 +34,7 @@ def test_imports_come_from_lower_numbers_and_gradients_from_higher(
     commands, graph = recording.commands, recording.graph()
     home = {v: s.index for s in graph.segments for i in s.commands for v in commands[i].outputs}
     for segment in graph.segments:
-        outside = {
-            v for i in segment.commands for v in commands[i].inputs if home[v] != segment.index
-        }
+        outside = {v for i in segment.commands for v in commands[i].inputs if home[v] != segment.index}
         assert set(segment.imports) == outside
         assert all(home[value] < segment.index for value in outside)
         assert all(graph.segments[home[v]].epoch <= segment.epoch for v in outside)

@@ -110,9 +110,7 @@ def plain_run(case: Case, num_steps: int = 2, num_samples: int = NUM_SAMPLES) ->
     snapshots = []
     for step_index in range(num_steps):
         optimizer.zero_grad()
-        done = plain_step(
-            case, model, rolled(case.batch(num_samples), step_index), NUM_MICROBATCHES
-        )
+        done = plain_step(case, model, rolled(case.batch(num_samples), step_index), NUM_MICROBATCHES)
         gradients = gradients_of(model.named_parameters())
         optimizer.step()
         snapshots.append(snapshot(model, merge_outputs(done.outputs), gradients, record))
@@ -220,9 +218,7 @@ def differences_from_plain(case: Case, found: list[Snapshot]) -> list[Difference
     """How an undivided batch's run differs from plain torch."""
     return [
         difference
-        for step_index, (ours, plain) in enumerate(
-            zip(found, plain_run(case, len(found)), strict=True)
-        )
+        for step_index, (ours, plain) in enumerate(zip(found, plain_run(case, len(found)), strict=True))
         for difference in differences(ours, plain, step_index)
     ]
 
@@ -276,9 +272,7 @@ def _outputs(result: Any) -> list[Any]:
     leaves: list[Any] = []
     flatten(result, leaves)
     return [
-        [tensor.detach().clone() for tensor in leaf.outputs]
-        if isinstance(leaf, smp.StepOutput)
-        else leaf
+        [tensor.detach().clone() for tensor in leaf.outputs] if isinstance(leaf, smp.StepOutput) else leaf
         for leaf in leaves
     ]
 

@@ -258,9 +258,7 @@ class NoParametersOnAStage(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.rest = nn.ModuleList(
-            [nn.GELU(), nn.Softmax(-1), nn.Flatten(), nn.Unflatten(1, (4, -1))]
-        )
+        self.rest = nn.ModuleList([nn.GELU(), nn.Softmax(-1), nn.Flatten(), nn.Unflatten(1, (4, -1))])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
@@ -473,9 +471,7 @@ CASES = {
             forward_loss=metric_loss,
             loss_of=lambda o: o["loss"],
         ),
-        _case(
-            "gan", Chain, "the model called on its own output", forward_loss=gan_loss, exact=False
-        ),
+        _case("gan", Chain, "the model called on its own output", forward_loss=gan_loss, exact=False),
         _case("float64", lambda: Chain().double(), "float64 all through", batch=double_batch),
         _case("bfloat16", lambda: Chain().bfloat16(), "bfloat16 all through", batch=bfloat16_batch),
         _case(

@@ -30,10 +30,7 @@ __all__ = ["half", "replica_runs"]
 
 def half(batch: Batch, replica: int) -> Batch:
     """Every other pair of samples."""
-    return {
-        name: tensor[torch.arange(len(tensor)) // 2 % 2 == replica]
-        for name, tensor in batch.items()
-    }
+    return {name: tensor[torch.arange(len(tensor)) // 2 % 2 == replica] for name, tensor in batch.items()}
 
 
 def replica_runs(

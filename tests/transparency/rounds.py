@@ -97,9 +97,7 @@ def leaves_of(result: Any) -> list[Any]:
 def _plain_round(model: nn.Module, part: Round, batch: Batch) -> Any:
     def backward(tensors: Any, grad_tensors: Any = None) -> None:
         losses = list(tensors) if isinstance(tensors, list | tuple) else [tensors]
-        given = (
-            grad_tensors if isinstance(grad_tensors, list | tuple) else [grad_tensors] * len(losses)
-        )
+        given = grad_tensors if isinstance(grad_tensors, list | tuple) else [grad_tensors] * len(losses)
         scaled = [
             torch.full_like(loss, 1 / NUM_MICROBATCHES) if g is None else g / NUM_MICROBATCHES
             for loss, g in zip(losses, given, strict=True)

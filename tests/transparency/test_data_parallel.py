@@ -47,9 +47,7 @@ def test_horovod(name: str) -> None:
     check(name, {"ddp": False, "horovod": True})
 
 
-@pytest.mark.parametrize(
-    ("placement", "dp_ranks"), [("cluster", [0, 0, 1, 1]), ("spread", [0, 1, 0, 1])]
-)
+@pytest.mark.parametrize(("placement", "dp_ranks"), [("cluster", [0, 0, 1, 1]), ("spread", [0, 1, 0, 1])])
 def test_either_placement_of_ranks(placement: str, dp_ranks: list[int]) -> None:
     found = check("gpt", {"placement_strategy": placement})
     assert [dp_rank for dp_rank, _, _ in found] in (dp_ranks, [1 - r for r in dp_ranks])

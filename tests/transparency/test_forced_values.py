@@ -77,9 +77,9 @@ def test_hooks_fire_on_their_owner_only(num_ranks: int) -> None:
     )
     owners = Counter(name for counts in found for name in counts)
     assert set(owners.values()) == {1}
-    assert {name: count for counts in found for name, count in counts.items()} == plain_run(
-        CASES["hooks"]
-    )[-1].hooks
+    assert {name: count for counts in found for name, count in counts.items()} == plain_run(CASES["hooks"])[
+        -1
+    ].hooks
 
 
 def test_backward_hook_on_a_split_module_is_refused(open_session: OpenSession) -> None:
@@ -92,9 +92,7 @@ def test_backward_hook_on_a_split_module_is_refused(open_session: OpenSession) -
     def run(model: Any, x: Tensor) -> Tensor:
         return model(x)
 
-    with pytest.raises(
-        smp.SMPError, match=re.escape("has backward hooks and is split over stages")
-    ):
+    with pytest.raises(smp.SMPError, match=re.escape("has backward hooks and is split over stages")):
         run(model, BATCH["x"])
 
 

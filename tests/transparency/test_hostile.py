@@ -167,9 +167,7 @@ def test_two_calls_of_the_model_and_a_detach_between(check: Callable[..., None])
 
     def step(model: Any, batch: Batch, backward: Backward) -> tuple[Tensor, Tensor]:
         fake = model(batch["x"], "generator")
-        critic_loss = (
-            model(fake.detach(), "critic").mean() - model(batch["target"], "critic").mean()
-        )
+        critic_loss = model(fake.detach(), "critic").mean() - model(batch["target"], "critic").mean()
         backward(critic_loss)
         return critic_loss, fake
 

@@ -37,9 +37,7 @@ def test_training_equals_plain_torch(
         {"memory_weight": 0.0},
     ],
 )
-def test_schedule_and_partition_options(
-    parameters: dict[str, object], open_session: OpenSession
-) -> None:
+def test_schedule_and_partition_options(parameters: dict[str, object], open_session: OpenSession) -> None:
     open_session(3, **parameters)
     assert too_large(CASES["unet"], compare(CASES["unet"], "auto")) == []
 

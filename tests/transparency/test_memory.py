@@ -47,9 +47,7 @@ class Watched(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         saved = torch.zeros(1)
-        self.saved = [
-            reference for reference in (*self.saved, weakref.ref(saved)) if reference() is not None
-        ]
+        self.saved = [reference for reference in (*self.saved, weakref.ref(saved)) if reference() is not None]
         self.alive_at_call.append(self.num_alive())
         output = Hold.apply(self.linear(x), saved)
         self.activations += [weakref.ref(x), weakref.ref(output)]
@@ -59,9 +57,7 @@ class Watched(nn.Module):
         return sum(reference() is not None for reference in self.saved)
 
 
-def train(
-    module: nn.Module, num_steps: int = 2, num_samples: int = 16
-) -> list[weakref.ref[Tensor]]:
+def train(module: nn.Module, num_steps: int = 2, num_samples: int = 16) -> list[weakref.ref[Tensor]]:
     """Trains; returns weak references to what the step function and the modules saw."""
     model = smp.DistributedModel(module)
     seen: list[weakref.ref[Tensor]] = []

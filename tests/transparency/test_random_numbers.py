@@ -82,12 +82,8 @@ def test_draws_depend_on_the_seed_alone(
     assert drawn_losses(name, num_stages) == first_run
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "pipeline"), [(2, "simple"), (2, "interleaved"), (3, "simple")]
-)
-def test_draws_over_mpi(
-    name: str, num_ranks: int, pipeline: str, first_run: list[list[float]]
-) -> None:
+@pytest.mark.parametrize(("num_ranks", "pipeline"), [(2, "simple"), (2, "interleaved"), (3, "simple")])
+def test_draws_over_mpi(name: str, num_ranks: int, pipeline: str, first_run: list[list[float]]) -> None:
     found = run_distributed(
         "tests.transparency.test_random_numbers:drawn_losses_on_ranks",
         num_ranks,

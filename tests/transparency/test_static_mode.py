@@ -32,7 +32,17 @@ def _slices(batch: dict[str, Any], start: int, size: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt", "gpt_tied", "attention_mask", "unet", "batchnorm", "multi_input", "index_boolean", "hooks"]
+    "name",
+    [
+        "gpt",
+        "gpt_tied",
+        "attention_mask",
+        "unet",
+        "batchnorm",
+        "multi_input",
+        "index_boolean",
+        "hooks",
+    ],
 )
 def test_replayed_steps_equal_the_plain_model(name: str) -> None:
     case = CASES[name]
@@ -84,7 +94,10 @@ def test_tensors_made_from_the_batch_are_made_again() -> None:
 
     with torch.no_grad():
         for step in range(4):
-            x, y = torch.full((4, 4), float(step)), torch.tensor([[1.0], [-1.0], [2.0], [float(step)]])
+            x, y = (
+                torch.full((4, 4), float(step)),
+                torch.tensor([[1.0], [-1.0], [2.0], [float(step)]]),
+            )
             found, weight = total(model, x.clone(), y)
             expected = (_whole(model)(x + 1) * y.clamp(min=0)).sum()
             torch.testing.assert_close(found.reduce_sum(), expected)
@@ -109,7 +122,15 @@ def test_another_shape_or_mode_is_recorded_anew() -> None:
         return model(x)
 
     with torch.no_grad():
-        for size, training in [(4, True), (4, True), (4, True), (8, True), (8, True), (8, False), (8, False)]:
+        for size, training in [
+            (4, True),
+            (4, True),
+            (4, True),
+            (8, True),
+            (8, True),
+            (8, False),
+            (8, False),
+        ]:
             model.train(training)
             assert forward(model, torch.ones(size, 4)).concat().shape == (size, 1)
     assert calls == 2 * 4  # partition, then three kinds

@@ -113,9 +113,7 @@ def test_options_that_say_how_to_split(model: smp.DistributedModel) -> None:
 
     columns, last = torch.arange(16).view(2, 8), torch.arange(24).view(3, 8)
     scale, table = torch.arange(1.0, 3.0), [torch.zeros(3)]
-    run(
-        model, BATCH["x"], columns, {"a": [last]}, scale, table=table, flag=False, y=BATCH["target"]
-    )
+    run(model, BATCH["x"], columns, {"a": [last]}, scale, table=table, flag=False, y=BATCH["target"])
     assert len(seen) == NUM_MICROBATCHES
     for m, (c, n, s, t, flag, more) in enumerate(seen):
         assert torch.equal(c, columns[:, 2 * m : 2 * m + 2])
@@ -163,9 +161,7 @@ def test_body_runs_once_for_each_microbatch(model: smp.DistributedModel) -> None
     assert len(set(calls)) == NUM_MICROBATCHES
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt", "batchnorm", "data_branch", "layer_drop", "dropout", "stateful"]
-)
+@pytest.mark.parametrize("name", ["gpt", "batchnorm", "data_branch", "layer_drop", "dropout", "stateful"])
 @pytest.mark.parametrize("inference", [False, True])
 def test_evaluation(name: str, inference: bool, open_session: OpenSession) -> None:
     case = CASES[name]

@@ -137,9 +137,7 @@ def test_state_dict_refuses_torchs_own_options_by_name() -> None:
 
 @pytest.mark.parametrize("marked", [None, False, True])
 @pytest.mark.parametrize("partitioned", [False, True])
-def test_a_whole_state_dict_loads_before_and_after_partition(
-    partitioned: bool, marked: bool | None
-) -> None:
+def test_a_whole_state_dict_loads_before_and_after_partition(partitioned: bool, marked: bool | None) -> None:
     model, _ = wrap(build(), SGD)
     if partitioned:
         train(model, *batch(5))
@@ -171,9 +169,7 @@ def test_strict_loading_names_what_does_not_match(partitioned: bool) -> None:
         train(model, *batch())
     state = other_state()
     missing = state.pop("first.0.weight")
-    with pytest.raises(
-        smp.SMPError, match=r"missing keys \['first\.0\.weight'\], unknown keys \[\]"
-    ):
+    with pytest.raises(smp.SMPError, match=r"missing keys \['first\.0\.weight'\], unknown keys \[\]"):
         model.load_state_dict(state)
     extra = {**state, "first.0.weight": missing, "head.bias": missing}
     with pytest.raises(smp.SMPError, match=r"missing keys \[\], unknown keys \['head\.bias'\]"):

@@ -92,9 +92,7 @@ def test_it_is_an_optimizer_that_shows_the_inner_one() -> None:
 
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("partial_state", [False, True])
-def test_state_saved_by_it_loads_before_and_after_partition(
-    before: int, partial_state: bool
-) -> None:
+def test_state_saved_by_it_loads_before_and_after_partition(before: int, partial_state: bool) -> None:
     model, optimizer = wrap(build(), ADAMW)
     run(model, optimizer, range(2))
     weights = model.state_dict()

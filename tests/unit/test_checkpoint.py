@@ -129,9 +129,7 @@ def test_the_files_of_a_partial_checkpoint(tmp_path: Path) -> None:
 def test_a_full_checkpoint_holds_the_weights_alone(tmp_path: Path) -> None:
     model, optimizer = start()
     run(model, optimizer, range(2))
-    smp.save_checkpoint(
-        tmp_path, "t", partial=False, model=model, optimizer=optimizer, user_content=[1]
-    )
+    smp.save_checkpoint(tmp_path, "t", partial=False, model=model, optimizer=optimizer, user_content=[1])
     assert names(tmp_path) == ["newest", "t", "user_content_t"]
     assert (tmp_path / "newest").read_text() == "t"
     plain = Net()
@@ -184,9 +182,7 @@ def test_older_partial_checkpoints_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, -1, True, 1.5])
-def test_a_wrong_number_to_keep_is_an_error_before_anything_is_written(
-    tmp_path: Path, keep: Any
-) -> None:
+def test_a_wrong_number_to_keep_is_an_error_before_anything_is_written(tmp_path: Path, keep: Any) -> None:
     model, optimizer = start()
     run(model, optimizer, range(1))
     with pytest.raises(ValueError, match="num_kept_partial_checkpoints must be a positive integer"):

@@ -84,9 +84,7 @@ def test_either_name_of_the_number_of_partitions_suffices(key: str) -> None:
     assert config.active_microbatches == 5
 
 
-@pytest.mark.parametrize(
-    ("optimize", "memory_weight"), [("speed", 0.2), ("memory", 0.8), (None, 0.8)]
-)
+@pytest.mark.parametrize(("optimize", "memory_weight"), [("speed", 0.2), ("memory", 0.8), (None, 0.8)])
 def test_default_memory_weight_follows_optimize(optimize: str | None, memory_weight: float) -> None:
     parameters = {"partitions": 1} | ({"optimize": optimize} if optimize else {})
 
@@ -96,9 +94,7 @@ def test_default_memory_weight_follows_optimize(optimize: str | None, memory_wei
     assert isinstance(given.memory_weight, float)
 
 
-@pytest.mark.parametrize(
-    "strategy", ["cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"]
-)
+@pytest.mark.parametrize("strategy", ["cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"])
 def test_every_placement_strategy(strategy: str) -> None:
     config = Config.from_parameters({"partitions": 2, "placement_strategy": strategy})
 
@@ -160,9 +156,7 @@ def test_a_choice_is_one_of_its_values(key: str, value: object) -> None:
 
 @pytest.mark.parametrize("value", ["dpt", "DP", "DDPT", "DPP"])
 def test_a_placement_uses_each_letter_once(value: str) -> None:
-    assert "an order of the letters D, P and T" in failure(
-        {"partitions": 2, "placement_strategy": value}
-    )
+    assert "an order of the letters D, P and T" in failure({"partitions": 2, "placement_strategy": value})
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,7 @@ def test_a_misspelt_key_gets_a_suggestion() -> None:
     assert text == "unknown parameter 'microbatchs': did you mean 'microbatches'?"
 
     assert "did you mean 'ddp'?" in failure({"partitions": 2, "DDP": True})
-    assert "did you mean 'tensor_parallel_degree'?" in failure(
-        {"partitions": 2, "tensor_paralel_degree": 2}
-    )
+    assert "did you mean 'tensor_parallel_degree'?" in failure({"partitions": 2, "tensor_paralel_degree": 2})
 
 
 def test_a_misspelt_required_key_gets_both_texts() -> None:
@@ -88,9 +86,7 @@ def test_a_key_of_later_work_is_refused_unless_it_asks_for_nothing(key: str) -> 
     assert failure({"partitions": 2, key: None}).startswith(f"{key!r} is not supported yet.")
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("fp16", 0), ("tensor_parallel_degree", True), ("bf16", "False")]
-)
+@pytest.mark.parametrize(("key", "value"), [("fp16", 0), ("tensor_parallel_degree", True), ("bf16", "False")])
 def test_the_off_value_of_another_type_is_refused(key: str, value: object) -> None:
     assert "not supported yet" in failure({"partitions": 2, key: value})
 

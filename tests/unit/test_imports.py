@@ -22,9 +22,7 @@ PURE_MODULES = [
 def loaded_by(statement: str) -> set[str]:
     """Returns which of torch and mpi4py a fresh interpreter holds after ``statement``."""
     program = f"{statement}\nimport sys\nprint(*{{'torch', 'mpi4py'}} & set(sys.modules))"
-    result = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True
-    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return set(result.stdout.split())
 

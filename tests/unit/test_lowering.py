@@ -37,8 +37,7 @@ def test_value_travels_once_to_each_stage_and_its_gradient_once_back() -> None:
         "0F0 0SEND_F0:v0>1 0SEND_F0:v0>2 0RECV_B0:v0<2 0RECV_B0:v0<1 0B0",
         "1RECV_F0:v0<0 1F0 1SEND_F0:v1>2 1RECV_F0:v2<2 1F0.1 1B0.1 1SEND_B0.1:v2>2 "
         "1RECV_B0:v1<2 1B0 1SEND_B0:v0>0",
-        "2RECV_F0:v0<0 2RECV_F0:v1<1 2F0 2SEND_F0:v2>1 2RECV_B0:v2<1 2B0 2SEND_B0:v0>0 "
-        "2SEND_B0:v1>1",
+        "2RECV_F0:v0<0 2RECV_F0:v1<1 2F0 2SEND_F0:v2>1 2RECV_B0:v2<1 2B0 2SEND_B0:v0>0 2SEND_B0:v1>1",
     ]
 
 

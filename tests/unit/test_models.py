@@ -107,9 +107,7 @@ def test_model_is_small(case: Case) -> None:
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @each_case
-def test_zigzag_uses_all_stages_and_keeps_shared_parameters_together(
-    case: Case, num_stages: int
-) -> None:
+def test_zigzag_uses_all_stages_and_keeps_shared_parameters_together(case: Case, num_stages: int) -> None:
     state = torch.get_rng_state()
     stages = case.manual_stages(num_stages)
 
@@ -226,9 +224,7 @@ def test_autocast_runs_its_blocks_in_bfloat16() -> None:
     model = case.build()
     dtypes = {}
     for name, module in (("block", model.blocks[1]), ("head", model.head)):
-        module.register_forward_hook(
-            lambda _module, _args, out, name=name: dtypes.update({name: out.dtype})
-        )
+        module.register_forward_hook(lambda _module, _args, out, name=name: dtypes.update({name: out.dtype}))
     case.forward_loss(model, case.batch(2))
     assert dtypes == {"block": torch.bfloat16, "head": torch.float32}
 

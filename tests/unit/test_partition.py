@@ -136,9 +136,7 @@ def test_manual_sharing_concerns_the_holders_only() -> None:
         ({"nose": 1}, 0, r"assigned to 'nose', which the model does not have"),
     ],
 )
-def test_manual_refuses_bad_stages_and_names(
-    assigned: dict[str, int], default: int, message: str
-) -> None:
+def test_manual_refuses_bad_stages_and_names(assigned: dict[str, int], default: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         manual_partition(TIED, 2, assigned=assigned, default=default)
 

@@ -80,9 +80,7 @@ def test_groups_take_their_best_seats(line: Line, num_stages: int) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(lines(max_size=6), st.integers(1, 4))
-def test_scattered_equals_the_enumerated_optimum_or_stays_contiguous(
-    line: Line, num_stages: int
-) -> None:
+def test_scattered_equals_the_enumerated_optimum_or_stays_contiguous(line: Line, num_stages: int) -> None:
     contiguous = balance(line, num_stages)
     stages = balance(line, num_stages, contiguous=False)
     best = min(score(line, each, num_stages) for each in _assignments(line, num_stages))
@@ -97,10 +95,7 @@ def test_scattered_equals_the_enumerated_optimum_or_stays_contiguous(
 @given(grouped_lines(), st.integers(1, 4))
 def test_scattered_keeps_groups_and_never_loses(line: Line, num_stages: int) -> None:
     stages = balance(line, num_stages, contiguous=False)
-    assert (
-        score(line, stages, num_stages)[:2]
-        <= score(line, balance(line, num_stages), num_stages)[:2]
-    )
+    assert score(line, stages, num_stages)[:2] <= score(line, balance(line, num_stages), num_stages)[:2]
     for group in line.groups:
         assert len({stages[atom] for atom in group.atoms}) == 1
 

@@ -130,8 +130,6 @@ def _called_in_order(root: ModuleCost) -> list[str]:
     return [holder.name for holder in sorted(_holders(root), key=lambda holder: holder.order)]
 
 
-def _cut_at(
-    root: ModuleCost, holders: list[str], num_stages: int, cuts: Sequence[int]
-) -> Partition:
+def _cut_at(root: ModuleCost, holders: list[str], num_stages: int, cuts: Sequence[int]) -> Partition:
     stage_of = {name: sum(i >= cut for cut in cuts) for i, name in enumerate(holders)}
     return Partition(num_stages, {m.name: stage_of.get(m.name, 0) for m in root.walk()})

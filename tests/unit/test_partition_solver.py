@@ -81,9 +81,7 @@ def test_two_blocks_and_four_stages_are_split_inside_the_blocks() -> None:
 
 def test_a_dominant_child_is_opened() -> None:
     trace = _Trace()
-    root = _root(
-        trace.leaf("stem"), trace.block("trunk", [10.0, 10.0, 10.0, 10.0]), trace.leaf("head")
-    )
+    root = _root(trace.leaf("stem"), trace.block("trunk", [10.0, 10.0, 10.0, 10.0]), trace.leaf("head"))
     partition = solve_partition(root, 2, memory_weight=0.0)
     assert _stages(partition, "stem", "trunk.a", "trunk.b") == [0, 0, 0]
     assert _stages(partition, "trunk.c", "trunk.d", "head") == [1, 1, 1]
@@ -145,9 +143,7 @@ def test_a_module_to_keep_whole_is_never_opened() -> None:
     root = _root(trace.block("a", [9.0, 9.0], keep_whole=True), trace.leaf("b"))
     partition = solve_partition(root, 3, memory_weight=0.0)
     assert _stages(partition, "a", "a.a", "a.b", "b") == [0, 0, 0, 1]
-    whole = solve_partition(
-        _root(trace.leaf("c"), trace.leaf("d"), keep_whole=True), 2, memory_weight=0.0
-    )
+    whole = solve_partition(_root(trace.leaf("c"), trace.leaf("d"), keep_whole=True), 2, memory_weight=0.0)
     assert set(whole.stage_of.values()) == {0}
 
 
@@ -202,9 +198,7 @@ def test_modules_tied_by_different_parameters_all_stay_together() -> None:
     ties = {"a": ("x", "a.own"), "b": ("y", "x"), "c": ("y", "c.own")}
     children = []
     for name, parameter_ids in ties.items():
-        leaves = [
-            trace.leaf(f"{name}.{i}", 5.0, parameter_ids=(p,)) for i, p in enumerate(parameter_ids)
-        ]
+        leaves = [trace.leaf(f"{name}.{i}", 5.0, parameter_ids=(p,)) for i, p in enumerate(parameter_ids)]
         children.append(ModuleCost(name=name, keep_whole=True, children=tuple(leaves)))
     partition = solve_partition(_root(*children, trace.leaf("d")), 3, memory_weight=0.0)
     assert _stages(partition, "a", "b", "c", "d") == [0, 0, 0, 1]

@@ -22,6 +22,10 @@ def test_the_parameter_table_is_generated_from_config() -> None:
 
 def test_files_and_targets_that_it_names_exist() -> None:
     text = README.read_text()
-    for name in ("notebooks/train_gpt.py", "smp_lite/record/recorder.py", "smp_lite/plan/segments.py"):
+    for name in (
+        "notebooks/train_gpt.py",
+        "smp_lite/record/recorder.py",
+        "smp_lite/plan/segments.py",
+    ):
         assert name in text
         assert (README.parent / name).is_file()

@@ -86,9 +86,7 @@ def test_group_rank_of_eight_ranks_with_two_stages_and_two_shards(
         ("TDP", "TP", "04 15 26 37"),
     ],
 )
-def test_pairs_of_eight_ranks_with_two_stages_and_two_shards(
-    strategy: str, kind: str, groups: str
-) -> None:
+def test_pairs_of_eight_ranks_with_two_stages_and_two_shards(strategy: str, kind: str, groups: str) -> None:
     assert list(Topology.from_placement(8, 2, 2, strategy).groups(kind)) == digits(groups)
 
 
@@ -197,9 +195,7 @@ def test_topologies_compare_by_what_they_say() -> None:
         ((8, 2, 1, "dpt"), "placement_strategy must be"),
     ],
 )
-def test_a_placement_that_cannot_be_is_refused(
-    arguments: tuple[int, int, int, str], message: str
-) -> None:
+def test_a_placement_that_cannot_be_is_refused(arguments: tuple[int, int, int, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Topology.from_placement(*arguments)
 

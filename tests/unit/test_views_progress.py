@@ -83,9 +83,7 @@ def test_odd_totals_count_as_unknown(
 
 
 @pytest.mark.parametrize("console_is_terminal", [False, True])
-def test_more_steps_than_announced(
-    console_is_terminal: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_steps_than_announced(console_is_terminal: bool, capsys: pytest.CaptureFixture[str]) -> None:
     run(2, 4, console_is_terminal=console_is_terminal)
     assert "4/2" in capsys.readouterr().out
 
@@ -124,16 +122,12 @@ def test_steps_that_take_no_time_have_no_speed(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("console_is_terminal", [False, True])
-def test_other_ranks_show_nothing(
-    console_is_terminal: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_ranks_show_nothing(console_is_terminal: bool, capsys: pytest.CaptureFixture[str]) -> None:
     run(10, 10, enabled=False, console_is_terminal=console_is_terminal)
     assert capsys.readouterr() == ("", "")
 
 
-def test_bar_on_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("NO_COLOR", "1")

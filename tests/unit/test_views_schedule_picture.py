@@ -104,9 +104,7 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 1
-    assert 'ImportError: drawing a schedule needs matplotlib: pip install "smp-lite[plot]"' in (
-        result.stderr
-    )
+    assert 'ImportError: drawing a schedule needs matplotlib: pip install "smp-lite[plot]"' in (result.stderr)
 
 
 def test_views_leave_pyplot_and_torch_alone(tmp_path: Path) -> None:

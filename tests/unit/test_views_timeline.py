@@ -136,9 +136,7 @@ def test_ranks_merge_in_numeric_order(tmp_path: Path) -> None:
 
 def test_offset_puts_hosts_on_one_clock(tmp_path: Path) -> None:
     for rank, (start_s, clock_offset_s) in enumerate([(5.0, 100.0), (70.5, 35.0)]):
-        with TimelineWriter(
-            tmp_path, rank=rank, stage_index=rank, clock_offset_s=clock_offset_s
-        ) as writer:
+        with TimelineWriter(tmp_path, rank=rank, stage_index=rank, clock_offset_s=clock_offset_s) as writer:
             writer.add_step(0, [ran("0F0", start_s, start_s + 1)])
     assert [e["ts"] for e in complete_events(merge_timelines(tmp_path))] == [0.0, 500_000.0]
 
