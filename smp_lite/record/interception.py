@@ -51,7 +51,7 @@ class _Listener(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         recorder = self.recorder
-        if recorder.suspended or PlacedTensor in types:
+        if recorder.suspended or recorder.descriptions.inferring or PlacedTensor in types:
             # Placed tensors bring their own handler, which runs next.
             return func(*args, **(kwargs or {}))
         return recorder.ordinary_function(func, args, kwargs or {})
@@ -71,14 +71,15 @@ def listening(recorder: Recorder) -> Iterator[None]:
     original_apply = torch.autograd.Function.__dict__["apply"]
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if recorder.inferring:
+        if recorder.descriptions.inferring:
             return module.forward(*args, **kwargs)
         if recorder.suspended:
             return original_call(module, *args, **kwargs)
         return recorder.call_module(module, original_call, args, kwargs)
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        if not recorder.suspended and any(type(arg) is PlacedTensor for arg in args):
+        listens = not recorder.suspended and not recorder.descriptions.inferring
+        if listens and any(type(arg) is PlacedTensor for arg in args):
             return recorder.torch_function(ApplyFunction(cls), args, kwargs)
         return original_apply.__get__(None, cls)(*args, **kwargs)
 

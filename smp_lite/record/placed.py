@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .torch_functions import is_metadata
+
 
 class TensorMeta(NamedTuple):
     """What is known of a tensor without its data."""
@@ -105,81 +107,6 @@ class PlacedTensor(torch.Tensor):
 def describe(placed: PlacedTensor) -> str:
     meta = placed.smp_meta
     return f"PlacedTensor(stage={placed.smp_stage}, shape={meta.shape}, dtype={meta.dtype})"
-
-
-_METADATA_PROPERTIES = frozenset(
-    [
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "requires_grad",
-        "is_leaf",
-        "layout",
-        "is_cuda",
-        "is_cpu",
-        "is_sparse",
-        "is_quantized",
-        "is_meta",
-        "is_nested",
-        "is_mkldnn",
-        "is_mps",
-        "is_xpu",
-        "is_xla",
-        "is_ipu",
-        "is_vulkan",
-        "is_sparse_csr",
-        "itemsize",
-        "nbytes",
-        "names",
-        "grad",
-        "retains_grad",
-        "output_nr",
-        "_version",
-        "is_maia",
-        "is_mtia",
-        "is_hpu",
-        "name",
-        "_backward_hooks",
-    ]
-)
-_METADATA_FUNCTIONS = frozenset(
-    [
-        "size",
-        "dim",
-        "numel",
-        "nelement",
-        "ndimension",
-        "stride",
-        "storage_offset",
-        "is_floating_point",
-        "is_complex",
-        "is_contiguous",
-        "element_size",
-        "get_device",
-        "is_signed",
-        "__len__",
-        "__hash__",
-        "is_tensor",
-        "is_inference",
-        "is_same_size",
-        "can_cast",
-        "result_type",
-        "has_names",
-        "is_conj",
-        "is_neg",
-        "dim_order",
-        "is_shared",
-        "is_pinned",
-    ]
-)
-
-
-def is_metadata(func: Any, name: str) -> bool:
-    """Whether the function reads only what a placed value knows."""
-    if name == "__get__":
-        return getattr(func.__self__, "__name__", "") in _METADATA_PROPERTIES
-    return name in _METADATA_FUNCTIONS
 
 
 def _recorder_of(args: Any, kwargs: Any) -> Listener | None:

@@ -25,92 +25,19 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from ..errors import SMPError
 from .ambient import Ambient
-from .metadata import (
-    Arguments,
-    ChangedArgument,
-    Constant,
-    MetadataInference,
-    MutableArgument,
-    NewTensor,
-    Repeated,
-    ResultMeta,
-    SameTensor,
-)
+from .binding import Binder, sharing_memory
+from .descriptions import Description, Descriptions, NeedsData, NotDescribed, content_token
+from .metadata import Arguments, ResultMeta
 from .placed import PlacedTensor
 from .placement import FOREIGN, SPLIT, STATELESS, Placement
 from .recording import Backward, Command, Recording
 from .replay import Tape, refuse
-from .signature import (
-    ModuleSignatures,
-    function_name,
-    plain_key,
-    stable_text,
-    structure_token,
-    tensor_meta,
-    token,
-)
+from .signature import function_name, structure_token, token
 from .source_line import warn_once_at_user_line
-from .structure import rebuild
-
-_FORCING = frozenset(
-    [
-        "item",
-        "tolist",
-        "numpy",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "__complex__",
-        "__array__",
-        "__contains__",
-        "is_nonzero",
-        "equal",
-        "allclose",
-        "__repr__",
-        "__str__",
-        "__format__",
-        "__reduce_ex__",
-        "__dlpack__",
-        "data_ptr",
-        "untyped_storage",
-        "storage",
-    ]
-)
-_IN_PLACE_OPERATORS = frozenset(
-    [
-        "__setitem__",
-        "__iadd__",
-        "__isub__",
-        "__imul__",
-        "__itruediv__",
-        "__ifloordiv__",
-        "__imod__",
-        "__ipow__",
-        "__iand__",
-        "__ior__",
-        "__ixor__",
-        "__ilshift__",
-        "__irshift__",
-        "__imatmul__",
-        "__idiv__",
-    ]
-)
-_REFUSED = {
-    "backward": "call model.backward(loss)",
-    "grad": "gradients of gradients are not supported; model.backward(loss) is the only backward",
-    "detach_": "write x = x.detach()",
-    "requires_grad_": "leaves that need a gradient belong into a module that is placed on one stage",
-    "apply_": "use torch functions",
-    "map_": "use torch functions",
-    "map2_": "use torch functions",
-}
-_FROM_NUMBERS = frozenset((torch.tensor, torch.full, torch.Tensor.new_tensor, torch.Tensor.new_full))
-"""They read numbers out of their arguments inside torch, where autograd is off and nobody hears of it."""
+from .torch_functions import FROM_NUMBERS, LOOKS_AT_DATA, REFUSED, changes_first
 
 
 class Host(Protocol):
@@ -129,16 +56,12 @@ class Recorder:
     def __init__(self, placement: Placement, host: Host) -> None:
         self.placement = placement
         self.host = host
-        self.signatures = ModuleSignatures()
-        self.inference = MetadataInference()
+        self.descriptions = Descriptions()
         self.suspended = False
-        self.inferring = False
         self.serial = -1  # counts microbatches over all steps
         self.first_serial = 0
         self.recording: Recording | None = None
         self.tape: Tape | None = None  # set while a step is recorded for replay
-        # Key of a call -> (description, content tokens by label, structure token).
-        self._results: dict[Any, tuple[ResultMeta, dict[str, int], int]] = {}
         self._captured: dict[int, list[tuple[Arguments, int]]] = {}
         self._twins: dict[int, tuple[weakref.ref[torch.Tensor], PlacedTensor]] = {}
         self._recordings: dict[int, Recording] = {}
@@ -147,8 +70,8 @@ class Recorder:
 
     def begin_step(self) -> None:
         if self.placement.refresh(self):
-            self.signatures.forget()
-        self.signatures.new_step()
+            self.descriptions.signatures.forget()
+        self.descriptions.signatures.new_step()
         self.first_serial = self.serial + 1
         self._recordings.clear()
 
@@ -217,22 +140,22 @@ class Recorder:
                 "data here: return it from the step function, then it is valid on every rank"
             )
         name = getattr(func, "__name__", "")
-        if name in _FORCING:
+        if name in LOOKS_AT_DATA:
             return self._forced(func, args, kwargs)
-        if name in _REFUSED:
+        if name in REFUSED:
             if name == "requires_grad_":
                 wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
                 if bool(wanted) == args[0].requires_grad:
                     return args[0]
             raise SMPError(
                 f"{function_name(func)}() was called inside an smp.step on a value that lives on one "
-                f"stage: {_REFUSED[name]}"
+                f"stage: {REFUSED[name]}"
             )
         if name == "__deepcopy__":
             func, args, kwargs = torch.clone, args[:1], {}
         elif name == "__set__":
             return self._set_attribute(func, args)
-        elif _changes_first(name, kwargs):
+        elif changes_first(name, kwargs):
             target = kwargs.get("out", args[0] if args else None)
             if type(target) is not PlacedTensor and isinstance(target, torch.Tensor):
                 return self._change_replicated(func, target, args, kwargs)
@@ -245,13 +168,13 @@ class Recorder:
         if self._twins and any(id(leaf) in self._twins for leaf in Arguments.of(args, kwargs).tensors):
             return self.torch_function(func, *self._with_twins(args, kwargs))
         name = getattr(func, "__name__", "")
-        if func in _FROM_NUMBERS and any(
+        if func in FROM_NUMBERS and any(
             type(tensor) is PlacedTensor for tensor in Arguments.of(args, kwargs).tensors
         ):
             return self._forced(func, args, kwargs)
         if name == "__set__" and type(args[1]) is PlacedTensor:
             return self._set_attribute(func, args)
-        if self._captured and _changes_first(name, kwargs):
+        if self._captured and changes_first(name, kwargs):
             self._keep_captured(kwargs.get("out", args[0] if args else None))
         if self.tape is not None:
             return self.tape.call(func, args, kwargs)
@@ -370,15 +293,17 @@ class Recorder:
         recording = self.recording
         assert recording is not None
         ambient = Ambient.current()
-        result = self._result(label, func, module, arguments, ambient)
-        if isinstance(result, _Forced):
+        what = module if module is not None else func
+        assert what is not None
+        described = self.descriptions.describe(label, what, arguments, ambient)
+        if type(described) is NeedsData:
             return self._forced(func, *arguments.build(arguments.tensors))
         sources = [
             self.value_of(tensor) if type(tensor) is PlacedTensor else -1 for tensor in arguments.tensors
         ]
         command = Command(
             index=len(recording.commands),
-            stage_index=home if home >= 0 else self._stage(arguments, result),
+            stage_index=home if home >= 0 else self._stage(arguments, described),
             label=label,
             arguments=arguments,
             sources=sources,
@@ -387,64 +312,25 @@ class Recorder:
             function=func,
             module=module,
         )
-        if result is None:
-            return self._run_for_real(command)
-        meta, content, structure = result
+        if not isinstance(described, Description):
+            return self._run_for_real(command, described)
         self._capture(arguments, sources)
-        returned, links = self._bind(command, meta)
-        recording.add(command, links, (content, structure))
+        returned, links = self._binder().bind(command, described.meta)
+        recording.add(command, links, (described.content, described.structure))
         return returned
 
-    def _result(
-        self,
-        label: str,
-        func: Callable[..., Any] | None,
-        module: nn.Module | None,
-        arguments: Arguments,
-        ambient: Ambient,
-    ) -> tuple[ResultMeta, int, int] | _Forced | None:
-        """(description, tokens), or None if the call must run for real to be described."""
-        what = self.signatures.of(module) if module is not None else func
-        key: Any = (label if module is None else None, what, arguments.spec, ambient)
-        key += tuple([_leaf_key(leaf) for leaf in arguments.leaves])
-        try:
-            found = self._results.get(key)
-        except TypeError:  # an argument that cannot be hashed
-            key, found = None, None
-        if found is not None:
-            meta, contents, structure = found
-            content = contents.get(label)
-            if content is None:
-                content = contents[label] = _content_token(label, arguments)
-            return meta, content, structure
-        self.suspended = self.inferring = True
-        try:
-            if module is not None:
-                meta = self.inference.module(module, arguments)
-            else:
-                assert func is not None
-                meta = self.inference.function(func, arguments)
-        except MutableArgument:
-            raise
-        except DataDependentOutputException:
-            return _Forced() if module is None else None
-        except Exception:
-            return None
-        finally:
-            self.suspended = self.inferring = False
-        content, structure = _content_token(label, arguments), structure_token(meta)
-        if key is not None:
-            self._results[key] = (meta, {label: content}, structure)
-        return meta, content, structure
+    def _binder(self) -> Binder:
+        assert self.recording is not None
+        return Binder(self.recording, self, self.serial)
 
-    def _stage(self, arguments: Arguments, result: tuple[ResultMeta, int, int] | None) -> int:
+    def _stage(self, arguments: Arguments, described: Description | NotDescribed | None) -> int:
         """Where a call without a home of its own goes."""
         placed = [tensor for tensor in arguments.tensors if type(tensor) is PlacedTensor]
-        if result is not None:
-            for changed in result[0].changed:
+        if isinstance(described, Description):
+            for changed in described.meta.changed:
                 target = arguments.tensors[changed.argument]
                 if type(target) is PlacedTensor and (
-                    hasattr(target, "smp_parameter") or len(_live(target)) > 1
+                    hasattr(target, "smp_parameter") or len(sharing_memory(target)) > 1
                 ):
                     return target.smp_stage
         if not placed:
@@ -466,92 +352,20 @@ class Recorder:
                 copy = self.tape.call(torch.clone, (present,), {}) if self.tape else present.clone()
                 self._replace(arguments, i, copy)
 
-    def _bind(self, command: Command, meta: ResultMeta) -> tuple[Any, tuple[tuple[int, ...], ...]]:
-        """Makes the result's placed values; returns the result and the links of its outputs."""
-        recording = self.recording
-        assert recording is not None
-        tensors, sources, stage = command.arguments.tensors, command.sources, command.stage_index
-        outputs: list[int] = []
-        links: list[tuple[int, ...]] = []
-        new: list[PlacedTensor] = []
-        leaves: list[Any] = []
-        for leaf in meta.leaves:
-            if type(leaf) is NewTensor:
-                placed = PlacedTensor(leaf.meta)
-                placed.smp_recorder = self
-                placed.smp_stage = stage
-                placed.smp_microbatch = self.serial
-                placed.smp_value = recording.new_value(stage, leaf.meta)
-                if leaf.aliases is not None and type(tensors[leaf.aliases]) is PlacedTensor:
-                    _join(placed, tensors[leaf.aliases])  # type: ignore[arg-type]
-                outputs.append(placed.smp_value)
-                links.append(tuple([sources[i] for i in leaf.links if sources[i] >= 0]))
-                new.append(placed)
-                leaves.append(placed)
-            elif type(leaf) is SameTensor:
-                leaves.append(tensors[leaf.argument])
-            elif type(leaf) is Repeated:
-                leaves.append(new[leaf.index])
-            else:
-                assert type(leaf) is Constant
-                leaves.append(leaf.value)
-        changes: list[tuple[int, int]] = []
-        for changed in meta.changed:
-            self._change(command, changed, changes, outputs, links)
-        command.meta = meta
-        command.outputs = tuple(outputs)
-        command.changes = tuple(changes)
-        recording.draws |= meta.draws
-        return rebuild(meta.spec, iter(leaves)), tuple(links)
-
-    def _change(
-        self,
-        command: Command,
-        changed: ChangedArgument,
-        changes: list[tuple[int, int]],
-        outputs: list[int],
-        links: list[tuple[int, ...]],
-    ) -> None:
-        """A placed argument was changed in place: it and its views get new versions."""
-        recording = self.recording
-        assert recording is not None
-        target = command.arguments.tensors[changed.argument]
-        if type(target) is not PlacedTensor:
-            raise SMPError(
-                f"{command.label} changes one of its arguments in place, an ordinary tensor that every "
-                "rank holds, and only its own stage would see it: pass a copy (tensor.clone())"
-            )
-        if hasattr(target, "smp_parameter"):
-            return  # the owner's parameter itself changes; it has no versions
-        if changed.meta.shape != target.smp_meta.shape:
-            raise SMPError(f"{command.label} changes the shape of a tensor in place: use its plain form")
-        reached = tuple(command.sources[i] for i in changed.links if command.sources[i] >= 0)
-        for member in _live(target):
-            old = member.smp_value
-            if (old, 0) in {(pair[0], 0) for pair in changes}:
-                continue
-            member.smp_meta = member.smp_meta._replace(requires_grad=changed.meta.requires_grad)
-            with torch._C.DisableTorchFunctionSubclass():
-                member.requires_grad_(changed.meta.requires_grad)
-            member.smp_stage = command.stage_index
-            member.smp_value = recording.new_value(command.stage_index, member.smp_meta)
-            changes.append((old, member.smp_value))
-            outputs.append(member.smp_value)
-            links.append(tuple(dict.fromkeys((*reached, old))))
-
     # Decisions on data ------------------------------------------------------------------------------------
 
-    def _run_for_real(self, command: Command) -> Any:
+    def _run_for_real(self, command: Command, unknown: NotDescribed) -> Any:
         """Records a call that only its execution can describe, and executes up to it."""
         recording = self.recording
         assert recording is not None
         recording.epoch += 1
         command.epoch = recording.epoch
-        mark = _content_token(command.label, command.arguments)
+        mark = content_token(command.label, command.arguments)
         recording.add(command, (), (mark, mark))
         meta = self.host.run_for_real(recording, command)
         self._captured.clear()
-        returned, links = self._bind(command, meta)
+        returned, links = self._binder().bind(command, meta)
+        self.descriptions.learn(unknown, command.label, command.arguments, meta)
         recording.links[-1] = links
         recording.structure_digest = hash((recording.structure_digest, structure_token(meta)))
         recording.epoch += 1
@@ -615,49 +429,12 @@ class Recorder:
         )
 
 
-class _Forced:
-    """The function's result is Python data of a placed argument."""
-
-
-def _changes_first(name: str, kwargs: dict[str, Any]) -> bool:
-    return (
-        (name.endswith("_") and not name.endswith("__"))
-        or name in _IN_PLACE_OPERATORS
-        or bool(kwargs.get("inplace"))
-        or isinstance(kwargs.get("out"), torch.Tensor)
-    )
-
-
 def _storage(tensor: torch.Tensor) -> int | None:
     """Identifies the memory of an ordinary tensor."""
     with torch._C.DisableTorchFunction():  # no call of the user's
         return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
-def _leaf_key(leaf: Any) -> Any:
-    return tensor_meta(leaf) if isinstance(leaf, torch.Tensor) else plain_key(leaf)
-
-
-def _content_token(label: str, arguments: Arguments) -> int:
-    return token(label, *[stable_text(leaf) for leaf in arguments.leaves])
-
-
 def _weight(placed: PlacedTensor) -> tuple[int, int]:
     """Size, then age: parameters are the oldest."""
     return placed.smp_meta.num_bytes, getattr(placed, "smp_value", -1)
-
-
-def _join(view: PlacedTensor, base: PlacedTensor) -> None:
-    """Notes that two placed tensors share memory."""
-    if base.smp_aliases is None:
-        base.smp_aliases = [weakref.ref(base)]
-    view.smp_aliases = base.smp_aliases
-    view.smp_aliases.append(weakref.ref(view))
-
-
-def _live(placed: PlacedTensor) -> list[PlacedTensor]:
-    """The placed tensors that share its memory and that somebody still holds."""
-    if placed.smp_aliases is None:
-        return [placed]
-    members = [reference() for reference in placed.smp_aliases]
-    return [member for member in members if member is not None]

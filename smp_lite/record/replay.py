@@ -19,32 +19,7 @@ from .metadata import Arguments
 from .recording import Recording
 from .signature import function_name, plain_key, tensor_meta
 from .structure import flatten
-
-_LEAVES_TORCH = frozenset(
-    [
-        "item",
-        "tolist",
-        "numpy",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "__complex__",
-        "__array__",
-        "__contains__",
-        "is_nonzero",
-        "equal",
-        "allclose",
-        "__repr__",
-        "__str__",
-        "__format__",
-        "__reduce_ex__",
-        "__dlpack__",
-        "data_ptr",
-        "untyped_storage",
-        "storage",
-    ]
-)
+from .torch_functions import LOOKS_AT_DATA
 
 
 def refuse(what: str) -> SMPError:
@@ -83,7 +58,7 @@ class Tape:
         sources = [self.slot(tensor) for tensor in arguments.tensors]
         if all(source is None for source in sources):
             return func(*args, **kwargs)
-        if getattr(func, "__name__", "") in _LEAVES_TORCH:
+        if getattr(func, "__name__", "") in LOOKS_AT_DATA:
             raise refuse(f"looks at the data of its inputs ({function_name(func)}())")
         result = func(*args, **kwargs)
         leaves: list[Any] = []

@@ -109,19 +109,16 @@ class CommandRunner:
         assert meta is not None
         if meta.spec is LEAF:
             if type(meta.leaves[0]) is NewTensor:
-                local[command.outputs[0]] = result
+                local[command.outputs[0]] = _checked(command, result, meta.leaves[0])
             return
         leaves: list[Any] = []
         spec = flatten(result, leaves)
         if spec != meta.spec:
-            raise SMPError(
-                f"{command.label} returned another structure than it was recorded with: its result must "
-                "not depend on anything but its inputs and attributes"
-            )
+            raise _changed(command, "another structure")
         outputs = iter(command.outputs)
         for leaf, described in zip(leaves, meta.leaves, strict=True):
             if type(described) is NewTensor:
-                local[next(outputs)] = leaf
+                local[next(outputs)] = _checked(command, leaf, described)
 
     def adopt(self, command: Command, local: dict[int, torch.Tensor]) -> None:
         """Stores the result of a command that was described only after it had run."""
@@ -130,3 +127,23 @@ class CommandRunner:
         for old, new in command.changes:
             position = command.sources.index(old)
             local[new] = tensors[position]
+
+
+def _checked(command: Command, tensor: Any, described: NewTensor) -> torch.Tensor:
+    """The tensor, if it is as it was recorded."""
+    meta = described.meta
+    if not isinstance(tensor, torch.Tensor):
+        raise _changed(command, f"a {type(tensor).__name__}")
+    if tensor.shape != meta.shape or tensor.dtype is not meta.dtype:
+        raise _changed(
+            command,
+            f"{tensor.dtype}{list(tensor.shape)} instead of {meta.dtype}{list(meta.shape)}",
+        )
+    return tensor
+
+
+def _changed(command: Command, what: str) -> SMPError:
+    return SMPError(
+        f"{command.label} returned {what}, other than it was recorded with: the form of its result must not "
+        "depend on anything but its inputs and attributes"
+    )

@@ -40,7 +40,6 @@ def _slices(batch: dict[str, Any], start: int, size: int) -> dict[str, Any]:
         "unet",
         "batchnorm",
         "multi_input",
-        "index_boolean",
         "hooks",
     ],
 )

@@ -1,0 +1,118 @@
+"""Turns the description of a call's result into placed values.
+
+A placed tensor stands for a *value*, one version of it: a change in place gives it, and the views that share
+its memory, new versions. So what was recorded before still reads the old one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from ..errors import SMPError
+from .metadata import ChangedArgument, Constant, NewTensor, Repeated, ResultMeta, SameTensor
+from .placed import Listener, PlacedTensor
+from .recording import Command, Recording
+from .structure import rebuild
+
+Links = tuple[tuple[int, ...], ...]
+
+
+class Binder:
+    """Makes the placed values of one microbatch.
+
+    Args:
+        recording: where their values are numbered.
+        listener: hears of what is done with them.
+        serial: number of the microbatch over all steps.
+    """
+
+    def __init__(self, recording: Recording, listener: Listener, serial: int) -> None:
+        self.recording = recording
+        self.listener = listener
+        self.serial = serial
+
+    def bind(self, command: Command, meta: ResultMeta) -> tuple[Any, Links]:
+        """Completes the command; returns its result and, for each output, the values it depends on."""
+        tensors, sources = command.arguments.tensors, command.sources
+        outputs: list[int] = []
+        links: list[tuple[int, ...]] = []
+        new: list[PlacedTensor] = []
+        leaves: list[Any] = []
+        for leaf in meta.leaves:
+            if type(leaf) is NewTensor:
+                placed = self._place(leaf, command)
+                outputs.append(placed.smp_value)
+                links.append(tuple([sources[i] for i in leaf.links if sources[i] >= 0]))
+                new.append(placed)
+                leaves.append(placed)
+            elif type(leaf) is SameTensor:
+                leaves.append(tensors[leaf.argument])
+            elif type(leaf) is Repeated:
+                leaves.append(new[leaf.index])
+            else:
+                assert type(leaf) is Constant
+                leaves.append(leaf.value)
+        changes: dict[int, int] = {}
+        for changed in meta.changed:
+            for old, version, reached in self._change(command, changed, changes):
+                changes[old] = version
+                outputs.append(version)
+                links.append(reached)
+        command.meta = meta
+        command.outputs = tuple(outputs)
+        command.changes = tuple(changes.items())
+        self.recording.draws |= meta.draws
+        return rebuild(meta.spec, iter(leaves)), tuple(links)
+
+    def _place(self, leaf: NewTensor, command: Command) -> PlacedTensor:
+        placed = PlacedTensor(leaf.meta)
+        placed.smp_recorder = self.listener
+        placed.smp_stage = command.stage_index
+        placed.smp_microbatch = self.serial
+        placed.smp_value = self.recording.new_value(command.stage_index, leaf.meta)
+        base = command.arguments.tensors[leaf.aliases] if leaf.aliases is not None else None
+        if type(base) is PlacedTensor:
+            if base.smp_aliases is None:
+                base.smp_aliases = [weakref.ref(base)]
+            placed.smp_aliases = base.smp_aliases
+            placed.smp_aliases.append(weakref.ref(placed))
+        return placed
+
+    def _change(
+        self, command: Command, changed: ChangedArgument, known: dict[int, int]
+    ) -> list[tuple[int, int, tuple[int, ...]]]:
+        """A placed argument was changed in place: (old version, new version, what that depends on)."""
+        target = command.arguments.tensors[changed.argument]
+        if type(target) is not PlacedTensor:
+            raise SMPError(
+                f"{command.label} changes one of its arguments in place, an ordinary tensor that every "
+                "rank holds, and only its own stage would see it: pass a copy (tensor.clone())"
+            )
+        if hasattr(target, "smp_parameter"):
+            return []  # the owner's parameter itself changes; it has no versions
+        if changed.meta.shape != target.smp_meta.shape:
+            raise SMPError(f"{command.label} changes the shape of a tensor in place: use its plain form")
+        reached = tuple(command.sources[i] for i in changed.links if command.sources[i] >= 0)
+        found = []
+        for member in sharing_memory(target):
+            old = member.smp_value
+            if old in known:
+                continue
+            member.smp_meta = member.smp_meta._replace(requires_grad=changed.meta.requires_grad)
+            with torch._C.DisableTorchFunctionSubclass():
+                member.requires_grad_(changed.meta.requires_grad)
+            member.smp_stage = command.stage_index
+            member.smp_value = self.recording.new_value(command.stage_index, member.smp_meta)
+            found.append((old, member.smp_value, tuple(dict.fromkeys((*reached, old)))))
+        return found
+
+
+def sharing_memory(placed: PlacedTensor) -> list[PlacedTensor]:
+    """The placed tensors that share its memory, itself included, and that somebody still holds."""
+    if placed.smp_aliases is None:
+        return [placed]
+    members = [reference() for reference in placed.smp_aliases]
+    return [member for member in members if member is not None]
