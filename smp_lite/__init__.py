@@ -19,7 +19,7 @@ _HOMES = {
         get_rdp_process_group is_tracing broadcast send recv_from allgather barrier mp_barrier dp_barrier
         pp_barrier tp_barrier rdp_barrier partition set_partition""",
     "session": "init init_in_memory is_initialized reset",
-    "step_context": "step",
+    "step_function": "step",
     "model": "DistributedModel",
     "optimizer": "DistributedOptimizer",
     "record.microbatch": "StepOutput",

@@ -35,7 +35,7 @@ from .record.placed import PlacedTensor
 from .record.recording import Recording
 from .record.structure import flatten
 from .runtime.step_runner import Batch
-from .step_context import step
+from .step_function import step
 
 FLOPS_UNIT = 1e9
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from .errors import SMPError
 from .record.interception import listening
-from .record.microbatch import Splitter, merge_outputs
+from .record.microbatch import merge_outputs
 from .record.recorder import Recorder
 from .record.recording import Recording
 from .record.replay import Tape, refuse, step_key
@@ -215,92 +214,6 @@ def _leaves(value: Any) -> list[Any]:
     leaves: list[Any] = []
     flatten(value, leaves)
     return leaves
-
-
-class StepFunction:
-    """What ``@smp.step`` makes of a function.
-
-    A callable object and no function on purpose: it is not bound as a method, so a class body may hold
-    one that is called as ``self.train_step(model, batch)`` without a ``self`` parameter (SMPTrainer of
-    AWS's own examples does that).
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        *,
-        non_split_inputs: list[str] | None = None,
-        input_split_axes: dict[str, int] | None = None,
-        detach_outputs: bool = True,
-    ) -> None:
-        self.function = function
-        self.detach_outputs = detach_outputs
-        self._splitter = Splitter(function, non_split_inputs or (), input_split_axes)
-        self.__name__ = getattr(function, "__name__", "step")
-        self.__doc__ = function.__doc__
-        self.__wrapped__ = function
-        self._static: StaticSteps = {}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from . import session as session_module
-
-        session = session_module.current()
-        if session.step is not None:
-            raise SMPError("a step function was called inside another step function: call it outside")
-        inputs = self._splitter.split(args, kwargs, session.cfg.microbatches)
-        context = StepContext(session, inputs, session.steps_run)
-        session.step = context
-        try:
-            result = context.run(self.function, self.detach_outputs, self._static)
-        except BaseException:
-            context.abandon()
-            raise
-        finally:
-            session.step = None
-        session.steps_run += 1
-        if session.model is not None:
-            session.model.after_step(context)
-        return result
-
-
-def step(
-    function: Callable[..., Any] | None = None,
-    *,
-    non_split_inputs: list[str] | None = None,
-    input_split_axes: dict[str, int] | None = None,
-    detach_outputs: bool = True,
-) -> Any:
-    """Decorates a function that runs the model on one batch; it then runs once for each microbatch.
-
-    ``@smp.step``, ``@smp.step()`` and ``@smp.step(...)`` all work. Collective over the mp group: all its
-    ranks must call the function with the same batch.
-
-    Args:
-        function: called once for each microbatch with that part of the batch.
-        non_split_inputs: names of arguments that are never cut.
-        input_split_axes: batch axis by argument name; 0 for the others.
-        detach_outputs: returned tensors are detached. False keeps their graph on the rank that made them,
-            and its memory.
-
-    Returns:
-        The function's result with each tensor replaced by a :class:`StepOutput`, valid on every mp rank.
-    """
-
-    def decorate(found: Callable[..., Any]) -> StepFunction:
-        return StepFunction(
-            found,
-            non_split_inputs=non_split_inputs,
-            input_split_axes=input_split_axes,
-            detach_outputs=detach_outputs,
-        )
-
-    if function is None:
-        return decorate
-    if not callable(function):
-        raise TypeError(
-            "smp.step takes its options by keyword: @smp.step(non_split_inputs=[...], input_split_axes={...})"
-        )
-    return decorate(function)
 
 
 def _input_tensors(inputs: list[Any]) -> Iterator[tuple[int, int, torch.Tensor]]:

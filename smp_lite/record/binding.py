@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import SMPError
-from .metadata import ChangedArgument, Constant, NewTensor, Repeated, ResultMeta, SameTensor
+from .calls import ChangedArgument, Constant, NewTensor, Repeated, ResultMeta, SameTensor
 from .placed import Listener, PlacedTensor
 from .recording import Command, Recording
 from .structure import rebuild

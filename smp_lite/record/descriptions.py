@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import (
 )
 
 from .ambient import Ambient
-from .metadata import Arguments, Constant, MetadataInference, MutableArgument, ResultMeta
+from .calls import Arguments, Constant, ResultMeta
+from .metadata import MetadataInference, MutableArgument
 from .signature import (
     ModuleSignatures,
     plain_key,

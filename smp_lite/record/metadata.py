@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +24,17 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from .calls import (
+    Arguments,
+    ChangedArgument,
+    Constant,
+    NewTensor,
+    Repeated,
+    ResultMeta,
+    SameTensor,
+)
 from .placed import PlacedTensor, TensorMeta
-from .structure import Spec, flatten, rebuild
+from .structure import flatten
 
 
 class NeedsRealRun(Exception):
@@ -35,61 +43,6 @@ class NeedsRealRun(Exception):
 
 class MutableArgument(ValueError):
     """A module stored tensors in an object that it was given."""
-
-
-@dataclass(frozen=True)
-class NewTensor:
-    """A result leaf that is a new tensor.
-
-    ``links`` are the tensor arguments that a gradient of it would reach; ``aliases`` one whose memory it
-    shares (a view), or None. Arguments are numbered among the tensor arguments.
-    """
-
-    meta: TensorMeta
-    links: tuple[int, ...]
-    aliases: int | None = None
-
-
-@dataclass(frozen=True)
-class SameTensor:
-    """A result leaf that is one of the tensor arguments itself."""
-
-    argument: int
-
-
-@dataclass(frozen=True)
-class Repeated:
-    """A result leaf that is the same tensor as an earlier new one."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A result leaf that is no tensor."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class ChangedArgument:
-    """A tensor argument changed in place, with its metadata after the call."""
-
-    argument: int
-    meta: TensorMeta
-    links: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ResultMeta:
-    """Everything that recording needs to know of a call's result."""
-
-    spec: Spec
-    leaves: tuple[NewTensor | SameTensor | Repeated | Constant, ...]
-    changed: tuple[ChangedArgument, ...] = ()
-    draws: bool = False
-    flops: float = 0.0
-    kept_bytes: int = 0
 
 
 class MetadataInference:
@@ -242,38 +195,6 @@ def describe_result(
         if leaf is not tensor and not tensor.is_inference() and tensor._version > 0
     )
     return ResultMeta(spec=spec, leaves=described, changed=changed, draws=draws)
-
-
-class Arguments:
-    """Flattened arguments of a call with its tensors apart."""
-
-    __slots__ = ("leaves", "positions", "spec", "tensors")
-
-    def __init__(self, leaves: list[Any], spec: Spec) -> None:
-        self.leaves = leaves
-        self.spec = spec
-        self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self.tensors: list[torch.Tensor] = [leaves[i] for i in self.positions]
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        leaves: list[Any] = []
-        spec = flatten((args, kwargs), leaves)
-        return cls(leaves, spec)
-
-    def build(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) with other tensors."""
-        leaves = list(self.leaves)
-        for position, tensor in zip(self.positions, tensors, strict=True):
-            leaves[position] = tensor
-        args, kwargs = rebuild(self.spec, iter(leaves))
-        return args, kwargs
-
-    def args(self, fakes: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[Any, ...]:
-        return self.build([given for _, given in fakes])[0]
-
-    def kwargs(self, fakes: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
-        return self.build([given for _, given in fakes])[1]
 
 
 class _Describer:

@@ -29,8 +29,8 @@ from torch import nn
 from ..errors import SMPError
 from .ambient import Ambient
 from .binding import Binder, sharing_memory
+from .calls import Arguments, ResultMeta
 from .descriptions import Description, Descriptions, NeedsData, NotDescribed, content_token
-from .metadata import Arguments, ResultMeta
 from .placed import PlacedTensor
 from .placement import FOREIGN, SPLIT, STATELESS, Placement
 from .recording import Backward, Command, Recording

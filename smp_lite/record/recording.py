@@ -18,7 +18,7 @@ from torch import nn
 
 from ..plan.segments import CommandNode, SegmentGraph, build_graph
 from .ambient import Ambient
-from .metadata import Arguments, ResultMeta
+from .calls import Arguments, ResultMeta
 from .placed import PlacedTensor, TensorMeta
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import SMPError
-from .metadata import Arguments
+from .calls import Arguments
 from .recording import Recording
 from .signature import function_name, plain_key, tensor_meta
 from .structure import flatten

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .metadata import ResultMeta
+from .calls import ResultMeta
 from .placed import PlacedTensor, TensorMeta
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)

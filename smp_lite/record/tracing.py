@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..plan.partition import ModuleCost
-from .metadata import Arguments, MetadataInference, operator_flops, untouched
+from .calls import Arguments
+from .metadata import MetadataInference, operator_flops, untouched
 from .structure import flatten
 
 

@@ -9,7 +9,7 @@ import torch
 from ..errors import SMPError
 from ..plan.segments import Segment
 from ..record.ambient import Ambient
-from ..record.metadata import NewTensor
+from ..record.calls import NewTensor
 from ..record.placement import Placement
 from ..record.recording import Command, Recording
 from ..record.structure import LEAF, flatten

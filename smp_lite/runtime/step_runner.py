@@ -21,7 +21,8 @@ from ..errors import SMPError
 from ..plan.actions import ActionKind
 from ..plan.lowering import Schedule, lower
 from ..plan.schedules import Policy, Work, compute_order
-from ..record.metadata import ResultMeta, describe_result
+from ..record.calls import ResultMeta
+from ..record.metadata import describe_result
 from ..record.recorder import Recorder
 from ..record.recording import Command, Recording, describe_command
 from .executor import StageExecutor
