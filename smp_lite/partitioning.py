@@ -1,7 +1,7 @@
 """Deciding the partition of a model: from contexts, from a stored file, or by the solver.
 
-The decision is made on mp rank 0's costs and sent to its peers, so measured times, which differ from
-process to process, cannot make them disagree.
+The decision is made on rank 0's costs and sent to its peers and to the other replicas, so measured times,
+which differ from process to process, cannot make them disagree.
 """
 
 from __future__ import annotations
@@ -75,6 +75,9 @@ def decide_partition(
                 contiguous=config.contiguous,
             )
         partition = peers.share_object(solved, 0, "the partition")
+    if session.world is not None and len(session.group("DP")) > 1:
+        # Replicas must cut alike, or they would average gradients of different parameters.
+        partition = session.world.exchange(partition, "DP", "the partition of the replicas")[0]
     if config.partition_file and not config.load_partition and session.rank == 0:
         Path(config.partition_file).write_text(partition.to_json())
     return partition, costs

@@ -66,8 +66,7 @@ class World:
     def new_comm(self, kind: str, what: str) -> MPI.Comm:
         """Another communicator over this rank's group, for one user of it; collective over the group.
 
-        Making one blocks inside MPI, so the members meet first, where a missing one is noticed. (``Idup``,
-        which would not block, mixes up messages of overlapping groups in Open MPI 5.0.)
+        Making one blocks inside MPI, so the members meet first, where a missing one is noticed.
         """
         self.exchange(None, kind, what)
         return self._comms[kind].Dup()

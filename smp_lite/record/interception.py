@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
+from ..errors import SMPError
 from .placed import PlacedTensor
 
 if TYPE_CHECKING:
@@ -79,6 +81,11 @@ def listening(recorder: Recorder) -> Iterator[None]:
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         listens = not recorder.suspended and not recorder.descriptions.inferring
+        if listens and cls is CheckpointFunction:
+            raise SMPError(
+                "torch.utils.checkpoint with use_reentrant=True was called around modules that lie on "
+                "several stages: use it inside a module that lies on one stage"
+            )
         if listens and any(type(arg) is PlacedTensor for arg in args):
             return recorder.torch_function(ApplyFunction(cls), args, kwargs)
         return original_apply.__get__(None, cls)(*args, **kwargs)

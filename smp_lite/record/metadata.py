@@ -131,13 +131,14 @@ class MetadataInference:
         parameters: set[int],
     ) -> ResultMeta:
         versions = [given._version if not given.is_inference() else 0 for _, given in fakes]
-        kept: dict[int, int] = {}
+        kept: dict[int, torch.UntypedStorage] = {}
 
         def pack(tensor: torch.Tensor) -> None:
-            # Nothing is kept: there is no backward, and a kept output would be a circle that is never freed.
+            # The storage alone: a kept tensor, if it is an output, would be a circle that is never freed,
+            # and a freed storage's address would soon be another's.
             storage = tensor.untyped_storage()
             if storage._cdata not in parameters:
-                kept[storage._cdata] = storage.nbytes()
+                kept[storage._cdata] = storage
 
         watch = _Watch()
         python_state = random.getstate()
@@ -162,7 +163,7 @@ class MetadataInference:
             changed=changed,
             draws=watch.draws or python_drew,
             flops=watch.flops,
-            kept_bytes=sum(kept.values()),
+            kept_bytes=sum(storage.nbytes() for storage in kept.values()),
         )
 
 

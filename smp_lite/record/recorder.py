@@ -293,6 +293,11 @@ class Recorder:
         recording = self.recording
         assert recording is not None
         ambient = Ambient.current()
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            warn_once_at_user_line(
+                "saved-tensor hooks (torch.utils.checkpoint, offloading) around modules of several stages "
+                "have no effect: use them inside a module that lies on one stage"
+            )
         what = module if module is not None else func
         assert what is not None
         described = self.descriptions.describe(label, what, arguments, ambient)

@@ -105,7 +105,7 @@ class _Watch(TorchDispatchMode):
         # Running modules; a container's own ops count at the child whose result they go on with.
         self.stack: list[list[str]] = [["", ""]]
         self.clock = time.perf_counter()
-        self.seen_storages: set[int] = set()
+        self.kept: dict[int, torch.UntypedStorage] = {}  # alive, or addresses would be used again
 
     def __torch_dispatch__(
         self,
@@ -152,8 +152,8 @@ class _Watch(TorchDispatchMode):
 
         def pack(tensor: torch.Tensor) -> None:
             storage = tensor.untyped_storage()
-            if storage._cdata not in self.state_storages and storage._cdata not in self.seen_storages:
-                self.seen_storages.add(storage._cdata)
+            if storage._cdata not in self.state_storages and storage._cdata not in self.kept:
+                self.kept[storage._cdata] = storage
                 self.trace.of(self.stack[-1][1]).kept_bytes += storage.nbytes()
 
         nn.Module.__call__ = call  # type: ignore[method-assign, assignment]

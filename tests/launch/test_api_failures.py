@@ -15,8 +15,8 @@ import pytest
 from tests.harness import run_distributed, run_script
 from tests.launch.launching import launch, processes_mentioning
 
-HANG_S = 20.0
-WATCHDOG = {"SMP_LITE_WATCHDOG_S": "60", "OMP_NUM_THREADS": "1"}
+HANG_S = 60.0
+WATCHDOG = {"SMP_LITE_WATCHDOG_S": "300", "OMP_NUM_THREADS": "1"}
 
 PREAMBLE = """
 import os, sys, time, warnings
