@@ -18,8 +18,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from ..errors import SMPError
 from .placed import PlacedTensor
+from .source_line import CHECKPOINT_WITHOUT_EFFECT, warn_once_at_user_line
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -82,10 +82,10 @@ def listening(recorder: Recorder) -> Iterator[None]:
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         listens = not recorder.suspended and not recorder.descriptions.inferring
         if listens and cls is CheckpointFunction:
-            raise SMPError(
-                "torch.utils.checkpoint with use_reentrant=True was called around modules that lie on "
-                "several stages: use it inside a module that lies on one stage"
-            )
+            # Reentrant checkpointing hands over a function that may call modules of any stage.
+            warn_once_at_user_line(CHECKPOINT_WITHOUT_EFFECT)
+            run_function, _, *inputs = args
+            return run_function(*inputs)
         if listens and any(type(arg) is PlacedTensor for arg in args):
             return recorder.torch_function(ApplyFunction(cls), args, kwargs)
         return original_apply.__get__(None, cls)(*args, **kwargs)

@@ -36,7 +36,7 @@ from .placement import FOREIGN, SPLIT, STATELESS, Placement
 from .recording import Backward, Command, Recording
 from .replay import Tape, refuse
 from .signature import function_name, structure_token, token
-from .source_line import warn_once_at_user_line
+from .source_line import CHECKPOINT_WITHOUT_EFFECT, warn_once_at_user_line
 from .torch_functions import FROM_NUMBERS, LOOKS_AT_DATA, REFUSED, changes_first
 
 
@@ -294,10 +294,7 @@ class Recorder:
         assert recording is not None
         ambient = Ambient.current()
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            warn_once_at_user_line(
-                "saved-tensor hooks (torch.utils.checkpoint, offloading) around modules of several stages "
-                "have no effect: use them inside a module that lies on one stage"
-            )
+            warn_once_at_user_line(CHECKPOINT_WITHOUT_EFFECT)
         what = module if module is not None else func
         assert what is not None
         described = self.descriptions.describe(label, what, arguments, ambient)

@@ -8,6 +8,11 @@ from pathlib import Path
 
 import torch
 
+CHECKPOINT_WITHOUT_EFFECT = (
+    "saved-tensor hooks (torch.utils.checkpoint, offloading) around modules of several stages do nothing: "
+    "use them inside a module that lies on one stage"
+)
+
 _OURS = (str(Path(__file__).resolve().parents[1]), str(Path(torch.__file__).resolve().parent))
 _warned: set[tuple[str, str, int]] = set()
 
