@@ -287,18 +287,10 @@ def operator_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
     return float(first.numel()) if isinstance(first, torch.Tensor) else 0.0
 
 
-_HOOK_TABLES = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-
-
 def hook_reason(module: nn.Module) -> str | None:
     """Why the module's result cannot be told without running its hooks, or None."""
     for name, part in module.named_modules():
-        for table in _HOOK_TABLES[:2]:
+        for table in ("_forward_hooks", "_forward_pre_hooks"):
             if part.__dict__.get(table):
                 return f"{name or type(module).__name__} has {table.strip('_').replace('_', ' ')}"
     return None

@@ -59,7 +59,6 @@ class Recorder:
         self.descriptions = Descriptions()
         self.suspended = False
         self.serial = -1  # counts microbatches over all steps
-        self.first_serial = 0
         self.recording: Recording | None = None
         self.tape: Tape | None = None  # set while a step is recorded for replay
         self._captured: dict[int, list[tuple[Arguments, int]]] = {}
@@ -72,7 +71,6 @@ class Recorder:
         if self.placement.refresh(self):
             self.descriptions.signatures.forget()
         self.descriptions.signatures.new_step()
-        self.first_serial = self.serial + 1
         self._recordings.clear()
 
     def begin_microbatch(self, microbatch_index: int) -> Recording:

@@ -19,7 +19,7 @@ from torch import nn
 from ..plan.segments import CommandNode, SegmentGraph, build_graph
 from .ambient import Ambient
 from .calls import Arguments, ResultMeta
-from .placed import PlacedTensor, TensorMeta
+from .placed import TensorMeta
 
 
 @dataclass(slots=True)
@@ -137,7 +137,3 @@ def describe_command(command: Command, recording: Recording) -> str:
         meta = recording.values[source].meta if source >= 0 else TensorMeta.of(tensor)
         parts.append(f"{str(meta.dtype).removeprefix('torch.')}{list(meta.shape)}")
     return f"{command.label} on stage {command.stage_index} of ({', '.join(parts)})"
-
-
-def is_placed(tensor: object) -> bool:
-    return type(tensor) is PlacedTensor

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..comm.collectives import Collectives
-from ..comm.peers import OneProcess, Peers
+from ..comm.peers import Peers
 from ..comm.wires import MemoryWire, Wire
 from ..plan.schedules import Policy
 from ..record.placement import Placement
@@ -146,7 +146,3 @@ class ModelRuntime:
     def _on_final(self, parameter: nn.Parameter) -> None:
         if self.reducer is not None and self._reduce_now:
             self.reducer.on_final(parameter)
-
-    @property
-    def plays_all_stages(self) -> bool:
-        return isinstance(self.peers, OneProcess)
