@@ -113,8 +113,11 @@ def test_a_script_runs_under_plain_mpirun(tmp_path: Path) -> None:
     script = write(
         tmp_path,
         "script.py",
-        "print(rank, os.environ['WORD'], sys.argv[1:])\n"
-        "print('apart', file=sys.stderr)\nsys.exit(rank * 4)\n",
+        "from mpi4py import MPI\n"
+        "print(rank, os.environ['WORD'], sys.argv[1:], flush=True)\n"
+        "print('apart', file=sys.stderr, flush=True)\n"
+        "MPI.COMM_WORLD.Barrier()  # mpirun ends rank 0 when rank 1 has failed: both print before\n"
+        "sys.exit(rank * 4)\n",
     )
     result = run_script([str(script), "a"], 2, env={"WORD": "w"})
     assert result.returncode == 4
