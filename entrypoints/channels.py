@@ -17,7 +17,7 @@ import selectors
 import struct
 import termios
 import tty
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -31,16 +31,16 @@ _PREFIX_COLUMNS = len("[0] ")
 
 
 class Channels:
-    """The channels of `num_ranks` ranks; `terminals` names rank 0's streams that need a terminal.
+    """The channels of `ranks`; `terminals` names rank 0's streams that need a terminal.
 
     A context manager: leaving it closes all that it opened.
     """
 
-    def __init__(self, directory: Path, num_ranks: int, terminals: Collection[str]) -> None:
+    def __init__(self, directory: Path, ranks: Iterable[int], terminals: Collection[str]) -> None:
         self._directory = directory
         self._open = ExitStack()
         self._selector = self._open.enter_context(selectors.DefaultSelector())
-        for rank in range(num_ranks):
+        for rank in ranks:
             for stream in ("stdout", "stderr"):
                 path = directory / f"rank{rank}.{stream}"
                 if rank == 0 and stream in terminals:

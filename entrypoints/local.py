@@ -2,7 +2,10 @@
 
 What a person is promised: every line carries its rank; when one rank fails, all stop; the first
 failure, with its traceback, is the last thing on the screen, and its exit code is the launcher's;
-Ctrl-C and SIGTERM end the ranks too.
+Ctrl-C and SIGTERM end the ranks too, after a notice (SIGUSR1) and a time of grace where one is given.
+
+The notice is not SIGTERM: mpirun answers that by killing its ranks a moment later, before any of
+them could save. SIGUSR1 it passes on to all ranks, on all hosts, and goes on.
 
 mpirun gets a process group of its own, so that a Ctrl-C in the terminal reaches the launcher alone,
 which passes it on once: mpirun answers a second signal by leaving without its ranks. The price is
@@ -11,7 +14,6 @@ that ranks cannot read the keyboard; a redirected standard input reaches rank 0.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -25,11 +27,12 @@ from types import FrameType
 from smp_lite.errors_record import ERROR_DIR_VARIABLE, FailureRecord, read_failures
 
 from .channels import Channels
+from .ending import Ending, decide_ending
 from .launch_plan import LaunchPlan
-from .mpirun import Death, MpirunMessages, kill_ranks, stop_mpirun
-from .output import LineMerger
+from .mpirun import kill_ranks, stop_mpirun
+from .screen import MPIRUN, Screen
 
-__all__ = ["run_local"]
+__all__ = ["run_local", "stop_requests"]
 
 _POLL_S = 0.1
 _FAILURE_GRACE_S = 5.0
@@ -37,22 +40,38 @@ _FAILURE_GRACE_S = 5.0
 _STOP_GRACE_S = 3.0
 """How long mpirun may take to stop its ranks when it is asked to, before all are killed."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_MPIRUN = "mpirun"
+_NOTICE = signal.SIGUSR1
 
 
-def run_local(plan: LaunchPlan, num_ranks: int, inherited: Mapping[str, str]) -> int:
-    """Run `plan` to its end and return the exit code for the launcher.
+def run_local(
+    plan: LaunchPlan,
+    num_ranks: int,
+    inherited: Mapping[str, str],
+    *,
+    grace_s: float = 0.0,
+    remote_failures: Callable[[], list[FailureRecord]] = list,
+) -> Ending:
+    """Run `plan` to its end.
 
-    The code is 0, or that of the rank which failed first (128 + n where signal n killed it), or
-    128 + n where signal n stopped the launcher.
+    Args:
+        plan: what to start.
+        num_ranks: how many of its ranks, from rank 0 on, are processes of this machine.
+        inherited: the environment to start from.
+        grace_s: seconds that the ranks get between the notice and their end when the launcher is told
+            to stop; being told twice ends them. Ranks that end by themselves meanwhile decide the exit
+            code.
+        remote_failures: called at the end: the failures on other hosts.
+
+    Returns:
+        The ending; its exit code is 128 + n where signal n stopped the launcher.
     """
     terminals = {name for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)) if stream.isatty()}
     with (
         tempfile.TemporaryDirectory(prefix="smp-lite-") as directory,
-        Channels(Path(directory), num_ranks, terminals) as channels,
-        _stop_requests() as requests,
+        Channels(Path(directory), range(num_ranks), terminals) as channels,
+        stop_requests() as requests,
     ):
-        screen = _Screen(terminals)
+        screen = Screen(terminals)
         environment = {**plan.full_environment(inherited), ERROR_DIR_VARIABLE: directory}
         with subprocess.Popen(
             plan.argv,
@@ -63,76 +82,70 @@ def run_local(plan: LaunchPlan, num_ranks: int, inherited: Mapping[str, str]) ->
         ) as process:
             try:
                 assert process.stdout is not None
-                channels.add(process.stdout.fileno(), (_MPIRUN, "stdout"))
-                _follow(process, Path(directory), channels, screen, requests)
+                channels.add(process.stdout.fileno(), (MPIRUN, "stdout"))
+                watch = _Watch(process, Path(directory), num_ranks, grace_s)
+                watch.follow(channels, screen, requests)
             except BrokenPipeError:
                 requests.append(signal.SIGPIPE)
             finally:
                 if process.poll() is None:
                     stop_mpirun(process, channels.rank_pids(), _STOP_GRACE_S)
                 kill_ranks(channels.rank_pids())
-        if requests:
-            return 128 + requests[0]
+        if signal.SIGPIPE in requests:
+            return Ending(128 + signal.SIGPIPE)
         screen.take(channels, timeout_s=0)
         screen.close()
-        return _report(read_failures(directory), screen.messages.death, process.returncode)
+        if requests and not watch.ended_alone:
+            return Ending(128 + requests[0], None, f"stopped by {requests[0].name}")
+        failures = sorted(
+            [*read_failures(directory), *remote_failures()], key=lambda failure: failure.time_ns
+        )
+        return decide_ending(failures, screen.messages.death, process.returncode, screen.last_lines)
 
 
-class _Screen:
-    """The launcher's two output streams, each a `LineMerger`; one where both are one terminal."""
+class _Watch:
+    """Stays with mpirun until it ends by itself, is told to stop, or takes too long over either."""
 
-    def __init__(self, terminals: set[str]) -> None:
-        self.messages = MpirunMessages()
-        live = [("0", name) for name in terminals]
-        err = LineMerger(_writer(sys.stderr.fileno()), live)
-        out = err if len(terminals) == 2 else LineMerger(_writer(sys.stdout.fileno()), live)
-        self._mergers = {"stdout": out, "stderr": err}
-        self._mpirun_text = ""
+    def __init__(
+        self, process: subprocess.Popen[bytes], directory: Path, num_ranks: int, grace_s: float
+    ) -> None:
+        self._process = process
+        self._directory = directory
+        self._num_ranks = num_ranks
+        self._grace_s = grace_s
+        self._noticed = False
+        self._ended_alone = False
+        self._deadline = float("inf")
 
-    def take(self, channels: Channels, timeout_s: float) -> None:
-        """Show what has come, waiting up to `timeout_s` seconds for it; then all that is there."""
-        while batch := list(channels.read(timeout_s)):
-            for source, data in batch:
-                if source[0] == _MPIRUN:
-                    self._take_mpirun(data)
-                else:
-                    self._mergers[source[1]].feed(source, data)
-            timeout_s = 0
+    @property
+    def ended_alone(self) -> bool:
+        """Whether mpirun ended without being killed by us."""
+        return self._ended_alone
 
-    def close(self) -> None:
-        """Nothing more comes: show what is still held back."""
-        self._take_mpirun(b"\n")
-        self._show_mpirun(self.messages.close())
-        for merger in self._mergers.values():
-            merger.close()
+    def follow(self, channels: Channels, screen: Screen, requests: list[signal.Signals]) -> None:
+        """Pass output on meanwhile."""
+        while self._process.poll() is None and time.monotonic() < self._deadline:
+            screen.take(channels, _POLL_S)
+            if any(self._directory.glob("*.failure.json")):
+                self._end_within(_FAILURE_GRACE_S)
+            if requests:
+                self._end_within(self._grace_s if len(requests) == 1 else 0)
+                self._give_notice()
+        self._ended_alone = self._process.poll() is not None
 
-    def _take_mpirun(self, data: bytes) -> None:
-        *lines, self._mpirun_text = (self._mpirun_text + data.decode(errors="replace")).split("\n")
-        for line in lines:
-            self._show_mpirun(self.messages.feed(line.rstrip("\r")))
+    def _end_within(self, seconds: float) -> None:
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
 
-    def _show_mpirun(self, lines: list[str]) -> None:
-        for line in lines:
-            self._mergers["stderr"].feed((_MPIRUN, "stdout"), f"{line}\n".encode())
-
-
-def _follow(
-    process: subprocess.Popen[bytes],
-    directory: Path,
-    channels: Channels,
-    screen: _Screen,
-    requests: list[signal.Signals],
-) -> None:
-    """Pass output on until mpirun ends by itself, is asked to stop, or takes too long over it."""
-    deadline = float("inf")
-    while process.poll() is None and not requests and time.monotonic() < deadline:
-        screen.take(channels, _POLL_S)
-        if deadline == float("inf") and any(directory.glob("*.failure.json")):
-            deadline = time.monotonic() + _FAILURE_GRACE_S
+    def _give_notice(self) -> None:
+        # A rank that has not come as far as to tell its process id would die of the notice.
+        started = len(list(self._directory.glob("rank*.pid")))
+        if self._grace_s and not self._noticed and started == self._num_ranks:
+            self._process.send_signal(_NOTICE)
+            self._noticed = True
 
 
 @contextmanager
-def _stop_requests() -> Iterator[list[signal.Signals]]:
+def stop_requests() -> Iterator[list[signal.Signals]]:
     """Collect the signals that ask the launcher to stop, in place of dying from them."""
     requests: list[signal.Signals] = []
 
@@ -145,39 +158,3 @@ def _stop_requests() -> Iterator[list[signal.Signals]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _writer(descriptor: int) -> Callable[[bytes], None]:
-    def write(data: bytes) -> None:
-        while data:
-            data = data[os.write(descriptor, data) :]
-
-    return write
-
-
-def _report(failures: list[FailureRecord], death: Death | None, mpirun_code: int) -> int:
-    """Print the failures, the first one last, and return the exit code."""
-    if mpirun_code == 0 and not failures:
-        return 0
-    # mpirun names the rank that ended first. One that a signal killed had no time for a record, and
-    # the records of the others then tell of its loss. In all other cases the earliest record is the
-    # cause: a rank may end quietly because a peer has failed.
-    recorded = {failure.rank for failure in failures}
-    killed = death is not None and death.signal_number is not None and death.rank not in recorded
-    first = failures[0] if failures and not killed else None
-    for failure in reversed(failures):
-        if failure is not first:
-            prefix = f"[{failure.rank}] "
-            lines = failure.text.rstrip("\n").split("\n")
-            print("\n".join(prefix + line for line in lines), file=sys.stderr)
-    if first is not None:
-        print(f"rank {first.rank} failed first:\n{first.text}", end="", file=sys.stderr)
-        return first.exit_code
-    if death is None:
-        code = mpirun_code if mpirun_code >= 0 else 128 - mpirun_code
-        print(f"mpirun ended with exit code {code}", file=sys.stderr)
-        return code
-    print(f"rank {death.rank} failed first: {death.describe()}", file=sys.stderr)
-    if death.signal_number is not None:
-        return 128 + death.signal_number
-    return death.exit_code or mpirun_code

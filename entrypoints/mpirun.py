@@ -4,9 +4,10 @@ mpirun ends every rank when one of them fails, and does it well as long as it li
 stops its ranks (SIGTERM, then SIGKILL) within a second or two. If it is killed outright its ranks
 live on, so stopping by force needs their process ids too.
 
-Its own account of a failure comes as a block between two lines of dashes. Three of these blocks say
+Its own account of a failure comes as a block between two lines of dashes. Some of these blocks say
 nothing that we do not say better, so they are kept back and read: they are the only source where a
-rank died without a chance to leave a record (a signal, `os._exit`, `MPI_Abort`).
+rank died without a chance to leave a record (a signal, `os._exit`, `MPI_Abort`). The texts are those
+of Open MPI 5 and, where they differ, of 4.1.
 """
 
 from __future__ import annotations
@@ -21,12 +22,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Death", "MpirunMessages", "find_mpirun", "kill_ranks", "stop_mpirun"]
+__all__ = [
+    "Death",
+    "MpirunMessages",
+    "find_daemon",
+    "find_mpirun",
+    "installed_version",
+    "kill_ranks",
+    "mpirun_version",
+    "stop_mpirun",
+]
 
+_VERSION_S = 30.0
 _RULE = re.compile(r"-{40,}\s*$")
 _SIGNALLED = re.compile(r"process rank (\d+) with PID \d+ on node \S+\s+exited\s+on\s+signal (\d+)")
-_ABORTED = re.compile(r"due to process rank (\d+) with PID \d+ on node \S+\s+calling\s+\"abort\"")
-_EXITED = re.compile(r"Process name:\s+\[\S+@\d+,(\d+)\]\s+Exit code:\s+(\d+)")
+_ABORTED = re.compile(
+    r"due to process rank (\d+) with PID \d+ on node \S+\s+calling\s+\"abort\""
+    r"|MPI_ABORT was invoked on rank (\d+) in communicator MPI_COMM_WORLD\s+with errorcode"
+)
+_EXITED = re.compile(r"Process name:\s+\[(?:\S+@\d+|\[\d+,\d+\]),(\d+)\]\s+Exit code:\s+(\d+)")
+_ANNOUNCED = re.compile(r"Primary job\s+terminated normally, but \d+ process(es)? returned")
+"""What 4.1 says before it gives the account proper."""
+_VERSION = re.compile(r"\(Open MPI\) (\d+)\.(\d+)")
 
 
 @dataclass(frozen=True)
@@ -71,9 +88,10 @@ class MpirunMessages:
     def close(self) -> list[str]:
         """End the current block, whole or not; returns it unless it is an account of a death."""
         block, self._block = self._block or [], None
-        death = _death_in("\n".join(block))
+        text = "\n".join(block)
+        death = _death_in(text)
         if death is None:
-            return block
+            return [] if _ANNOUNCED.search(text) else block
         self.death = self.death or death
         return []
 
@@ -84,7 +102,7 @@ def _death_in(text: str) -> Death | None:
     if match := _EXITED.search(text):
         return Death(int(match[1]), exit_code=int(match[2]))
     if match := _ABORTED.search(text):
-        return Death(int(match[1]))
+        return Death(int(match[1] or match[2]))
     return None
 
 
@@ -103,6 +121,47 @@ def find_mpirun() -> str:
             'install MPI with: pip install "smp-lite[mpi]"'
         )
     return on_path
+
+
+def mpirun_version(text: str) -> tuple[int, int]:
+    """The (major, minor) version in `text`, the output of `mpirun --version`.
+
+    Raises ValueError, saying what to install, where it is not Open MPI.
+    """
+    match = _VERSION.search(text)
+    if match is None:
+        first_line = text.strip().partition("\n")[0]
+        raise ValueError(
+            f"mpirun is not that of Open MPI: it calls itself {first_line!r}; "
+            'install Open MPI 5 with: pip install "smp-lite[mpi]"'
+        )
+    return int(match[1]), int(match[2])
+
+
+def installed_version(mpirun: str) -> tuple[int, int]:
+    """The version of the Open MPI at that path.
+
+    Raises:
+        ValueError: it cannot be run, or is another MPI.
+    """
+    try:
+        result = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=_VERSION_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"{mpirun} --version could not be run: {error}") from error
+    return mpirun_version(result.stdout + result.stderr)
+
+
+def find_daemon(mpirun: str) -> str:
+    """The path of the daemon that this mpirun starts on other hosts.
+
+    Raises:
+        ValueError: it is not beside mpirun.
+    """
+    directory = Path(mpirun).resolve().parent
+    for name in ("prted", "orted"):  # Open MPI 5, 4
+        if os.access(directory / name, os.X_OK):
+            return str(directory / name)
+    raise ValueError(f"neither prted nor orted is in {directory}, beside mpirun: reinstall Open MPI")
 
 
 def stop_mpirun(process: subprocess.Popen[bytes], rank_pids: Iterable[int], wait_s: float) -> None:

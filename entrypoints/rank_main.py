@@ -1,10 +1,11 @@
 """What each process of a local launch runs before it becomes the script.
 
-It does three things and then gets out of the way:
+It does four things and then gets out of the way:
 
 * It moves its standard output and error onto this rank's own channels (the launcher's named pipes,
   or for rank 0 a terminal), so the launcher knows who wrote what, and a script that asks whether it
   writes to a terminal gets the right answer.
+* It takes the environment of its host where one machine plays several.
 * It runs the script so that it sees what `python script.py args` gives.
 * If the script fails it leaves a failure record and ends at once. It must not leave the normal way:
   on exit mpi4py calls MPI_Finalize, which waits for peers that in turn wait for this rank.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import io
 import os
 import runpy
+import signal
 import sys
 import traceback
 import types
@@ -22,6 +24,8 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 from smp_lite.errors_record import ERROR_DIR_VARIABLE, record_failure
+
+from .one_machine import enter_host
 
 __all__ = ["main"]
 
@@ -32,12 +36,16 @@ def main(argv: list[str]) -> None:
     """Run `argv`, which is `script args...` or `-m module args...`, as this rank."""
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     run_dir = Path(os.environ[ERROR_DIR_VARIABLE])
+    # The launcher's notice that the job is about to be stopped would kill this process. smp.init()
+    # listens to it; a script that does not call that runs on.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     (run_dir / f"rank{rank}.pid").write_text(str(os.getpid()))
     for descriptor, stream in ((1, "stdout"), (2, "stderr")):
         channel = os.open(run_dir / f"rank{rank}.{stream}", os.O_WRONLY | os.O_NOCTTY)
         os.dup2(channel, descriptor)
         os.close(channel)
     try:
+        enter_host(rank)
         if argv[0] == "-m":
             _run_module(argv[1], argv[2:])
         else:

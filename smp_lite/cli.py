@@ -1,7 +1,8 @@
-"""The command `smp-lite`: `run` starts a script on several processes, `plan` looks before it.
+"""The command `smp-lite`: `run` starts a script on several processes, `launch` prints what starts it on a
+cluster, `plan` looks before it.
 
-`run` must answer at once and so imports no torch; what `plan` needs is imported when it is asked
-for.
+`run` and `launch` must answer at once and so import no torch; what `plan` needs is imported when it is
+asked for.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
-        prog="smp-lite", description="Run and plan SMP training scripts on this machine."
+        prog="smp-lite", description="Run, launch and plan SMP training scripts."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,plan}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,launch,plan}")
     run = commands.add_parser("run", help="run a script on several processes of this machine")
     _add_run_arguments(run)
+    launch = commands.add_parser("launch", help="print what starts a script on a cluster; start nothing")
+    _add_launch_arguments(launch)
     plan = commands.add_parser("plan", help="show how a model would be split and scheduled")
     if arguments[:1] == ["plan"]:
         from smp_lite import preview
@@ -37,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "run":
             return _run(args)
+        if args.command == "launch":
+            print(_launch(args), end="")
+            return 0
         if args.args and ":" in args.target:
             # A function takes no arguments: what follows it is meant for us.
             args = parser.parse_args(["plan", *args.args, args.target])
@@ -50,6 +56,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, required=True, metavar="N", help="how many ranks to start")
+    _add_script_arguments(parser)
+
+
+def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--on",
+        choices=("slurm", "kubernetes"),
+        required=True,
+        help="slurm: print a script for sbatch; kubernetes: print an MPIJob for kubectl apply",
+    )
+    parser.add_argument("--hosts", type=int, default=1, metavar="N", help="how many machines (default 1)")
+    parser.add_argument(
+        "--processes-per-host", type=int, required=True, metavar="M", help="how many ranks on each machine"
+    )
+    parser.add_argument("--name", help="name of the job (default: made from that of the script)")
+    parser.add_argument(
+        "--time", metavar="LIMIT", help="longest run as Slurm writes it: minutes, H:MM:SS or D-HH:MM:SS"
+    )
+    parser.add_argument("--partition", help="Slurm: the partition to queue in (default: the cluster's own)")
+    parser.add_argument("--image", help="Kubernetes: the container image, which holds the script")
+    _add_script_arguments(parser)
+
+
+def _add_script_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--parameters",
         metavar="JSON",
@@ -83,7 +113,39 @@ def _run(args: argparse.Namespace) -> int:
     )
     if parameters is not None:
         Config.from_parameters(parameters).check_world_size(args.processes)
-    return run_local(plan, args.processes, os.environ)
+    ending = run_local(plan, args.processes, os.environ)
+    ending.show()
+    return ending.exit_code
+
+
+def _launch(args: argparse.Namespace) -> str:
+    """The text that the cluster wants."""
+    from smp_lite.entrypoints.cluster_job import ClusterJob, job_name
+
+    job = ClusterJob(
+        name=args.name if args.name is not None else job_name(args.script),
+        hosts=args.hosts,
+        processes_per_host=args.processes_per_host,
+        script=args.script,
+        args=tuple(args.args),
+        module=args.module,
+        parameters=None if args.parameters is None else _read_parameters(args.parameters),
+        time_limit=args.time,
+    )
+    if args.on == "slurm":
+        from smp_lite.entrypoints.slurm_script import slurm_script
+
+        if args.image is not None:
+            raise ValueError("--image is for --on kubernetes: a Slurm job runs in the cluster's own Python")
+        return slurm_script(job, partition=args.partition)
+
+    from smp_lite.entrypoints.kubernetes_manifest import kubernetes_manifest
+
+    if args.partition is not None:
+        raise ValueError("--partition is for --on slurm: Kubernetes has none")
+    if args.image is None:
+        raise ValueError("--image is missing: name the container image that holds the script")
+    return kubernetes_manifest(job, image=args.image)
 
 
 def _read_parameters(text: str) -> dict[str, Any]:

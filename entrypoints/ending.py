@@ -1,0 +1,87 @@
+"""How a launch ended: which rank failed first, and what a person should read about it.
+
+mpirun names the rank that ended first. One that a signal killed had no time for a record, and the
+records of the others then tell of its loss. In all other cases the earliest record is the cause: a
+rank may end quietly because a peer has failed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from smp_lite.errors_record import FailureRecord
+
+from .mpirun import Death
+
+__all__ = ["Ending", "decide_ending"]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """exit_code: for the launcher: 0, or that of the rank which failed first (128 + n where signal n
+    killed it).
+    rank: the one that failed first; None where it is not known, or none failed.
+    text: the cause: a traceback, or a sentence.
+    last_lines: what that rank printed last.
+    others: the records of the ranks that failed after it.
+    """
+
+    exit_code: int
+    rank: int | None = None
+    text: str = ""
+    last_lines: tuple[str, ...] = ()
+    others: tuple[FailureRecord, ...] = ()
+
+    @property
+    def headline(self) -> str:
+        """The cause in one line: who, and the last line of a traceback or the first of another text."""
+        lines = [line.strip() for line in self.text.splitlines() if line.strip()]
+        cause = (
+            lines[-1 if self.text.startswith("Traceback") else 0] if lines else f"exit code {self.exit_code}"
+        )
+        return cause if self.rank is None else f"rank {self.rank} failed first: {cause}"
+
+    def show(self) -> None:
+        """Print the failures on standard error, the first one last; nothing where all went well."""
+        for failure in reversed(self.others):
+            prefix = f"[{failure.rank}] "
+            lines = failure.text.rstrip("\n").split("\n")
+            print("\n".join(prefix + line for line in lines), file=sys.stderr)
+        if "\n" in self.text and self.rank is not None:
+            print(f"rank {self.rank} failed first:\n{self.text}", end="", file=sys.stderr)
+        elif self.text:
+            print(self.headline if self.rank is not None else self.text.rstrip(), file=sys.stderr)
+
+
+def decide_ending(
+    failures: Sequence[FailureRecord],
+    death: Death | None,
+    mpirun_code: int,
+    last_lines: Mapping[int, Sequence[str]],
+) -> Ending:
+    """The ending of a launch that was not stopped from outside.
+
+    Args:
+        failures: the ranks' own records, the earliest first.
+        death: mpirun's account of the first rank that died.
+        mpirun_code: its return code, as subprocess gives it.
+        last_lines: by rank, what each printed last.
+    """
+    if mpirun_code == 0 and not failures:
+        return Ending(0)
+    recorded = {failure.rank for failure in failures}
+    killed = death is not None and death.signal_number is not None and death.rank not in recorded
+    if failures and not killed:
+        first, *others = failures
+        lines = tuple(last_lines.get(first.rank, ()))
+        text = first.text if first.text.endswith("\n") else f"{first.text}\n"
+        return Ending(first.exit_code, first.rank, text, lines, tuple(others))
+    if death is None:
+        code = mpirun_code if mpirun_code >= 0 else 128 - mpirun_code
+        return Ending(code, None, f"mpirun ended with exit code {code}")
+    signalled = death.signal_number is not None
+    code = 128 + death.signal_number if signalled else death.exit_code or mpirun_code
+    lines = tuple(last_lines.get(death.rank, ()))
+    return Ending(code, death.rank, death.describe(), lines, tuple(failures))

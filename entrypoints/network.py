@@ -1,0 +1,256 @@
+"""The hosts of a job on a network: how the first one starts ranks on the others, without sshd.
+
+mpirun starts one daemon of its own on each other host, by a program that is ssh by default. Ours is
+`start_daemon`: it hands the daemon's arguments to the `train` process that waits on that host, which
+starts the daemon with the environment of its host. So every host keeps its own `SM_CURRENT_HOST`,
+no image needs an ssh server or keys, and no variable is written anywhere.
+
+A `train` process that starts what it is told over the network must know by whom. Both sides prove
+that they know a key derived from the job's own files (`job_key`), by the challenge of
+`multiprocessing.connection`; what is started is the Open MPI daemon of this host, whatever the
+message says; and messages are JSON, never pickles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from pathlib import Path
+from typing import Any
+
+from smp_lite.errors_record import FailureRecord
+
+from .job import Job
+
+__all__ = [
+    "KEY_VARIABLE",
+    "PORT_VARIABLE",
+    "HostService",
+    "OtherHosts",
+    "daemon_environment",
+    "job_key",
+    "parse_daemon_command",
+    "run_daemon_on",
+    "write_agent",
+]
+
+KEY_VARIABLE = "SMP_LITE_HOST_KEY"
+PORT_VARIABLE = "SMP_LITE_HOST_PORT"
+
+_DAEMONS = ("prted", "orted")
+_RETRY_S = 0.2
+_CONNECT_S = 2.0
+
+
+def job_key(job: Job) -> bytes:
+    """What the hosts of a job know and others do not: a digest of all of its hyperparameters and its ARN."""
+    known = [
+        dict(job.hyperparameters),
+        dict(job.framework_parameters),
+        job.hosts,
+        os.environ.get("TRAINING_JOB_ARN", ""),
+    ]
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest().encode()
+
+
+class HostService:
+    """What a host that is not the first one offers to the first one, until it says that all is over.
+
+    Args:
+        key: of the job.
+        port: to listen on, on all of this host's addresses; 0 takes a free one.
+        start: starts the daemon with these arguments.
+        failures: the records of this host's ranks.
+    """
+
+    def __init__(
+        self,
+        key: bytes,
+        port: int,
+        start: Callable[[Sequence[str]], subprocess.Popen[bytes]],
+        failures: Callable[[], list[FailureRecord]],
+    ) -> None:
+        self._key = key
+        self._listener = Listener(("", port), family="AF_INET", backlog=8)
+        self._start = start
+        self._failures = failures
+        self._ended = threading.Event()
+        self.port: int = self._listener.address[1]
+        self.joined = False
+        """Whether the first host has come."""
+        self.exit_code: int | None = None
+        """The first host's, once it has told it; None where it went away without."""
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def ended(self) -> bool:
+        """Whether the first host has told its exit code, or has gone."""
+        return self._ended.is_set()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._ended.is_set():
+            try:
+                connection = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        is_first_host = False
+        try:
+            # Here and not in accept(), where a stranger who keeps silent would keep all others out.
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            while True:
+                message = _receive(connection)
+                if message["call"] == "join":
+                    is_first_host = self.joined = True
+                    _send(connection, {})
+                elif message["call"] == "daemon":
+                    with self._start(message["arguments"]) as daemon:
+                        _send(connection, {"exit_code": daemon.wait()})
+                elif message["call"] == "failures":
+                    _send(connection, {"failures": [asdict(record) for record in self._failures()]})
+                elif message["call"] == "end":
+                    self.exit_code = message["exit_code"]
+                    _send(connection, {})
+                    return
+        except (AuthenticationError, EOFError, OSError):
+            pass
+        finally:
+            connection.close()
+            if is_first_host:
+                self._ended.set()
+
+
+class OtherHosts:
+    """The first host's connections to all others.
+
+    Args:
+        names: of the hosts.
+        limit_s: seconds for all of them to come.
+
+    Raises:
+        TimeoutError: names the hosts that did not.
+    """
+
+    def __init__(self, names: Sequence[str], key: bytes, port: int, limit_s: float) -> None:
+        self._connections: dict[str, Connection] = {}
+        deadline = time.monotonic() + limit_s
+        while absent := [name for name in names if name not in self._connections]:
+            for name in absent:
+                connection = _connect(name, port, key)
+                if connection is not None:
+                    self._connections[name] = connection
+                    _call(connection, {"call": "join"})
+            if time.monotonic() > deadline and len(self._connections) < len(names):
+                absent = [name for name in names if name not in self._connections]
+                raise TimeoutError(
+                    f"host(s) {', '.join(absent)} did not come within {limit_s:g} s (port {port})"
+                )
+            time.sleep(_RETRY_S if len(self._connections) < len(names) else 0)
+
+    def failures(self) -> list[FailureRecord]:
+        """The records of all ranks on these hosts; a host that has gone has none."""
+        records = []
+        for connection in self._connections.values():
+            try:
+                answer = _call(connection, {"call": "failures"})
+            except (EOFError, OSError):
+                continue
+            records += [FailureRecord(**record) for record in answer["failures"]]
+        return records
+
+    def end(self, exit_code: int) -> None:
+        """Tell them that all is over."""
+        for connection in self._connections.values():
+            try:
+                _call(connection, {"call": "end", "exit_code": exit_code})
+            except (EOFError, OSError):
+                continue
+            finally:
+                connection.close()
+
+
+def run_daemon_on(host: str, arguments: Sequence[str], key: bytes, port: int) -> int:
+    """Have `host` start mpirun's daemon and stay until it ends; returns its exit code.
+
+    Raises:
+        ConnectionError: the host does not answer.
+    """
+    connection = _connect(host, port, key)
+    if connection is None:
+        raise ConnectionError(f"host {host} does not answer on port {port}")
+    with connection:
+        return int(_call(connection, {"call": "daemon", "arguments": list(arguments)})["exit_code"])
+
+
+def parse_daemon_command(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The host and the daemon's arguments from what mpirun gives the program that it takes for ssh.
+
+    That is the host and a text for a shell: assignments, exports, and last the daemon with arguments.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    at = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
+    host = words[at] if at < len(words) else ""
+    lexer = shlex.shlex(" ".join(words[at + 1 :]), posix=True, punctuation_chars=";")
+    lexer.whitespace_split = True
+    command: list[str] = []
+    for token in lexer:
+        command = [] if set(token) == {";"} else [*command, token]
+    if not command or Path(command[0]).name not in _DAEMONS:
+        raise ValueError(f"mpirun asks to start {command[:1]} on {host}, which is not its daemon")
+    return host, command[1:]
+
+
+def write_agent(directory: Path) -> Path:
+    """The program that mpirun takes for ssh, as an executable file: mpirun wants a single word."""
+    path = directory / "host-agent"
+    python = shlex.quote(sys.executable)
+    path.write_text(f'#!/bin/sh\nexec {python} -P -m smp_lite.entrypoints.host_agent "$@"\n')
+    path.chmod(0o700)
+    return path
+
+
+def daemon_environment(mpirun: str) -> dict[str, str]:
+    """What the daemon needs to find its own files, wherever Open MPI is installed."""
+    prefix = str(Path(mpirun).parent.parent)
+    return {"PRTE_PREFIX": prefix, "PMIX_PREFIX": prefix, "OPAL_PREFIX": prefix}
+
+
+def _connect(host: str, port: int, key: bytes) -> Connection | None:
+    """A connection, or None where nobody of this job answers (yet)."""
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_S).close()  # Client has no timeout
+        return Client((host, port), family="AF_INET", authkey=key)
+    except (OSError, EOFError, AuthenticationError):
+        return None
+
+
+def _call(connection: Connection, message: Mapping[str, Any]) -> dict[str, Any]:
+    _send(connection, message)
+    return _receive(connection)
+
+
+def _send(connection: Connection, message: Mapping[str, Any]) -> None:
+    connection.send_bytes(json.dumps(message).encode())
+
+
+def _receive(connection: Connection) -> dict[str, Any]:
+    message: dict[str, Any] = json.loads(connection.recv_bytes())
+    return message

@@ -1,0 +1,73 @@
+"""What a launcher shows: the lines of its ranks, tagged, and of mpirun's own words those that say more."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+from .channels import Channels
+from .mpirun import MpirunMessages
+from .output import LineMerger
+
+__all__ = ["MPIRUN", "Screen"]
+
+MPIRUN = "mpirun"
+"""The source of mpirun's own output, beside the ranks' numbers."""
+
+_LAST_LINES = 10
+
+
+class Screen:
+    """The launcher's two output streams, each a `LineMerger`; one where both are one terminal."""
+
+    def __init__(self, terminals: set[str]) -> None:
+        self.messages = MpirunMessages()
+        live = [("0", name) for name in terminals]
+        err = LineMerger(_writer(sys.stderr.fileno()), live)
+        out = err if len(terminals) == 2 else LineMerger(_writer(sys.stdout.fileno()), live)
+        self._mergers = {"stdout": out, "stderr": err}
+        self._mpirun_text = ""
+        self.last_lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=_LAST_LINES))
+
+    def take(self, channels: Channels, timeout_s: float) -> None:
+        """Show what has come, waiting up to `timeout_s` seconds for it; then all that is there."""
+        while batch := list(channels.read(timeout_s)):
+            for source, data in batch:
+                if source[0] == MPIRUN:
+                    self._take_mpirun(data)
+                else:
+                    self._mergers[source[1]].feed(source, data)
+                    self._remember(int(source[0]), data)
+            timeout_s = 0
+
+    def close(self) -> None:
+        """Nothing more comes: show what is still held back."""
+        self._take_mpirun(b"\n")
+        self._show_mpirun(self.messages.close())
+        for merger in self._mergers.values():
+            merger.close()
+
+    def _remember(self, rank: int, data: bytes) -> None:
+        kept = self.last_lines[rank]
+        first, *others = data.decode(errors="replace").split("\n")
+        kept.append((kept.pop() if kept else "") + first)
+        kept.extend(others)
+
+    def _take_mpirun(self, data: bytes) -> None:
+        *lines, self._mpirun_text = (self._mpirun_text + data.decode(errors="replace")).split("\n")
+        for line in lines:
+            self._show_mpirun(self.messages.feed(line.rstrip("\r")))
+
+    def _show_mpirun(self, lines: list[str]) -> None:
+        for line in lines:
+            self._mergers["stderr"].feed((MPIRUN, "stdout"), f"{line}\n".encode())
+
+
+def _writer(descriptor: int) -> Callable[[bytes], None]:
+    def write(data: bytes) -> None:
+        while data:
+            data = data[os.write(descriptor, data) :]
+
+    return write

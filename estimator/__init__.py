@@ -1,0 +1,39 @@
+"""The SageMaker side: estimators that check a job, show its request, and run it here or in the cloud.
+
+Public names load when first used (PEP 562): the SDK takes seconds to import, and `check_distribution`
+does not need it. Nothing here imports torch. The SDK (version 2) is an extra of the package:
+``pip install "smp-lite[sagemaker]"``; `SMPDistributed` is for version 3, which has no Estimator.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from smp_lite.estimator.quiet import silence_v2_warnings
+
+silence_v2_warnings()
+
+_HOME_OF = {
+    "CheckedDistribution": "distribution",
+    "Estimator": "pytorch",
+    "LocalMPISession": "local_session",
+    "PyTorch": "pytorch",
+    "SMPDistributed": "model_trainer",
+    "check_distribution": "distribution",
+    "package_directory": "shipping",
+    "request_of": "dry_run",
+}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{home}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

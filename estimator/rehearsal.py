@@ -1,0 +1,75 @@
+"""The launch in the container, rehearsed here: by its own functions, which start nothing.
+
+What stands between a job's hyperparameters and mpirun is pure (`Job`, `plan_job`), so everything that it
+would find wrong it finds before the upload. Only one thing about the container is unknown: the version of
+Open MPI. An option passes if one version takes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from smp_lite.config import ConfigError
+from smp_lite.entrypoints.container_environment import container_environment, script_arguments
+from smp_lite.entrypoints.job import Job
+from smp_lite.entrypoints.launch_plan import plan_job
+
+__all__ = ["rehearse_launch"]
+
+_MPI_VERSIONS = ((5, 0), (4, 1))
+"""The first one's complaint is told: it is what `pip install "smp-lite[mpi]"` brings."""
+
+
+def rehearse_launch(
+    hyperparameters: Mapping[str, Any], *, processes_per_host: int, num_hosts: int, local: bool = False
+) -> None:
+    """Raises ConfigError where the launch of a job would fail because of its hyperparameters.
+
+    Args:
+        hyperparameters: of the job, encoded as for a request.
+        processes_per_host: ranks on each host.
+        num_hosts: number of hosts.
+        local: whether this machine plays all hosts.
+    """
+    decoded = {name: _decoded(value) for name, value in hyperparameters.items()}
+    hosts = [f"algo-{number}" for number in range(1, num_hosts + 1)]
+    try:
+        job = Job(
+            hyperparameters={k: v for k, v in decoded.items() if not k.startswith("sagemaker_")},
+            framework_parameters={k: v for k, v in decoded.items() if k.startswith("sagemaker_")},
+            resource_config={"hosts": hosts, "current_host": hosts[0]},
+            input_data_config={},
+        )
+        container_environment(job, num_cpus=1, num_gpus=0)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    complaints = []
+    for version in _MPI_VERSIONS:
+        try:
+            plan_job(
+                job,
+                processes_per_host=processes_per_host,
+                mpirun="mpirun",
+                mpi_version=version,
+                python="python",
+                environment={},
+                script=("train.py", *script_arguments(job)),
+                is_root=True,
+                one_machine=local,
+            )
+        except ValueError as error:
+            complaints.append(error)
+    if len(complaints) == len(_MPI_VERSIONS):
+        raise ConfigError(str(complaints[0]))
+
+
+def _decoded(value: object) -> object:
+    """What the container reads: one that is not JSON is the text that it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value

@@ -1,0 +1,97 @@
+"""Sessions and jobs for tests: the example of the SMP documentation, without AWS."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import boto3
+import sagemaker
+from moto.server import ThreadedMotoServer
+
+ACCOUNT = "123456789012"
+REGION = "us-west-2"
+ROLE = f"arn:aws:iam::{ACCOUNT}:role/R"
+BUCKET = f"sagemaker-{REGION}-{ACCOUNT}"
+
+EXAMPLE_INPUTS = "s3://my_bucket/my_training_data/"
+EXAMPLE_REQUEST: dict[str, Any] = json.loads(
+    (Path(__file__).parent / "data" / "create_training_job.seed.json").read_text()
+)
+"""What the SDK's own class sends for the example, recorded from version 2.257.7."""
+
+_EXAMPLE_DISTRIBUTION = {
+    "smdistributed": {
+        "modelparallel": {
+            "enabled": True,
+            "parameters": {
+                "microbatches": 4,
+                "placement_strategy": "spread",
+                "pipeline": "interleaved",
+                "optimize": "speed",
+                "partitions": 2,
+                "ddp": True,
+            },
+        }
+    },
+    "mpi": {
+        "enabled": True,
+        "processes_per_host": 8,
+        "custom_mpi_options": "--mca btl_vader_single_copy_mechanism none ",
+    },
+}
+
+
+@functools.cache
+def boto_session() -> boto3.Session:
+    """One for all, because it takes long to read what it knows of AWS."""
+    return boto3.Session("testing", "testing", region_name=REGION)
+
+
+def session() -> sagemaker.Session:
+    """A session of the SDK with AWS, or with whatever AWS_ENDPOINT_URL names."""
+    return sagemaker.Session(boto_session())
+
+
+def example_distribution() -> dict[str, Any]:
+    """The distribution of the example, to change at will."""
+    return copy.deepcopy(_EXAMPLE_DISTRIBUTION)
+
+
+def example(source_dir: Path, **changes: Any) -> dict[str, Any]:
+    """The arguments of the example's estimator, with its script in `source_dir`."""
+    source_dir.mkdir(exist_ok=True)
+    (source_dir / "training-script.py").write_text("print('trained')\n")
+    arguments = {
+        "entry_point": "training-script.py",
+        "source_dir": str(source_dir),
+        "role": ROLE,
+        "instance_type": "ml.p3.16xlarge",
+        "instance_count": 1,
+        "framework_version": "1.6.0",
+        "py_version": "py3",
+        "distribution": example_distribution(),
+        "base_job_name": "SMD-MP-demo",
+        **changes,
+    }
+    return {"sagemaker_session": session(), **arguments}
+
+
+@contextmanager
+def moto_server() -> Iterator[str]:
+    """AWS as an HTTP server in this process, with the bucket of the example; its address."""
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        url = f"http://{host}:{port}"
+        s3 = boto_session().client("s3", endpoint_url=url)
+        s3.create_bucket(Bucket=BUCKET, CreateBucketConfiguration={"LocationConstraint": REGION})
+        yield url
+    finally:
+        server.stop()

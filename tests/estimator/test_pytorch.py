@@ -1,0 +1,184 @@
+"""The strict estimators: refused before anything is uploaded, and what they fill in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smp_lite.config import ConfigError
+from smp_lite.estimator import Estimator, LocalMPISession, PyTorch
+from tests.estimator.aws import EXAMPLE_INPUTS, ROLE, example, example_distribution, session
+
+IMAGE = "mine:1"
+
+
+class NothingMayBeSent:
+    """In the place of a session's S3 and SageMaker clients."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was used")
+
+
+@pytest.fixture
+def sealed() -> Any:
+    """A session that fails a test which sends anything."""
+    sealed = session()
+    sealed.s3_resource = sealed.sagemaker_client = NothingMayBeSent()
+    return sealed
+
+
+def test_the_seal_breaks_when_something_is_sent(tmp_path: Path, sealed: Any) -> None:
+    estimator = PyTorch(**example(tmp_path / "source", sagemaker_session=sealed, output_path="s3://b/"))
+    with pytest.raises(AssertionError, match="Object was used"):
+        estimator.fit(EXAMPLE_INPUTS)
+
+
+def wrong_distribution() -> dict[str, Any]:
+    distribution = example_distribution()
+    distribution["mpi"]["process_per_host"] = distribution["mpi"].pop("processes_per_host")
+    return distribution
+
+
+@pytest.mark.parametrize("estimator_class", [PyTorch, Estimator])
+def test_a_wrong_distribution_is_refused_at_once(estimator_class: Any, tmp_path: Path) -> None:
+    arguments = example(tmp_path / "source", image_uri=IMAGE, distribution=wrong_distribution())
+    with pytest.raises(ConfigError, match=r"unknown key 'process_per_host' in mpi: did you mean"):
+        estimator_class(**arguments)
+
+
+@pytest.mark.parametrize("estimator_class", [PyTorch, Estimator])
+@pytest.mark.parametrize(
+    ("attribute", "value", "text"),
+    [
+        ("distribution", wrong_distribution(), "unknown key 'process_per_host'"),
+        ("instance_count", 0, "instance_count=0: fewer processes than partitions"),
+        ("entry_point", "train.py", 'No file named "train.py" was found in directory ".*source"'),
+        ("source_dir", "no/such/folder", "source_dir='no/such/folder' is not a folder"),
+        ("dependencies", ["no/such/folder"], "dependencies: 'no/such/folder' does not exist"),
+        ("_hyperparameters", {"list": {1}}, "hyperparameter 'list' cannot be written as JSON"),
+        ("_hyperparameters", {"text": "x" * 2501}, "hyperparameter 'text' is 250[0-9] characters long"),
+        ("_hyperparameters", {"sep": ":"}, "the script cannot get the argument ':'"),
+        ("_hyperparameters", {"mp_parameters": {}}, "mp_parameters are given twice"),
+    ],
+)
+def test_what_was_changed_since_is_checked_at_fit(
+    estimator_class: Any, attribute: str, value: Any, text: str, tmp_path: Path, sealed: Any
+) -> None:
+    arguments = example(tmp_path / "source", image_uri=IMAGE, sagemaker_session=sealed, output_path="s3://b/")
+    estimator = estimator_class(**arguments)
+    setattr(estimator, attribute, value)
+    with pytest.raises(ConfigError, match=text):
+        estimator.fit(EXAMPLE_INPUTS)
+
+
+def test_what_the_sdk_refuses_after_the_upload_is_refused_before(tmp_path: Path, sealed: Any) -> None:
+    arguments = example(tmp_path / "source", sagemaker_session=sealed, output_path="s3://b/")
+    estimator = PyTorch(**arguments | {"framework_version": "99.0", "py_version": "py311"})
+    with pytest.raises(ValueError, match=r"Unsupported pytorch version: 99\.0"):
+        estimator.fit(EXAMPLE_INPUTS)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, sealed: Any) -> None:
+    arguments = example(tmp_path / "source", sagemaker_session=sealed, output_path="s3://b/")
+    (tmp_path / "source" / "data").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"source/data', which would be sent with the job, cannot be read"):
+        PyTorch(**arguments).fit(EXAMPLE_INPUTS)
+
+
+def test_an_archive_in_s3_cannot_take_smp_lite_along(tmp_path: Path, sealed: Any) -> None:
+    arguments = example(tmp_path / "source", image_uri=IMAGE, sagemaker_session=sealed)
+    estimator = PyTorch(**arguments | {"source_dir": "s3://b/sourcedir.tar.gz"})
+    with pytest.raises(ConfigError, match=r"is packed already.* or ship_package=False"):
+        estimator.fit(EXAMPLE_INPUTS)
+
+
+def test_parameters_may_be_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "parameters.json"
+    file.write_text('{"partitions": 8, "placement_strategy": "TDP"}')
+    arguments = example(tmp_path / "source")
+    arguments["distribution"]["smdistributed"]["modelparallel"]["parameters"] = str(file)
+    request = PyTorch(**arguments).dry_run(EXAMPLE_INPUTS)
+    assert request["HyperParameters"]["mp_parameters"] == '{"partitions": 8, "placement_strategy": "TDP"}'
+
+
+def test_gpus_of_the_instance_type_are_counted(tmp_path: Path) -> None:
+    arguments = example(tmp_path / "source")
+    arguments["distribution"]["mpi"] = {"enabled": True}
+    hyperparameters = PyTorch(**arguments).dry_run(EXAMPLE_INPUTS)["HyperParameters"]
+    assert "sagemaker_mpi_num_of_processes_per_host" not in hyperparameters
+    with pytest.raises(ConfigError, match=r"mpi.processes_per_host=1 on instance_count=1: fewer processes"):
+        PyTorch(**arguments | {"instance_type": "ml.p3.2xlarge"})
+    with pytest.raises(ConfigError, match=r"mpi.processes_per_host is missing, and the number of GPUs"):
+        PyTorch(**arguments | {"instance_type": "ml.c5.xlarge"})
+
+
+def test_a_local_job_needs_neither_versions_nor_an_image_nor_a_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    estimator = PyTorch(
+        entry_point="train.py",
+        role=ROLE,
+        instance_type="local",
+        instance_count=1,
+        distribution=example_distribution(),
+    )
+    assert isinstance(estimator.sagemaker_session, LocalMPISession)
+    assert estimator.image_uri == "smp-lite-local"
+
+
+def test_a_job_in_the_cloud_still_needs_its_versions(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="framework_version or py_version was None, yet image_uri was also"):
+        PyTorch(**example(tmp_path / "source", framework_version=None))
+
+
+@pytest.mark.parametrize(
+    "distribution", [{"torch_distributed": {"enabled": True}}, {"mpi": {"enabled": True}}]
+)
+def test_the_generic_estimator_drops_no_distribution_in_silence(
+    distribution: dict[str, Any], tmp_path: Path
+) -> None:
+    arguments = example(tmp_path / "source", image_uri=IMAGE, distribution=distribution)
+    with pytest.raises(
+        ConfigError, match=r"Estimator takes distribution for smdistributed\.modelparallel only"
+    ):
+        Estimator(**arguments)
+
+
+@pytest.mark.parametrize("distribution", [None, {}])
+def test_the_generic_estimator_works_without_a_distribution(distribution: Any, tmp_path: Path) -> None:
+    arguments = example(tmp_path / "source", image_uri=IMAGE, distribution=distribution)
+    hyperparameters = Estimator(**arguments).dry_run(EXAMPLE_INPUTS)["HyperParameters"]
+    assert "sagemaker_mpi_enabled" not in hyperparameters
+
+
+def test_it_takes_its_arguments_by_position_as_the_sdk_does(tmp_path: Path) -> None:
+    arguments = example(tmp_path / "source")
+    first = ("entry_point", "framework_version", "py_version", "source_dir")
+    estimator = PyTorch(*[arguments.pop(name) for name in first], **arguments)
+    assert estimator.source_dir == str(tmp_path / "source")
+
+
+def test_importing_the_estimators_is_quiet_and_loads_no_torch() -> None:
+    program = (
+        "import sys\nfrom smp_lite.estimator import PyTorch\nprint({'torch', 'mpi4py'} & set(sys.modules))"
+    )
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SAGEMAKER")}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout.splitlines()[-1] == "set()", result.stderr
+    assert "SageMaker Python SDK v2" not in result.stderr
+
+
+def test_checking_a_distribution_does_not_load_the_sdk() -> None:
+    program = (
+        "import sys\nfrom smp_lite.estimator import check_distribution\nprint('sagemaker' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "False\n", result.stderr

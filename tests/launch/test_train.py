@@ -1,0 +1,184 @@
+"""The container's `train` on `/opt/ml` trees of its own: files, exit codes and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.launching import HANG_S
+
+START = "import os, signal, sys, time\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\nrank = world.rank\n"
+
+
+def make_tree(root: Path, script: str, *, processes: int | None = 2, **changes: Any) -> Path:
+    """A job's folder as the service leaves it, with `script` as the code."""
+    source = root / "source"
+    source.mkdir(parents=True)
+    (source / "train.py").write_text(START + script)
+    config = root / "input" / "config"
+    config.mkdir(parents=True)
+    values: dict[str, Any] = {
+        "sagemaker_program": "train.py",
+        "sagemaker_submit_directory": str(source),
+        "sagemaker_mpi_enabled": True,
+        "sagemaker_mpi_num_of_processes_per_host": processes,
+        "mp_parameters": {"partitions": 2},
+        **changes,
+    }
+    encoded = {name: json.dumps(value) for name, value in values.items() if value is not None}
+    (config / "hyperparameters.json").write_text(json.dumps(encoded))
+    (config / "resourceconfig.json").write_text(json.dumps({"current_host": "algo-1", "hosts": ["algo-1"]}))
+    return root
+
+
+def start_train(root: Path, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "smp_lite.entrypoints.train", "--root", str(root)],
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def train(root: Path, **environment: str) -> tuple[int, str]:
+    """Exit code and output."""
+    with start_train(root, **environment) as process:
+        try:
+            output, _ = process.communicate(timeout=HANG_S)
+        finally:
+            process.terminate()
+    return process.returncode, output
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + HANG_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.05)
+
+
+def test_a_job_that_ends_well_leaves_success(tmp_path: Path) -> None:
+    root = make_tree(tmp_path, "open(os.environ['SM_MODEL_DIR'] + f'/{rank}', 'w').close()")
+    code, output = train(root)
+    assert code == 0, output
+    assert (root / "output" / "success").exists()
+    assert not (root / "output" / "failure").exists()
+    assert sorted(os.listdir(root / "model")) == ["0", "1"]
+
+
+def test_the_seeds_mpi_options_launch(tmp_path: Path) -> None:
+    options = "--mca btl_vader_single_copy_mechanism none "
+    root = make_tree(tmp_path, "print(world.size)", sagemaker_mpi_custom_mpi_options=options)
+    code, output = train(root)
+    assert (code, sorted(output.splitlines())) == (0, ["[0] 2", "[1] 2"])
+
+
+def test_a_failure_file_starts_with_the_cause(tmp_path: Path) -> None:
+    root = make_tree(
+        tmp_path,
+        "print('words before', flush=True)\nworld.Barrier()\n"
+        "if rank == 1: raise RuntimeError('the cause')\ntime.sleep(60)",
+    )
+    code, output = train(root)
+    assert code == 1
+    lines = (root / "output" / "failure").read_text().splitlines()
+    assert lines[:3] == [
+        "rank 1 failed first: RuntimeError: the cause",
+        "rank 1 printed last:",
+        "words before",
+    ]
+    assert lines[-1] == "RuntimeError: the cause"
+    assert output.splitlines()[-1] == "RuntimeError: the cause"
+    assert not (root / "output" / "success").exists()
+
+
+def test_the_exit_code_is_the_ranks(tmp_path: Path) -> None:
+    root = make_tree(tmp_path, "sys.exit(7 if rank == 1 else None)")
+    assert train(root)[0] == 7
+    assert "sys.exit(7)" in (root / "output" / "failure").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sagemaker_program": None}, "names no script"),
+        ({"sagemaker_program": "other.py"}, "entry point 'other.py' is not in the source code"),
+        ({"sagemaker_submit_directory": "/no/such"}, "'/no/such', but there is no such file or folder"),
+        ({"sagemaker_mpi_enabled": False}, "sagemaker_mpi_enabled is not true"),
+        ({"mp_parameters": {"partitons": 2}}, "did you mean 'partitions'"),
+        ({"mp_parameters": {"partitions": 3}}, "partitions"),
+        ({"sagemaker_mpi_custom_mpi_options": "--hostfile x"}, "--hostfile"),
+    ],
+)
+def test_what_cannot_run_is_named_before_anything_runs(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    root = make_tree(tmp_path, "print('ran')", **changes)
+    code, output = train(root)
+    assert code == 1
+    assert "ran" not in output.splitlines()
+    assert message in output
+    assert "Traceback" not in output
+    assert message in (root / "output" / "failure").read_text()
+
+
+def test_a_folder_that_is_no_job_is_named(tmp_path: Path) -> None:
+    code, output = train(tmp_path / "nothing")
+    assert code == 1
+    assert "there is no job in" in output
+
+
+def test_sigterm_is_a_notice_and_ranks_save_in_time(tmp_path: Path) -> None:
+    script = """
+told = []
+signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
+open(os.environ["SM_MODEL_DIR"] + f"/up-{rank}", "w").close()
+while not told:
+    time.sleep(0.05)
+open(os.environ["SM_MODEL_DIR"] + f"/saved-{rank}", "w").close()
+"""
+    root = make_tree(tmp_path, script)
+    with start_train(root) as process:
+        wait_for(root / "model" / "up-0")
+        wait_for(root / "model" / "up-1")
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=HANG_S)
+    assert process.returncode == 0, output
+    assert sorted(os.listdir(root / "model")) == ["saved-0", "saved-1", "up-0", "up-1"]
+
+
+@pytest.mark.parametrize("place", ["while ranks run", "while pip runs"])
+def test_sigterm_ends_a_job_that_does_not_listen(place: str, tmp_path: Path) -> None:
+    root = make_tree(tmp_path, "open(os.environ['SM_MODEL_DIR'] + '/up', 'w').close()\ntime.sleep(600)")
+    sign = root / "model" / "up"
+    if place == "while pip runs":
+        slow = root / "source" / "slow"
+        slow.mkdir()
+        (root / "source" / "requirements.txt").write_text("./slow\n")
+        sign = root / "pip-runs"
+        (slow / "pyproject.toml").write_text(
+            '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+        )
+        (slow / "backend.py").write_text(f"import time\nopen({str(sign)!r}, 'w').close()\ntime.sleep(600)\n")
+    with start_train(root, SMP_LITE_GRACE_S="0.5") as process:
+        wait_for(sign)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=HANG_S)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("value", ["soon", "-1", "nan"])
+def test_a_grace_that_is_no_time_is_named(value: str, tmp_path: Path) -> None:
+    code, output = train(make_tree(tmp_path, ""), SMP_LITE_GRACE_S=value)
+    assert code == 1
+    assert f"SMP_LITE_GRACE_S='{value}': it must be a number of seconds, 0 or more" in output

@@ -1,0 +1,93 @@
+"""The hosts' talk: who may start a daemon, which program that is, and how silence is noticed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Client
+
+import pytest
+
+from smp_lite.entrypoints.network import HostService, OtherHosts, parse_daemon_command, run_daemon_on
+from smp_lite.errors_record import FailureRecord
+
+KEY = b"the key of the job"
+RECORD = FailureRecord(rank=1, time_ns=7, exit_code=3, text="the cause")
+
+OPEN_MPI_5 = (
+    "PRTE_PREFIX=/venv;export PRTE_PREFIX;LD_LIBRARY_PATH=/venv/lib:$LD_LIBRARY_PATH;export LD_LIBRARY_PATH;"
+    '/venv/bin/prted --allow-run-as-root --prtemca ess "env" --prtemca prte_hnp_uri '
+    '"prterun-vm@0.0;tcp://192.0.2.2:43207:64,24" --tree-spawn'
+)
+OPEN_MPI_4 = (
+    'PATH=/usr/bin:$PATH ; export PATH ; /usr/bin/orted -mca ess "env" -mca orte_node_regex '
+    '"algo-[1:1-2]@0(2)"'
+)
+
+
+@pytest.fixture
+def service() -> Iterator[HostService]:
+    def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(len(sys.argv))", *arguments])
+
+    service = HostService(KEY, 0, start, lambda: [RECORD])
+    yield service
+    service.close()
+
+
+def wait_for_end(service: HostService) -> None:
+    deadline = time.monotonic() + 20
+    while not service.ended():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_daemons_arguments_are_taken_out_of_the_text_for_a_shell() -> None:
+    host, arguments = parse_daemon_command(["algo-2", OPEN_MPI_5])
+    assert host == "algo-2"
+    assert arguments[:4] == ["--allow-run-as-root", "--prtemca", "ess", "env"]
+    assert arguments[-2:] == ["prterun-vm@0.0;tcp://192.0.2.2:43207:64,24", "--tree-spawn"]
+    assert parse_daemon_command(["-x", "algo-3", *OPEN_MPI_4.split(" ")]) == (
+        "algo-3",
+        ["-mca", "ess", "env", "-mca", "orte_node_regex", "algo-[1:1-2]@0(2)"],
+    )
+
+
+@pytest.mark.parametrize("text", ["rm -rf /", "/venv/bin/prted; rm -rf /", ""])
+def test_no_other_program_is_started(text: str) -> None:
+    with pytest.raises(ValueError, match="not its daemon"):
+        parse_daemon_command(["algo-2", text])
+
+
+def test_a_first_host_starts_daemons_asks_for_failures_and_ends(service: HostService) -> None:
+    others = OtherHosts(["localhost"], KEY, service.port, 20)
+    assert run_daemon_on("localhost", ["a", "b"], KEY, service.port) == 3
+    assert others.failures() == [RECORD]
+    assert not service.ended()
+    others.end(5)
+    wait_for_end(service)
+    assert service.exit_code == 5
+
+
+def test_a_first_host_that_goes_away_is_noticed(service: HostService) -> None:
+    others = OtherHosts(["localhost"], KEY, service.port, 20)
+    for connection in others._connections.values():
+        connection.close()
+    wait_for_end(service)
+    assert service.exit_code is None
+
+
+def test_a_stranger_is_not_heard_and_keeps_nobody_out(service: HostService) -> None:
+    silent = Client(("localhost", service.port))
+    with pytest.raises(ConnectionError, match="does not answer"):
+        run_daemon_on("localhost", [], b"a guess", service.port)
+    assert run_daemon_on("localhost", [], KEY, service.port) == 1
+    assert not service.joined
+    silent.close()
+
+
+def test_hosts_that_do_not_come_are_named() -> None:
+    with pytest.raises(TimeoutError, match=r"host\(s\) algo-7.invalid did not come within 0.1 s \(port 1\)"):
+        OtherHosts(["algo-7.invalid"], KEY, 1, 0.1)
