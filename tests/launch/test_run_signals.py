@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -78,3 +80,15 @@ def test_a_reader_that_goes_away_ends_the_launch(tmp_path: Path) -> None:
         assert processes_mentioning(script) == []
         assert process.stderr is not None
         assert process.stderr.read() == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
+def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    script = write(tmp_path, "script.py", SLEEP)
+    with start(script, 2) as process:
+        process.kill()
+        process.wait(HANG_S)
+    deadline = time.monotonic() + HANG_S
+    while processes_mentioning(script):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

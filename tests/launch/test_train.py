@@ -23,6 +23,7 @@ def make_tree(root: Path, script: str, *, processes: int | None = 2, **changes: 
     source = root / "source"
     source.mkdir(parents=True)
     (source / "train.py").write_text(START + script)
+    (source / "start.sh").touch()
     config = root / "input" / "config"
     config.mkdir(parents=True)
     values: dict[str, Any] = {
@@ -113,6 +114,7 @@ def test_the_exit_code_is_the_ranks(tmp_path: Path) -> None:
     [
         ({"sagemaker_program": None}, "names no script"),
         ({"sagemaker_program": "other.py"}, "entry point 'other.py' is not in the source code"),
+        ({"sagemaker_program": "start.sh"}, "'start.sh' must be a Python file (.py)"),
         ({"sagemaker_submit_directory": "/no/such"}, "'/no/such', but there is no such file or folder"),
         ({"sagemaker_mpi_enabled": False}, "sagemaker_mpi_enabled is not true"),
         ({"mp_parameters": {"partitons": 2}}, "did you mean 'partitions'"),
