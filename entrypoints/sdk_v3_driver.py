@@ -13,11 +13,12 @@ import sys
 from pathlib import Path
 
 PACKAGES = Path(__file__).resolve().parents[2]
-ROOT = PACKAGES.parents[3]
 
 
 def main():
     """Run the job of this container and return its exit code."""
+    drivers = PACKAGES.parent
+    root = drivers.parents[2]
     # The folder of this file stands first on the path, and its modules are not for import from there.
     sys.path[0] = str(PACKAGES)
     paths = [str(PACKAGES), os.environ.get("PYTHONPATH")]
@@ -28,22 +29,22 @@ def main():
         start.check_image()
         start.install(PACKAGES / "smp_lite" / "requirements.txt")
     except start.StartError as error:
-        start.leave_failure(ROOT, str(error))
+        start.leave_failure(root, str(error))
         return 1
-    add_hyperparameters(ROOT / "input" / "config" / "hyperparameters.json")
+    add_hyperparameters(root, drivers)
     from smp_lite.entrypoints.train import main as train
 
-    return train(["--root", str(ROOT)])
+    return train(["--root", str(root)])
 
 
-def add_hyperparameters(file):
+def add_hyperparameters(root, drivers):
     """Add to the job's hyperparameters what the launch reads there; a second time changes nothing."""
-    drivers = PACKAGES.parent
+    file = root / "input" / "config" / "hyperparameters.json"
     source = json.loads((drivers / "sourcecode.json").read_text("utf-8"))
     distributed = json.loads((drivers / "distributed.json").read_text("utf-8"))
     added = {
         "sagemaker_program": source["entry_script"],
-        "sagemaker_submit_directory": str(ROOT / "input" / "data" / "code"),
+        "sagemaker_submit_directory": str(root / "input" / "data" / "code"),
         "sagemaker_job_name": os.environ.get("TRAINING_JOB_NAME"),
         "sagemaker_region": os.environ.get("AWS_REGION"),
         "sagemaker_mpi_enabled": True,

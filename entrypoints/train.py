@@ -48,6 +48,12 @@ __all__ = ["main"]
 GRACE_VARIABLE = "SMP_LITE_GRACE_S"
 HOST_LIMIT_VARIABLE = "SMP_LITE_HOST_LIMIT_S"
 
+_OTHER_LAUNCHERS = (
+    "sagemaker_torch_distributed_enabled",
+    "sagemaker_pytorch_ddp_enabled",
+    "sagemaker_distributed_dataparallel_enabled",
+    "sagemaker_parameter_server_enabled",
+)
 _STOPPED = 128 + signal.SIGTERM
 _GRACE_S = 100.0
 _PORT = 7790
@@ -60,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m smp_lite.entrypoints.train", description="Run a SageMaker training job."
     )
-    parser.add_argument("command", nargs="?", choices=["train"], help="what the service passes; means no more")
+    parser.add_argument(
+        "command", nargs="?", choices=["train"], help="what the service passes; means no more"
+    )
     parser.add_argument("--root", default="/opt/ml", help="the job's folder (default: /opt/ml)")
     parser.add_argument(
         "--one-machine",
@@ -73,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if meeting_place is not None:
         _end_with_standard_input()
     try:
-        ending = _run(root, meeting_place)
+        with _sigterm_raises():
+            ending = _run(root, meeting_place)
     except _Stopped:
         return _STOPPED
     except (ValueError, TimeoutError) as error:
@@ -86,15 +95,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Stopped(BaseException):
-    """SIGTERM came before there was anything to give notice to."""
+    """SIGTERM came while there was nothing to give notice to."""
 
 
 def _run(root: Path, meeting_place: Path | None) -> Ending:
     limit_s = _seconds(HOST_LIMIT_VARIABLE, 600.0)
-    with _sigterm_raises():
-        job = Job.read(root)
-        processes = _processes_per_host(job)
-        host = _prepare(job, apart=meeting_place is not None)
+    job = Job.read(root)
+    processes = _processes_per_host(job)
+    host = _prepare(job, apart=meeting_place is not None)
     if len(job.hosts) == 1:
         return _launch(job, processes, host.environment)
     if meeting_place is not None:
@@ -111,8 +119,7 @@ def _run_on_one_machine(
         return Ending(code, None, f"host {job.first_host} ended with exit code {code}" if code else "")
     ending = Ending(1)
     try:
-        with _sigterm_raises():
-            hosts = meeting.wait_for_all(limit_s)
+        hosts = meeting.wait_for_all(limit_s)
         file = Path(job.root) / "hosts.json"
         write_hosts(file, hosts, processes)
         environment = {**host.environment, HOSTS_VARIABLE: str(file)}
@@ -136,8 +143,7 @@ def _run_on_network(job: Job, processes: int, host: Host, limit_s: float) -> End
             limit_s=limit_s,
             grace_s=_seconds(GRACE_VARIABLE, _GRACE_S),
         )
-    with _sigterm_raises():
-        others = OtherHosts(job.hosts[1:], key, port, limit_s)
+    others = OtherHosts(job.hosts[1:], key, port, limit_s)
     ending = Ending(1)
     try:
         with tempfile.TemporaryDirectory(prefix="smp-lite-") as directory:
@@ -183,6 +189,12 @@ def _processes_per_host(job: Job) -> int:
     Raises:
         ValueError: a parameter is wrong (ConfigError), or the ranks do not fit them.
     """
+    for name in _OTHER_LAUNCHERS:
+        if job.framework_parameters.get(name):
+            raise ValueError(
+                f"{name} asks for a launcher that this entry point does not have: "
+                'use "mpi" in the distribution, or another image'
+            )
     if not job.mpi_enabled:
         if job.mp_parameters is not None:
             raise ValueError(
@@ -274,7 +286,8 @@ def _seconds(variable: str, default: float) -> float:
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM end what runs meanwhile: as process 1 of a container nothing else would."""
+    """Let SIGTERM end what runs meanwhile, where nobody else listens to it: for process 1 of a container
+    it would have no effect."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise _Stopped

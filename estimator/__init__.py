@@ -10,9 +10,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from smp_lite.estimator.quiet import silence_v2_warnings
+from smp_lite.estimator.quiet import quieten_sdk
 
-silence_v2_warnings()
+quieten_sdk()
 
 _HOME_OF = {
     "CheckedDistribution": "distribution",

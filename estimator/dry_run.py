@@ -54,8 +54,8 @@ def _account_of(role: object) -> str | None:
     return parts[4] if len(parts) > 5 and parts[4].isdigit() else None
 
 
-def _offline_twin(session: Session, account: str | None) -> Session:
-    twin = copy.copy(session)
+def _offline_twin(session: Session, account: str | None) -> Any:
+    twin: Any = copy.copy(session)
     twin.__class__ = type(f"Offline{type(session).__name__}", (_Offline, type(session)), {})
     twin.account = account
     twin.s3_resource = _NoBuckets()

@@ -31,15 +31,12 @@ from sagemaker.session import _check_job_status
 
 from .local_job import ENDED, LocalTrainingJob
 from .local_store import LOCAL_BUCKET, LocalS3Resource, Store
+from .quiet import TELEMETRY_OPT_OUT
 
 __all__ = ["LocalMPISession"]
 
 _DEFAULT_REGION = "us-west-2"
 _POLL_S = 0.1
-_TELEMETRY_OPT_OUT = {
-    "SchemaVersion": "1.0",
-    "SageMaker": {"PythonSDK": {"Modules": {"TelemetryOptOut": True}}},
-}
 
 
 class LocalMPISession(LocalSession):
@@ -69,7 +66,7 @@ class LocalMPISession(LocalSession):
             boto_session=boto_session,
             s3_endpoint_url=s3_endpoint_url,
             disable_local_code=True,  # code goes the way it goes to the cloud: packed, with dependencies
-            sagemaker_config=_TELEMETRY_OPT_OUT,
+            sagemaker_config=TELEMETRY_OPT_OUT,
         )
 
     def _initialize(self, boto_session: boto3.Session, **_: Any) -> None:
@@ -77,7 +74,7 @@ class LocalMPISession(LocalSession):
         self.boto_session = boto_session
         self._region_name = boto_session.region_name
         self.local_mode = True
-        self.sagemaker_config = _TELEMETRY_OPT_OUT
+        self.sagemaker_config = TELEMETRY_OPT_OUT
         self.config = {"local": {"local_code": False}}
         self.s3_client = _Late(lambda: boto_session.client("s3", endpoint_url=self.s3_endpoint_url))
         resource = _Late(lambda: boto_session.resource("s3", endpoint_url=self.s3_endpoint_url))

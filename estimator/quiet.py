@@ -2,17 +2,21 @@
 
 At import and once for each class it tells that version 3 exists, as a warning and as a log line: no
 news to somebody who chose version 2 for its Estimator. Its own switch is an environment variable,
-narrower than a filter of warnings. After each ``fit()`` it sends a GET request that names class,
-versions and account; its own switch for that is an entry of the SDK's configuration.
+narrower than a filter of warnings. It also prints, on standard output, where it found no configuration
+of its own. After each ``fit()`` it sends a GET request that names class, versions and account; its own
+switch for that is an entry of that configuration.
+
+Whoever has set the variable or the level of the logger has decided otherwise, and nothing is changed.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["TELEMETRY_OPT_OUT", "silence_v2_warnings"]
+__all__ = ["TELEMETRY_OPT_OUT", "quieten_sdk"]
 
 #: `sagemaker_config` of a session that sends no telemetry.
 TELEMETRY_OPT_OUT: Mapping[str, Any] = {
@@ -21,6 +25,9 @@ TELEMETRY_OPT_OUT: Mapping[str, Any] = {
 }
 
 
-def silence_v2_warnings() -> None:
-    """Keep the SDK from telling that version 3 exists; who has set its variable to '' still hears it."""
+def quieten_sdk() -> None:
+    """Keep the SDK from telling about version 3 and its configuration; to be called before its import."""
     os.environ.setdefault("SAGEMAKER_SUPPRESS_V2_WARNING", "1")
+    logger = logging.getLogger("sagemaker.config")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.WARNING)

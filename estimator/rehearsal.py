@@ -43,6 +43,7 @@ def rehearse_launch(
             input_data_config={},
         )
         container_environment(job, num_cpus=1, num_gpus=0)
+        arguments = script_arguments(job)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     complaints = []
@@ -55,7 +56,7 @@ def rehearse_launch(
                 mpi_version=version,
                 python="python",
                 environment={},
-                script=("train.py", *script_arguments(job)),
+                script=("train.py", *arguments),
                 is_root=True,
                 one_machine=local,
             )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import boto3
+import pytest
 import sagemaker
 from moto.server import ThreadedMotoServer
 
@@ -82,6 +84,14 @@ def example(source_dir: Path, **changes: Any) -> dict[str, Any]:
     return {"sagemaker_session": session(), **arguments}
 
 
+def without_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the SDK from reporting each `fit` to AWS.
+
+    Its own switch is an entry of a configuration that it then validates at every step, for seconds.
+    """
+    monkeypatch.setattr("sagemaker.telemetry.telemetry_logging._send_telemetry_request", lambda *_: None)
+
+
 @contextmanager
 def moto_server() -> Iterator[str]:
     """AWS as an HTTP server in this process, with the bucket of the example; its address."""
@@ -90,6 +100,8 @@ def moto_server() -> Iterator[str]:
     try:
         host, port = server.get_host_and_port()
         url = f"http://{host}:{port}"
+        # What such a server holds belongs to the process, and outlives the server.
+        urllib.request.urlopen(urllib.request.Request(f"{url}/moto-api/reset", method="POST")).close()
         s3 = boto_session().client("s3", endpoint_url=url)
         s3.create_bucket(Bucket=BUCKET, CreateBucketConfiguration={"LocationConstraint": REGION})
         yield url

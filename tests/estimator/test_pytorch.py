@@ -5,14 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from smp_lite.config import ConfigError
 from smp_lite.estimator import Estimator, LocalMPISession, PyTorch
-from tests.estimator.aws import EXAMPLE_INPUTS, ROLE, example, example_distribution, session
+from tests.estimator.aws import (
+    EXAMPLE_INPUTS,
+    ROLE,
+    example,
+    example_distribution,
+    session,
+    without_telemetry,
+)
 
 IMAGE = "mine:1"
 
@@ -25,8 +34,9 @@ class NothingMayBeSent:
 
 
 @pytest.fixture
-def sealed() -> Any:
+def sealed(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A session that fails a test which sends anything."""
+    without_telemetry(monkeypatch)
     sealed = session()
     sealed.s3_resource = sealed.sagemaker_client = NothingMayBeSent()
     return sealed
@@ -58,11 +68,13 @@ def test_a_wrong_distribution_is_refused_at_once(estimator_class: Any, tmp_path:
         ("distribution", wrong_distribution(), "unknown key 'process_per_host'"),
         ("instance_count", 0, "instance_count=0: fewer processes than partitions"),
         ("entry_point", "train.py", 'No file named "train.py" was found in directory ".*source"'),
+        ("input_mode", "Pipe", "input_mode='Pipe' would make a pipe of the channel that carries the source"),
         ("source_dir", "no/such/folder", "source_dir='no/such/folder' is not a folder"),
         ("dependencies", ["no/such/folder"], "dependencies: 'no/such/folder' does not exist"),
         ("_hyperparameters", {"list": {1}}, "hyperparameter 'list' cannot be written as JSON"),
         ("_hyperparameters", {"text": "x" * 2501}, "hyperparameter 'text' is 250[0-9] characters long"),
         ("_hyperparameters", {"sep": ":"}, "the script cannot get the argument ':'"),
+        ("_hyperparameters", {"sep": "\0"}, "NUL character"),
         ("_hyperparameters", {"mp_parameters": {}}, "mp_parameters are given twice"),
     ],
 )
@@ -132,6 +144,21 @@ def test_a_local_job_needs_neither_versions_nor_an_image_nor_a_session(
     assert estimator.image_uri == "smp-lite-local"
 
 
+def test_a_local_job_runs_with_a_rank_for_each_partition(tmp_path: Path) -> None:
+    distribution = example_distribution()
+    del distribution["mpi"]["processes_per_host"]
+    arguments = example(tmp_path / "source", instance_type="local", distribution=distribution)
+    (tmp_path / "source" / "training-script.py").write_text(
+        "import os\nfrom mpi4py import MPI\n"
+        "if MPI.COMM_WORLD.rank == 0:\n"
+        "    open(os.environ['SM_MODEL_DIR'] + '/size', 'w').write(str(MPI.COMM_WORLD.size))\n"
+    )
+    estimator = PyTorch(**arguments | {"sagemaker_session": LocalMPISession(tmp_path / "jobs")})
+    estimator.fit()
+    with tarfile.open(urlsplit(estimator.model_data).path) as model:
+        assert model.extractfile("size").read() == b"2"
+
+
 def test_a_job_in_the_cloud_still_needs_its_versions(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="framework_version or py_version was None, yet image_uri was also"):
         PyTorch(**example(tmp_path / "source", framework_version=None))
@@ -172,7 +199,7 @@ def test_importing_the_estimators_is_quiet_and_loads_no_torch() -> None:
     result = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
     )
-    assert result.stdout.splitlines()[-1] == "set()", result.stderr
+    assert result.stdout == "set()\n", result.stderr
     assert "SageMaker Python SDK v2" not in result.stderr
 
 

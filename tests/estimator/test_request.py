@@ -26,6 +26,7 @@ from tests.estimator.aws import (
     boto_session,
     example,
     moto_server,
+    without_telemetry,
 )
 
 IMAGE = "123456789012.dkr.ecr.us-west-2.amazonaws.com/mine:1"
@@ -41,8 +42,7 @@ def server() -> Iterator[str]:
 def aws(server: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Every client of boto3 talks to the server in this process; returns its S3."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", server)
-    # Its own switch is an entry of a configuration that the SDK then validates at every step, for seconds.
-    monkeypatch.setattr("sagemaker.telemetry.telemetry_logging._send_telemetry_request", lambda *_: None)
+    without_telemetry(monkeypatch)
     return boto_session().client("s3")
 
 
@@ -254,13 +254,16 @@ def test_a_job_with_an_image_of_its_own_starts_with_our_entry_point(tmp_path: Pa
     assert submit_directory == sagemaker.estimator.EstimatorBase.CONTAINER_CODE_CHANNEL_SOURCEDIR_PATH
 
 
+@pytest.mark.usefixtures("aws")
 def test_the_entry_point_goes_when_it_is_not_wanted_any_more(tmp_path: Path) -> None:
-    estimator = PyTorch(**arguments_of("an image of the user's", tmp_path / "source"))
-    estimator.container_entry_point = estimator.dry_run(job_name="J")["AlgorithmSpecification"][
-        "ContainerEntrypoint"
-    ]
+    estimator = PyTorch(**arguments_of("no network", tmp_path / "source"))
+    first = sent_by_fit(estimator, EXAMPLE_INPUTS, "wanted")
+    assert "ContainerEntrypoint" in first["AlgorithmSpecification"]
     estimator.ship_package = False
-    assert "ContainerEntrypoint" not in estimator.dry_run(job_name="J")["AlgorithmSpecification"]
+    second = estimator.dry_run(EXAMPLE_INPUTS, job_name="unwanted")
+    assert "ContainerEntrypoint" not in second["AlgorithmSpecification"]
+    # The SDK's own channel of a container without network stays.
+    assert [channel["ChannelName"] for channel in second["InputDataConfig"]] == ["training", "code"]
 
 
 def test_the_generic_estimator_sends_the_same_hyperparameters(tmp_path: Path) -> None:

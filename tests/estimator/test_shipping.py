@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from smp_lite.entrypoints import start
 from smp_lite.estimator import PyTorch, package_directory
 from smp_lite.estimator.shipping import ARCHIVE
-from tests.estimator.aws import BUCKET, boto_session, example, moto_server
+from tests.estimator.aws import BUCKET, boto_session, example, moto_server, without_telemetry
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -84,7 +84,7 @@ def container(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> P
     does. What the service itself does (downloading channels, writing the job's files) is all that is
     played here."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", server)
-    monkeypatch.setattr("sagemaker.telemetry.telemetry_logging._send_telemetry_request", lambda *_: None)
+    without_telemetry(monkeypatch)
     arguments = example(tmp_path / "source", output_path=f"s3://{BUCKET}/", image_uri="mine:1")
     (tmp_path / "source" / "training-script.py").write_text(SCRIPT)
     arguments["distribution"]["mpi"]["processes_per_host"] = 2

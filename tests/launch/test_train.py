@@ -117,6 +117,7 @@ def test_the_exit_code_is_the_ranks(tmp_path: Path) -> None:
         ({"sagemaker_program": "start.sh"}, "'start.sh' must be a Python file (.py)"),
         ({"sagemaker_submit_directory": "/no/such"}, "'/no/such', but there is no such file or folder"),
         ({"sagemaker_mpi_enabled": False}, "sagemaker_mpi_enabled is not true"),
+        ({"sagemaker_torch_distributed_enabled": True}, "asks for a launcher that this entry point"),
         ({"mp_parameters": {"partitons": 2}}, "did you mean 'partitions'"),
         ({"mp_parameters": {"partitions": 3}}, "partitions"),
         ({"sagemaker_mpi_custom_mpi_options": "--hostfile x"}, "--hostfile"),

@@ -16,6 +16,7 @@ PURE_MODULES = [
         f"smp_lite.plan.{file.stem}".removesuffix(".__init__")
         for file in (REPOSITORY / "smp_lite" / "plan").glob("*.py")
     ),
+    *sorted(f"smp_lite.entrypoints.{file.stem}" for file in (REPOSITORY / "entrypoints").glob("[a-z]*.py")),
 ]
 
 
@@ -30,6 +31,11 @@ def loaded_by(statement: str) -> set[str]:
 @pytest.mark.parametrize("module", PURE_MODULES)
 def test_a_pure_module_imports_neither_torch_nor_mpi4py(module: str) -> None:
     assert loaded_by(f"import {module}") == set()
+
+
+def test_the_sagemaker_side_imports_neither_torch_nor_mpi4py() -> None:
+    names = ("Estimator", "LocalMPISession", "PyTorch", "check_distribution", "request_of")
+    assert loaded_by(f"from smp_lite.estimator import {', '.join(names)}") == set()
 
 
 def test_the_probe_sees_mpi4py_when_it_is_there() -> None:
