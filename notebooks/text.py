@@ -1,8 +1,8 @@
-"""Real text without a download: the Python standard library's own source, as bytes.
+"""Text to train on, as bytes: a folder's files, or the Python standard library's own source.
 
-Every machine that runs the training script has it, it is megabytes of varied English and code, and
-a model of it visibly learns within a minute. The order of files is fixed, so all processes that
-run one interpreter read the same text, and no process has to send it to another.
+The library needs no download: every machine that runs the training script has it, it is megabytes
+of varied English and code, and a model of it visibly learns within a minute. The order of files is
+fixed, so all processes that see one folder read the same text, and none has to send it to another.
 
 Batches are drawn, not iterated: the step number seeds one draw for the whole job, and each
 data-parallel replica takes its slice. Hence all model-parallel ranks of a replica hold the same
@@ -21,26 +21,31 @@ from torch import Tensor
 
 __all__ = ["get_batch", "read_text"]
 
+_SUFFIXES = (".py", ".txt")
 # Installed packages sit inside the library's folder on most systems and differ between machines.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
 
-def read_text(max_bytes: int = 4_000_000) -> Tensor:
-    """Reads up to ``max_bytes`` of the standard library's source into a uint8 tensor ``[N]``.
+def read_text(max_bytes: int = 4_000_000, folder: str | os.PathLike[str] | None = None) -> Tensor:
+    """Reads up to ``max_bytes`` of a folder's ``.py`` and ``.txt`` files into a uint8 tensor ``[N]``.
+
+    Args:
+        max_bytes: where to stop.
+        folder: read with the folders below it; None: the standard library of this interpreter.
 
     Raises:
-        RuntimeError: this interpreter has no ``.py`` files of its library (a frozen one).
+        RuntimeError: there are no such files.
     """
-    library = Path(sysconfig.get_path("stdlib"))
+    folder = Path(sysconfig.get_path("stdlib") if folder is None else folder)
     text = bytearray()
-    for path in _source_files(library):
+    for path in _text_files(folder):
         text += path.read_bytes()
         if len(text) >= max_bytes:
             break
     if not text:
         raise RuntimeError(
-            f"no .py files in {library}: this interpreter comes without its library's source; "
-            "run the script with a standard Python installation"
+            f"{folder} holds no text in {' or '.join(_SUFFIXES)} files: name a folder that does, or none for "
+            "the library of a standard Python installation"
         )
     return torch.frombuffer(text[:max_bytes], dtype=torch.uint8)
 
@@ -82,9 +87,9 @@ def get_batch(
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def _source_files(folder: Path) -> Iterator[Path]:
+def _text_files(folder: Path) -> Iterator[Path]:
     for parent, folder_names, file_names in os.walk(folder):
         folder_names[:] = sorted(set(folder_names) - _SKIPPED_FOLDERS)
         for name in sorted(file_names):
-            if name.endswith(".py"):
+            if name.endswith(_SUFFIXES):
                 yield Path(parent, name)

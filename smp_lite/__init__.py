@@ -20,6 +20,7 @@ _HOMES = {
         pp_barrier tp_barrier rdp_barrier partition set_partition""",
     "session": "init init_in_memory is_initialized reset",
     "step_function": "step",
+    "stopping": "should_stop",
     "model": "DistributedModel",
     "optimizer": "DistributedOptimizer",
     "record.microbatch": "StepOutput",

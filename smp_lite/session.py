@@ -15,20 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .comm.collectives import C10dCollectives, Collectives, MPICollectives
-from .comm.peers import MPIPeers, OneProcess, Peers
-from .comm.wires import C10dWire, MPIWire, Wire
+from .comm.collectives import C10dCollectives, Collectives
+from .comm.peers import OneProcess, Peers, RankPeers
+from .comm.wires import C10dWire, Wire
 from .config import Config, load_config
 from .errors import SMPError
 from .errors_record import record_failure
 from .plan.schedules import Policy
 from .plan.topology import Topology
+from .stop_notice import listen, stop_listening
 
 if TYPE_CHECKING:
+    from .comm.transport import Transport
     from .comm.world import World
 
 WIRE_VARIABLE = "SMP_LITE_WIRE"
-"""``mpi`` (default) or ``c10d``: what tensors travel over between stages."""
+"""``mpi`` (the default in an MPI job) or ``c10d``: what tensors travel over between stages."""
 
 
 class Session:
@@ -51,6 +53,7 @@ class Session:
         self.step: Any = None
         self.steps_run = 0
         self.is_tracing = False
+        self.is_stopping = False  # agreed by all ranks
         self.process_groups: dict[str, Any] = {}
         # Called with each step's plan and recordings before it is executed; ``smp-lite plan`` listens.
         self.on_planned: Callable[..., None] | None = None
@@ -79,29 +82,31 @@ class Session:
     def peers(self) -> Peers:
         if self.world is None:
             return OneProcess(self.num_stages)
-        return MPIPeers(self.world, self._stage_of_mp_rank())
+        return RankPeers(self.world, self._stage_of_mp_rank())
 
     def wire(self) -> Wire | None:
         if self.world is None:
             return None
         stages = self._stage_of_mp_rank()
         rank_of_stage = [stages.index(stage) for stage in range(self.num_stages)]
-        kind = os.environ.get(WIRE_VARIABLE, "mpi")
-        if kind == "mpi":
-            return MPIWire(self.world.new_comm("MP", "the first step"), rank_of_stage)
-        if kind != "c10d":
+        has_mpi = self.world.transport.has_mpi
+        kind = os.environ.get(WIRE_VARIABLE, "mpi" if has_mpi else "c10d")
+        if kind not in ("mpi", "c10d"):
             raise ValueError(f"{WIRE_VARIABLE}={kind!r}: it must be 'mpi' or 'c10d'")
-        if not self.process_groups:
-            raise SMPError(f"{WIRE_VARIABLE}=c10d needs ddp: True in the parameters")
-        ranks = self.group("MP")
-        return C10dWire(self.process_groups["MP"], [ranks[i] for i in rank_of_stage])
+        if kind == "mpi" and not has_mpi:
+            raise SMPError(f"{WIRE_VARIABLE}=mpi, but the job runs without MPI: unset it, or use mpirun")
+        if kind == "c10d" and has_mpi:
+            if not self.process_groups:
+                raise SMPError(f"{WIRE_VARIABLE}=c10d needs ddp: True in the parameters")
+            return C10dWire(self.process_groups["MP"], rank_of_stage)
+        return self.world.wire("MP", rank_of_stage)
 
     def collectives(self) -> Collectives | None:
         """Over the dp group, if gradients are to be averaged."""
         if self.world is None or len(self.group("DP")) == 1:
             return None
         if self.cfg.horovod or self.cfg.ddp_dist_backend == "mpi":
-            return MPICollectives(self.world.new_comm("DP", "the first step"))
+            return self.world.collectives("DP")
         return C10dCollectives(self.process_groups["DP"])
 
     def _stage_of_mp_rank(self) -> list[int]:
@@ -149,19 +154,17 @@ def init(config: Mapping[str, Any] | str | None = None) -> None:
         )
         _session.on_planned = on_planned
         return
-    from .comm import world as world_module
+    from .comm.transport import connect
+    from .comm.world import World
 
-    try:
-        validated = load_config(config, os.environ)
-        validated.check_world_size(world_module.world_size())
-    except ValueError:
-        _install_excepthook(world_module.world_rank())
-        raise
-    topology = Topology.from_placement(
-        world_module.world_size(), validated.partitions, 1, validated.placement_strategy
-    )
-    _install_excepthook(world_module.world_rank())
-    session = Session(validated, topology, world_module.World(topology))
+    listen()
+    transport = connect(os.environ)
+    _install_excepthook(transport)
+    validated = load_config(config, os.environ)
+    validated.check_world_size(transport.size)
+    _check_needs_of_mpi(validated, transport)
+    topology = Topology.from_placement(transport.size, validated.partitions, 1, validated.placement_strategy)
+    session = Session(validated, topology, World(topology, transport))
     assert session.world is not None
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // session.world.local_size))
@@ -174,6 +177,21 @@ def init(config: Mapping[str, Any] | str | None = None) -> None:
     _session = session
 
 
+def _check_needs_of_mpi(config: Config, transport: Transport) -> None:
+    if transport.has_mpi or transport.size == 1:
+        return
+    found = None
+    if config.horovod:
+        found = "horovod: True"
+    elif config.ddp_dist_backend in ("mpi", "nccl"):
+        found = f"ddp_dist_backend: {config.ddp_dist_backend!r}"
+    if found is not None:
+        raise SMPError(
+            f"{found} needs a job started by MPI, and this one was started without (torchrun, or RANK and "
+            "WORLD_SIZE by hand): start it with mpirun, or use ddp: True with ddp_dist_backend: 'gloo'"
+        )
+
+
 def init_in_memory(config: Mapping[str, Any]) -> None:
     """Like :func:`init`, but this one process plays all stages, without MPI.
 
@@ -184,6 +202,7 @@ def init_in_memory(config: Mapping[str, Any]) -> None:
     if _session is not None:
         raise SMPError("smp.init() was called twice: call it once, first thing in the script")
     _session = _in_memory(load_config(config, {}))
+    listen()
 
 
 def _in_memory(config: Config) -> Session:
@@ -211,29 +230,41 @@ def planning(parameters: Mapping[str, Any] | None, on_planned: Callable[..., Non
 def reset() -> None:
     """Forgets the session, so that :func:`init` can be called again in this process (tests, notebooks)."""
     global _session
-    if _session is not None and _session.process_groups:
-        from .comm.process_groups import destroy_process_groups
+    if _session is not None and _session.world is not None:
+        if _session.process_groups:
+            from .comm.process_groups import destroy_process_groups
 
-        destroy_process_groups()
+            destroy_process_groups()
+        _session.world.close()
+    stop_listening()
     _session = None
 
 
-def _install_excepthook(rank: int) -> None:
+def _install_excepthook(transport: Transport) -> None:
     """An uncaught exception on one rank ends all of them, and is the last thing that the rank shows."""
-    if getattr(sys.excepthook, "smp_lite", False):
-        return
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        from .comm.world import abort, world_size
-
-        shown_by_launcher = record_failure((kind, error, trace), rank)
+        shown_by_launcher = record_failure((kind, error, trace), transport.rank)
         sys.stdout.flush()
         if not shown_by_launcher:
             text = "".join(traceback.format_exception(kind, error, trace))
-            sys.stderr.write(f"rank {rank} failed:\n{text}")
-        sys.stderr.flush()
-        if world_size() > 1:
-            abort(1)
+            # Not sys.stderr: torch.distributed calls this with a buffer there, which is lost by the abort.
+            stream = sys.__stderr__ or sys.stderr
+            stream.write(f"rank {transport.rank} failed:\n{text}")
+            stream.flush()
+        _tell_torchrun(error)
+        if transport.size > 1:
+            transport.abort(1)
 
-    hook.smp_lite = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def _tell_torchrun(error: BaseException) -> None:
+    """torchrun shows the earliest error that was left for it as the root cause."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        try:
+            raise error  # what is recorded is the exception that is being handled
+        except BaseException as handled:
+            get_error_handler().record_exception(handled)

@@ -1,7 +1,8 @@
-"""Sums and broadcasts over the data-parallel group, started now and finished later.
+"""Sums and broadcasts over a group of ranks, started now and finished later.
 
-Two makes of one interface: :class:`C10dCollectives` over a torch process group (``ddp: True``) and
-:class:`MPICollectives` (``horovod: True``, as a Horovod job would do it).
+Two makes of one interface: :class:`C10dCollectives` over a torch process group (``ddp: True``, and all of a
+job without MPI) and :class:`MPICollectives` (the mp group of an MPI job, and ``horovod: True``, as a Horovod
+job would do it).
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+
+from .waiting import broken_connections_named
 
 
 class Pending(Protocol):
@@ -27,8 +30,11 @@ class Collectives(Protocol):
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Sum over the group."""
 
-    def broadcast(self, tensor: torch.Tensor) -> Pending:
-        """From group rank 0."""
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Pending:
+        """From group rank ``root``."""
+
+    def all_gather(self, mine: torch.Tensor, all_of_them: torch.Tensor) -> Pending:
+        """Every member's ``mine`` as a row of ``all_of_them``, by group rank."""
 
 
 class C10dCollectives:
@@ -41,8 +47,11 @@ class C10dCollectives:
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         return _Work(dist.all_reduce(tensor, group=self.group, async_op=True))
 
-    def broadcast(self, tensor: torch.Tensor) -> Pending:
-        return _Work(dist.broadcast(tensor, group_src=0, group=self.group, async_op=True))
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Pending:
+        return _Work(dist.broadcast(tensor, group_src=root, group=self.group, async_op=True))
+
+    def all_gather(self, mine: torch.Tensor, all_of_them: torch.Tensor) -> Pending:
+        return _Work(dist.all_gather(list(all_of_them), mine, group=self.group, async_op=True))
 
 
 class _Work:
@@ -51,7 +60,8 @@ class _Work:
 
     def done(self) -> bool:
         if self._work is not None and self._work.is_completed():
-            self._work.wait()  # raises what went wrong
+            with broken_connections_named():
+                self._work.wait()
             self._work = None
         return self._work is None
 
@@ -77,13 +87,21 @@ class MPICollectives:
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         work = tensor if tensor.dtype in self._types else tensor.float()
-        memory = self._mpi.buffer.fromaddress(work.data_ptr(), work.numel() * work.element_size())
-        request = self.comm.Iallreduce(self._mpi.IN_PLACE, [memory, self._types[work.dtype]])
+        request = self.comm.Iallreduce(self._mpi.IN_PLACE, [self._memory(work), self._types[work.dtype]])
         return _Request(request, work, tensor)
 
-    def broadcast(self, tensor: torch.Tensor) -> Pending:
-        memory = self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-        return _Request(self.comm.Ibcast([memory, self._mpi.BYTE], root=0), tensor, tensor)
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Pending:
+        request = self.comm.Ibcast([self._memory(tensor), self._mpi.BYTE], root=root)
+        return _Request(request, tensor, tensor)
+
+    def all_gather(self, mine: torch.Tensor, all_of_them: torch.Tensor) -> Pending:
+        request = self.comm.Iallgather(
+            [self._memory(mine), self._mpi.BYTE], [self._memory(all_of_them), self._mpi.BYTE]
+        )
+        return _Request(request, mine, mine)
+
+    def _memory(self, tensor: torch.Tensor) -> Any:
+        return self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 class _Request:

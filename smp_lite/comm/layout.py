@@ -47,3 +47,9 @@ def departure(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     if tuple(tensor.stride()) == stride and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     return torch.empty_strided(meta.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor as one row of bytes: what carries it need not know dtypes and layouts."""
+    row = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return row.view(torch.uint8)

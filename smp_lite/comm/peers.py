@@ -1,7 +1,7 @@
 """The ranks of one mp group, as the runtime sees them: who plays which stage.
 
 :class:`OneProcess` plays all stages by turns in one process, which is how the library is tested and
-debugged without MPI. :class:`MPIPeers` plays one. Both drive the executors' generators, make values of one
+debugged. :class:`RankPeers` plays one. Both drive the executors' generators, make values of one
 stage known to all, and compare what the ranks recorded.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from ..errors import SMPError, SMPMismatch
 from ..record.placed import TensorMeta
-from .layout import arrival, departure
+from .layout import arrival, as_bytes, departure
 from .waiting import wait_until
 from .world import World
 
@@ -90,7 +90,7 @@ class OneProcess:
         pass
 
 
-class MPIPeers:
+class RankPeers:
     """One stage in this process; the others in other ranks of the mp group.
 
     Args:
@@ -99,16 +99,13 @@ class MPIPeers:
     """
 
     def __init__(self, world: World, stage_of_rank: Sequence[int]) -> None:
-        from mpi4py import MPI
-
-        self._mpi = MPI
         self.world = world
         self.ranks = world.group("MP")
         self.group_rank = world.group_rank("MP")
         self.stages = frozenset({stage_of_rank[self.group_rank]})
         self._rank_of_stage = {stage: i for i, stage in enumerate(stage_of_rank)}
         self._others = [rank for rank in self.ranks if rank != world.rank]
-        self._comm = world.new_comm("MP", "the first step")
+        self._collectives = world.collectives("MP")
 
     def drive(self, generators: Mapping[int, Iterator[str]]) -> None:
         for generator in generators.values():
@@ -138,7 +135,7 @@ class MPIPeers:
                 small.setdefault(stage, []).append(i)
             else:
                 here = departure(tensor, meta) if tensor is not None else arrival(meta)
-                self._broadcast(here, meta.num_bytes, stage)
+                self._broadcast(as_bytes(here), stage)
                 results[i] = here
         for stage, indices in sorted(small.items()):
             self._share_packed(stage, indices, items, results)
@@ -166,17 +163,16 @@ class MPIPeers:
                 slot.copy_(tensor.detach())
             results[i] = slot
         if total:
-            self._broadcast(pack, total, stage)
+            self._broadcast(pack, stage)
         for i in indices:
             # Its own memory: a kept loss must not keep the whole message.
             kept = results[i]
             assert kept is not None
             results[i] = kept.clone()
 
-    def _broadcast(self, tensor: torch.Tensor, num_bytes: int, stage: int) -> None:
-        memory = self._mpi.buffer.fromaddress(tensor.data_ptr(), num_bytes)
-        request = self._comm.Ibcast([memory, self._mpi.BYTE], root=self._rank_of_stage[stage])
-        self._wait(request.Test, f"a result of stage {stage} did not reach all its peers")
+    def _broadcast(self, data: torch.Tensor, stage: int) -> None:
+        pending = self._collectives.broadcast(data, self._rank_of_stage[stage])
+        self._wait(pending.done, f"a result of stage {stage} did not reach all its peers")
 
     def share_object(self, payload: Any, stage: int, what: str) -> Any:
         found = self.world.exchange(payload if stage in self.stages else None, "MP", what)
@@ -185,8 +181,8 @@ class MPIPeers:
     def compare(self, checks: Sequence[Check]) -> None:
         mine = torch.tensor([check.digest & ((1 << 62) - 1) for check in checks], dtype=torch.int64)
         theirs = torch.empty(len(self.ranks), len(mine), dtype=torch.int64)
-        request = self._comm.Iallgather(mine.numpy(), theirs.numpy())
-        self._wait(request.Test, "not all mp ranks came to the end of recording a step")
+        pending = self._collectives.all_gather(mine, theirs)
+        self._wait(pending.done, "not all mp ranks came to the end of recording a step")
         for check, column in zip(checks, theirs.unbind(1), strict=True):
             if bool((column != column[0]).any()):
                 lines = self.world.exchange(check.lines(), "MP", f"comparing {check.what}")

@@ -6,13 +6,16 @@ that share a core do not steal it from the one they wait for.
 
 A rank whose script has ended will send nothing any more. Each says so when it leaves (see
 :class:`smp_lite.comm.world.World`), and a wait for it ends with an error at once instead of at the limit.
+Over gloo its connections close as well, which may be noticed first; its word comes soon then, and the error
+can name it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from ..errors import SMPError, SMPTimeout
 
@@ -23,8 +26,23 @@ _YIELD_FOR_S = 0.002
 _SLEEP_S = 0.00005
 _LONGEST_SLEEP_S = 0.001
 
-# A message sent just before its sender left may still be on its way.
+# A message sent just before its sender left may still be on its way. And if the sender failed, the launcher
+# has the time to end this process too, before it reports a loss that is only a consequence.
 _GRACE_S = 1.0
+
+
+class BrokenConnection(RuntimeError):
+    """A transfer failed; only :func:`wait_until` knows what it was for."""
+
+
+@contextlib.contextmanager
+def broken_connections_named() -> Iterator[None]:
+    """Within: what torch.distributed raises becomes :class:`BrokenConnection`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise BrokenConnection(str(error).splitlines()[0]) from None
+
 
 _watchdog_s: float | None = None
 _departed: Callable[[], set[int]] = set
@@ -76,8 +94,18 @@ def wait_until(
 
     Raises:
         SMPTimeout: the watchdog's limit has passed.
-        SMPError: a rank that is waited for has ended its script.
+        SMPError: a rank that is waited for has ended its script, or a connection broke.
     """
+    try:
+        return _poll(test, what, ranks)
+    except BrokenConnection as error:
+        broken = error
+    time.sleep(_GRACE_S)
+    _raise_if_gone(ranks, what)
+    raise SMPError(f"a connection between ranks broke: {what()} ({broken})")
+
+
+def _poll(test: Callable[[], bool], what: Callable[[], str], ranks: Callable[[], Iterable[int]]) -> None:
     if test():
         return
     start = time.monotonic()
@@ -95,9 +123,17 @@ def wait_until(
             )
         if now > look_at:
             look_at = now + 0.1
-            gone = sorted(_departed() & set(ranks()))
-            gone_since = (gone_since or now) if gone else None
+            gone_since = (gone_since or now) if _gone(ranks) else None
             if gone_since is not None and now - gone_since > _GRACE_S:
-                raise SMPError(f"rank(s) {', '.join(map(str, gone))} ended the script early: {what()}")
+                _raise_if_gone(ranks, what)
         time.sleep(pause)
         pause = min(pause * 1.5, _LONGEST_SLEEP_S)
+
+
+def _gone(ranks: Callable[[], Iterable[int]]) -> list[int]:
+    return sorted(_departed() & set(ranks()))
+
+
+def _raise_if_gone(ranks: Callable[[], Iterable[int]], what: Callable[[], str]) -> None:
+    if gone := _gone(ranks):
+        raise SMPError(f"rank(s) {', '.join(map(str, gone))} ended the script early: {what()}")

@@ -9,16 +9,19 @@ process group).
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ..record.placed import TensorMeta
-from .layout import arrival, departure
+from .layout import arrival, as_bytes, departure
+from .waiting import broken_connections_named
 
 
 class Transfer(Protocol):
@@ -136,42 +139,61 @@ class C10dWire:
 
     Args:
         group: the process group of the mp group.
-        rank_of_stage: for each stage the *world* rank that holds it.
+        rank_of_stage: for each stage the group's rank that holds it.
     """
 
     def __init__(self, group: object, rank_of_stage: Sequence[int]) -> None:
         self.group = group
         self.rank_of_stage = rank_of_stage
         self._needs_waiter = dist.get_backend(group) == "gloo"  # type: ignore[arg-type]
-        self._waiters: dict[tuple[str, int], ThreadPoolExecutor] = {}
+        self._lanes: dict[tuple[str, int], _Lane] = {}
 
     def send(self, tensor: torch.Tensor, meta: TensorMeta, stage: int) -> Transfer:
-        flat = _flat(departure(tensor, meta), meta)
-        work = dist.isend(flat, self.rank_of_stage[stage], group=self.group)  # type: ignore[arg-type]
+        flat = as_bytes(departure(tensor, meta))
+        work = dist.isend(flat, group=self.group, group_dst=self.rank_of_stage[stage])  # type: ignore[arg-type]
         return self._transfer(work, flat, flat, ("send", stage))
 
     def receive(self, meta: TensorMeta, stage: int) -> Transfer:
         tensor = arrival(meta)
-        flat = _flat(tensor, meta)
-        work = dist.irecv(flat, self.rank_of_stage[stage], group=self.group)  # type: ignore[arg-type]
+        flat = as_bytes(tensor)
+        work = dist.irecv(flat, group=self.group, group_src=self.rank_of_stage[stage])  # type: ignore[arg-type]
         return self._transfer(work, tensor, flat, ("receive", stage))
 
     def _transfer(
-        self, work: object, tensor: torch.Tensor, flat: torch.Tensor, lane: tuple[str, int]
+        self, work: object, tensor: torch.Tensor, flat: torch.Tensor, direction: tuple[str, int]
     ) -> Transfer:
         if not self._needs_waiter:
             return _Work(work, tensor, flat)
-        if lane not in self._waiters:
-            self._waiters[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"smp-{lane[0]}-{lane[1]}")
-        return _Awaited(self._waiters[lane].submit(work.wait), tensor, flat)  # type: ignore[attr-defined]
+        if direction not in self._lanes:
+            self._lanes[direction] = _Lane("smp-{}-{}".format(*direction))
+        return _Awaited(self._lanes[direction].wait_for(work), tensor, flat)
 
 
-def _flat(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """The tensor's bytes as one row: process groups know neither all dtypes nor all layouts."""
-    if not meta.num_bytes:
-        return torch.empty(0, dtype=torch.uint8, device=meta.device)
-    row = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    return row.view(torch.uint8)
+class _Lane:
+    """A thread that waits for works, one after another.
+
+    A daemon and no executor: a process that gives up, because a peer never sent, must be able to end.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._works: SimpleQueue[tuple[Any, Future[None]]] = SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def wait_for(self, work: object) -> Future[None]:
+        ended: Future[None] = Future()
+        self._works.put((work, ended))
+        return ended
+
+    def _run(self) -> None:
+        while True:
+            work, ended = self._works.get()
+            try:
+                work.wait()
+            except BaseException as error:
+                ended.set_exception(error)
+            else:
+                ended.set_result(None)
+            del work, ended  # a tensor must not live until the next one
 
 
 class _Work:
@@ -181,7 +203,8 @@ class _Work:
 
     def done(self) -> bool:
         if self._work is not None and self._work.is_completed():  # type: ignore[attr-defined]
-            self._work.wait()  # type: ignore[attr-defined]  # raises what went wrong
+            with broken_connections_named():
+                self._work.wait()  # type: ignore[attr-defined]
             self._work = None
         return self._work is None
 
@@ -190,12 +213,13 @@ class _Work:
 
 
 class _Awaited:
-    def __init__(self, future: Future[object], tensor: torch.Tensor, flat: torch.Tensor) -> None:
-        self._future, self._tensor, self._flat = future, tensor, flat
+    def __init__(self, ended: Future[None], tensor: torch.Tensor, flat: torch.Tensor) -> None:
+        self._ended, self._tensor, self._flat = ended, tensor, flat
 
     def done(self) -> bool:
-        if self._future.done():
-            self._future.result()  # raises what went wrong
+        if self._ended.done():
+            with broken_connections_named():
+                self._ended.result()
             return True
         return False
 

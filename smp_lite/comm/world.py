@@ -1,56 +1,51 @@
-"""The processes of the job and their groups, over MPI.
+"""The processes of the job and their groups.
 
-One :class:`World` for each process: the topology, a communicator for each group kind, and object messages
-between ranks. Collectives on Python objects are *roll calls*: each member tells every other what it is
-calling. So a rank that calls something else, or does not call at all, is named in the error instead of
-leaving the others waiting.
+One :class:`World` for each process: the topology, and object messages between ranks. Collectives on Python
+objects are *roll calls*: each member tells every other what it is calling. So a rank that calls something
+else, or does not call at all, is named in the error instead of leaving the others waiting.
 """
 
 from __future__ import annotations
 
 import atexit
 import pickle
-import socket
+from collections.abc import Sequence
 from typing import Any
 
-import mpi4py
-
-mpi4py.rc.thread_level = "serialized"
-from mpi4py import MPI  # noqa: E402  (initialises MPI with the level above)
-
-from ..errors import SMPError, SMPMismatch  # noqa: E402
-from ..plan.topology import Topology  # noqa: E402
-from .waiting import wait_until, watch_departures  # noqa: E402
+from ..errors import SMPError, SMPMismatch
+from ..plan.topology import Topology
+from .collectives import Collectives, Pending
+from .transport import Tag, Transport
+from .waiting import wait_until, watch_departures
+from .wires import Wire
 
 GROUP_KINDS = ("WORLD", "MP", "DP", "PP", "TP", "RDP")
-
-_ROLL_CALL_TAG = 1
-_MESSAGE_TAG = 2
-_GOODBYE_TAG = 3
 
 
 class World:
     """The ranks of the job.
 
     Args:
-        topology: axes over all ranks of ``MPI.COMM_WORLD``.
+        topology: axes over all ranks.
+        transport: between them.
     """
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, transport: Transport) -> None:
         self.topology = topology
-        # A communicator of our own: no message of the user's or of another library is mistaken for ours.
-        self.comm = MPI.COMM_WORLD.Dup()
-        self.rank = self.comm.Get_rank()
-        self.size = self.comm.Get_size()
-        self._local = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self.local_rank = self._local.Get_rank()
-        self.local_size = self._local.Get_size()
+        self.transport = transport
+        self.rank, self.size = transport.rank, transport.size
+        self.local_rank, self.local_size = transport.local_rank, transport.local_size
         self._groups = {kind: topology.group(kind, self.rank) for kind in GROUP_KINDS}
-        # All made here: making one blocks inside MPI, where a peer that went elsewhere is never noticed.
-        self._comms = {kind: self._make_comm(kind) for kind in GROUP_KINDS}
-        self._departed: set[int] = set()
-        watch_departures(self.departed)
-        atexit.register(self._say_goodbye)
+        watch_departures(transport.departed)
+        atexit.register(transport.leave)
+
+    def close(self) -> None:
+        """Forgets the other ranks, so that this process can build another world."""
+        watch_departures(set)
+        atexit.unregister(self.transport.leave)
+        self.transport.close()
+
+    # Groups -------------------------------------------------------------------------------------------------
 
     def group(self, kind: str) -> tuple[int, ...]:
         """World ranks of this rank's group of that kind, ascending."""
@@ -59,37 +54,26 @@ class World:
     def group_rank(self, kind: str) -> int:
         return self._groups[kind].index(self.rank)
 
-    def _make_comm(self, kind: str) -> MPI.Comm:
-        members = self.comm.Get_group().Incl(list(self._groups[kind]))
-        return self.comm.Create_group(members, tag=GROUP_KINDS.index(kind))
+    def collectives(self, kind: str) -> Collectives:
+        """Over this rank's group, for one user of them; collective over the group."""
+        self._meet(kind)
+        return self.transport.collectives(self._groups[kind])
 
-    def new_comm(self, kind: str, what: str) -> MPI.Comm:
-        """Another communicator over this rank's group, for one user of it; collective over the group.
+    def wire(self, kind: str, rank_of_stage: Sequence[int]) -> Wire:
+        """Between stages on this rank's group; collective over the group.
 
-        Making one blocks inside MPI, so the members meet first, where a missing one is noticed.
+        Args:
+            kind: of the group.
+            rank_of_stage: for each stage the group rank that holds it.
         """
-        self.exchange(None, kind, what)
-        return self._comms[kind].Dup()
+        self._meet(kind)
+        return self.transport.wire(self._groups[kind], rank_of_stage)
 
-    # Leaving ----------------------------------------------------------------------------------------------
+    def _meet(self, kind: str) -> None:
+        """Before something blocks where a missing member is not noticed."""
+        self.exchange(None, kind, "the first step")
 
-    def departed(self) -> set[int]:
-        """World ranks whose scripts have ended."""
-        status = MPI.Status()
-        while self.comm.Iprobe(source=MPI.ANY_SOURCE, tag=_GOODBYE_TAG, status=status):
-            self.comm.Recv([bytearray(0), MPI.BYTE], source=status.Get_source(), tag=_GOODBYE_TAG)
-            self._departed.add(status.Get_source())
-        return self._departed
-
-    def _say_goodbye(self) -> None:
-        """Tells all others, when this process's script has ended, not to wait for it any more."""
-        if MPI.Is_finalized():
-            return
-        for rank in range(self.size):
-            if rank != self.rank:
-                self.comm.Isend([b"", MPI.BYTE], dest=rank, tag=_GOODBYE_TAG).Free()
-
-    # Objects ----------------------------------------------------------------------------------------------
+    # Objects ------------------------------------------------------------------------------------------------
 
     def exchange(self, payload: Any, kind: str, what: str) -> list[Any]:
         """Collective over the group: every member's payload, in group order.
@@ -105,13 +89,17 @@ class World:
         group = self._groups[kind]
         others = [rank for rank in group if rank != self.rank]
         data = pickle.dumps((what, kind, payload), protocol=pickle.HIGHEST_PROTOCOL)
-        sends = [self.comm.Isend([data, MPI.BYTE], dest=rank, tag=_ROLL_CALL_TAG) for rank in others]
+        sends = [self.transport.send(data, rank, Tag.ROLL_CALL) for rank in others]
         found = {self.rank: payload}
 
         def receive() -> bool:
+            _drop_done(sends)
             for rank in others:
-                if rank not in found and (message := self._probe(rank, _ROLL_CALL_TAG)) is not None:
-                    their_what, their_kind, their_payload = message.payload
+                if rank in found:
+                    continue
+                message = self.transport.receive(rank, Tag.ROLL_CALL)
+                if message is not None:
+                    their_what, their_kind, their_payload = pickle.loads(message)
                     if (their_what, their_kind) != (what, kind):
                         raise SMPMismatch(
                             f"rank {self.rank} called {what} over {kind} group {list(group)}, "
@@ -128,7 +116,11 @@ class World:
             )
 
         wait_until(receive, missing, lambda: [rank for rank in others if rank not in found])
-        self.complete(sends, what)
+        wait_until(
+            lambda: not _drop_done(sends),
+            lambda: f"{what}: {len(sends)} message(s) of rank {self.rank} to the {kind} group did not leave",
+            lambda: others,
+        )
         return [found[rank] for rank in group]
 
     def gather(self, payload: Any, kind: str, what: str) -> list[Any] | None:
@@ -148,18 +140,17 @@ class World:
         data = pickle.dumps(payload, protocol=pickle.HIGHEST_PROTOCOL)
         if dest == self.rank:
             raise SMPError(f"rank {dest} cannot send to itself")
-        request = self.comm.Issend([data, MPI.BYTE], dest=dest, tag=_MESSAGE_TAG)
         wait_until(
-            request.Test,
+            self.transport.send(data, dest, Tag.MESSAGE, until_taken=True).done,
             lambda: f"{what} from rank {self.rank} to rank {dest} was not received",
             lambda: [dest],
         )
 
     def receive_object(self, source: int, what: str = "recv_from") -> Any:
-        found: list[Any] = []
+        found: list[bytes] = []
 
         def receive() -> bool:
-            message = self._probe(source, _MESSAGE_TAG)
+            message = self.transport.receive(source, Tag.MESSAGE)
             if message is not None:
                 found.append(message)
             return bool(found)
@@ -169,47 +160,10 @@ class World:
             lambda: f"{what}: rank {source} sent nothing to rank {self.rank}",
             lambda: [source],
         )
-        return found[0].payload
-
-    def _probe(self, source: int, tag: int) -> _Received | None:
-        message = self.comm.Improbe(source=source, tag=tag, status=(status := MPI.Status()))
-        if message is None:
-            return None
-        buffer = bytearray(status.Get_count(MPI.BYTE))
-        message.Recv([buffer, MPI.BYTE])
-        return _Received(pickle.loads(buffer))
-
-    # Requests -----------------------------------------------------------------------------------------------
-
-    def complete(self, requests: list[MPI.Request], what: str) -> None:
-        """Waits for requests, within the limit."""
-        left = list(requests)
-
-        def test() -> bool:
-            left[:] = [request for request in left if not request.Test()]
-            return not left
-
-        wait_until(test, lambda: f"{what}: {len(left)} transfer(s) of rank {self.rank} did not end")
-
-    def host_name(self) -> str:
-        return socket.gethostname()
+        return pickle.loads(found[0])
 
 
-class _Received:
-    """A received object; a received None is not "nothing received"."""
-
-    def __init__(self, payload: Any) -> None:
-        self.payload = payload
-
-
-def world_size() -> int:
-    return int(MPI.COMM_WORLD.Get_size())
-
-
-def world_rank() -> int:
-    return int(MPI.COMM_WORLD.Get_rank())
-
-
-def abort(exit_code: int) -> None:
-    """Ends all processes of the job."""
-    MPI.COMM_WORLD.Abort(exit_code)
+def _drop_done(pending: list[Pending]) -> list[Pending]:
+    """Polls each, and leaves those in the list that are not done."""
+    pending[:] = [each for each in pending if not each.done()]
+    return pending

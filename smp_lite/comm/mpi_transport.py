@@ -1,0 +1,115 @@
+"""The ranks of an MPI job: messages, groups and wires over ``MPI.COMM_WORLD``.
+
+MPI itself says who the ranks are; what its launcher said is only compared. Importing this module
+initialises MPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mpi4py
+
+mpi4py.rc.thread_level = "serialized"
+from mpi4py import MPI  # noqa: E402  (initialises MPI with the level above)
+
+from ..errors import SMPError  # noqa: E402
+from .collectives import MPICollectives, Pending  # noqa: E402
+from .launcher import Alone, UnderMPI  # noqa: E402
+from .transport import Host, Tag  # noqa: E402
+from .wires import MPIWire  # noqa: E402
+
+__all__ = ["MPITransport"]
+
+
+class MPITransport:
+    """The processes of ``MPI.COMM_WORLD``.
+
+    Args:
+        launch: what the launcher said.
+
+    Raises:
+        SMPError: MPI counts other ranks than the launcher.
+    """
+
+    has_mpi = True
+
+    def __init__(self, launch: UnderMPI | Alone) -> None:
+        self.rank, self.size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+        if isinstance(launch, UnderMPI) and launch.size not in (None, self.size):
+            raise SMPError(
+                f"the launcher that set {launch.variable} started {launch.size} process(es), but MPI counts "
+                f"{self.size}: mpirun and mpi4py belong to different MPI installations. Use the mpirun of "
+                f"what mpi4py has loaded: {MPI.Get_library_version().splitlines()[0]}"
+            )
+        # A communicator of our own: no message of the user's or of another library is mistaken for ours.
+        self._comm = MPI.COMM_WORLD.Dup()
+        host = _same_host(self._comm)
+        self.local_rank, self.local_size = host.Get_rank(), host.Get_size()
+        self._departed: set[int] = set()
+
+    # Messages -----------------------------------------------------------------------------------------------
+
+    def send(self, data: bytes, dest: int, tag: Tag, *, until_taken: bool = False) -> Pending:
+        start = self._comm.Issend if until_taken else self._comm.Isend
+        return _Sent(start([data, MPI.BYTE], dest=dest, tag=tag), data)
+
+    def receive(self, source: int, tag: Tag) -> bytes | None:
+        message = self._comm.Improbe(source=source, tag=tag, status=(status := MPI.Status()))
+        if message is None:
+            return None
+        buffer = bytearray(status.Get_count(MPI.BYTE))
+        message.Recv([buffer, MPI.BYTE])
+        return bytes(buffer)
+
+    # Leaving ------------------------------------------------------------------------------------------------
+
+    def departed(self) -> set[int]:
+        status = MPI.Status()
+        while self._comm.Iprobe(source=MPI.ANY_SOURCE, tag=Tag.GOODBYE, status=status):
+            self._comm.Recv([bytearray(0), MPI.BYTE], source=status.Get_source(), tag=Tag.GOODBYE)
+            self._departed.add(status.Get_source())
+        return self._departed
+
+    def leave(self) -> None:
+        if MPI.Is_finalized():
+            return
+        for rank in range(self.size):
+            if rank != self.rank:
+                self._comm.Isend([b"", MPI.BYTE], dest=rank, tag=Tag.GOODBYE).Free()
+
+    def abort(self, exit_code: int) -> None:
+        MPI.COMM_WORLD.Abort(exit_code)
+
+    def close(self) -> None:
+        """Nothing: freeing a communicator would be collective."""
+
+    # Groups -------------------------------------------------------------------------------------------------
+
+    def collectives(self, ranks: Sequence[int]) -> MPICollectives:
+        return MPICollectives(self._group_comm(ranks))
+
+    def wire(self, ranks: Sequence[int], rank_of_stage: Sequence[int]) -> MPIWire:
+        return MPIWire(self._group_comm(ranks), rank_of_stage)
+
+    def _group_comm(self, ranks: Sequence[int]) -> MPI.Comm:
+        return self._comm.Create_group(self._comm.Get_group().Incl(list(ranks)))
+
+
+class _Sent:
+    """A send under way, with the data that must stay until it is done."""
+
+    def __init__(self, request: Any, data: bytes) -> None:
+        self._request, self._data = request, data
+
+    def done(self) -> bool:
+        return bool(self._request.Test())
+
+
+def _same_host(comm: MPI.Comm) -> MPI.Comm:
+    """The ranks on this host; where a machine plays several, on this one of them."""
+    machine = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    played = machine.allgather(Host.here().played)
+    here = machine.Get_rank()
+    return machine.Split(color=sorted(set(played)).index(played[here]), key=here)

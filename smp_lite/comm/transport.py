@@ -1,0 +1,117 @@
+"""What the library needs of the processes of a job, whoever started them.
+
+A :class:`Transport` carries byte messages between ranks, and makes collectives and wires over groups of
+them. Two makes: :class:`~smp_lite.comm.mpi_transport.MPITransport`, and
+:class:`~smp_lite.comm.store_transport.StoreTransport`, which needs no MPI. :func:`connect` chooses.
+
+Sending and receiving are polled, so that a wait has a limit and can say for whom it waited
+(:mod:`smp_lite.comm.waiting`). What blocks, making a group, is called when all its members are known to be
+there.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+from ..errors import SMPError
+from .collectives import Collectives, Pending
+from .launcher import AtRendezvous, UnderMPI, read_launch
+from .wires import Wire
+
+__all__ = ["Host", "Tag", "Transport", "connect"]
+
+
+class Tag(IntEnum):
+    """Messages of one tag, from one rank to another, arrive in the order of sending."""
+
+    ROLL_CALL = 1
+    MESSAGE = 2
+    GOODBYE = 3
+
+
+class Host(NamedTuple):
+    """Where a rank runs. One machine may play several hosts of a job, which differ by ``played`` only."""
+
+    machine: str
+    played: str
+
+    @classmethod
+    def here(cls) -> Host:
+        """This process's own."""
+        return cls(socket.gethostname(), os.environ.get("SM_CURRENT_HOST", ""))
+
+
+class Transport(Protocol):
+    """The processes of the job, as one of them sees them."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    has_mpi: bool
+
+    def send(self, data: bytes, dest: int, tag: Tag, *, until_taken: bool = False) -> Pending:
+        """Starts sending; one message to a rank and tag must be done before the next is started.
+
+        Args:
+            data: what to send.
+            dest: world rank, not this one.
+            tag: of the message.
+            until_taken: it is done when the receiver has begun to receive, not when it is on its way.
+        """
+
+    def receive(self, source: int, tag: Tag) -> bytes | None:
+        """The next message of that rank; None: none has arrived yet."""
+
+    def departed(self) -> set[int]:
+        """World ranks whose scripts have ended."""
+
+    def leave(self) -> None:
+        """Tells all others, when this process's script has ended, not to wait for it any more."""
+
+    def abort(self, exit_code: int) -> None:
+        """Ends this process at once, and the others soon; does not return."""
+
+    def collectives(self, ranks: Sequence[int]) -> Collectives:
+        """Over those world ranks, ascending; all of them make it now."""
+
+    def wire(self, ranks: Sequence[int], rank_of_stage: Sequence[int]) -> Wire:
+        """Between the stages of those world ranks; all of them make it now.
+
+        Args:
+            ranks: ascending.
+            rank_of_stage: for each stage the position in ``ranks`` of the rank that holds it.
+        """
+
+    def close(self) -> None:
+        """Gives back what would be in the way of this process's next transport."""
+
+
+def connect(environment: Mapping[str, str]) -> Transport:
+    """Joins this process to the others of its job; collective over all of them.
+
+    Raises:
+        ValueError: the environment contradicts itself; names the variables.
+        SMPError: MPI cannot be loaded, or counts other ranks than its launcher.
+        SMPTimeout: a rank did not come; names it.
+    """
+    launch = read_launch(environment)
+    if not isinstance(launch, AtRendezvous):
+        try:
+            from .mpi_transport import MPITransport
+
+            return MPITransport(launch)
+        except (ImportError, RuntimeError) as error:  # no mpi4py, or mpi4py finds no MPI library
+            if isinstance(launch, UnderMPI):
+                raise SMPError(
+                    f"{launch.variable} is set, so MPI started this process, but mpi4py cannot be loaded: "
+                    f"{error}. Install MPI with: pip install 'smp-lite[mpi]'"
+                ) from error
+        launch = AtRendezvous(rank=0, size=1, address="127.0.0.1", port=0)
+    from .store_transport import StoreTransport
+
+    return StoreTransport(launch)
