@@ -107,7 +107,10 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights")
     parser.add_argument("--text", type=Path, default=_of_the_job("SM_CHANNEL_TRAIN"), help="folder to read")
     parser.add_argument(
-        "--save", type=Path, default=_of_the_job("SM_MODEL_DIR", "gpt.pt"), help="file for the trained weights"
+        "--save",
+        type=Path,
+        default=_of_the_job("SM_MODEL_DIR", "gpt.pt"),
+        help="file for the trained weights",
     )
     parser.add_argument(
         "--losses",
