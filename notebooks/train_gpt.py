@@ -87,7 +87,7 @@ def _report(losses: list[float], path: Path | None) -> None:
         return
     mean_losses = replica_losses.mean(dim=0)
     print(
-        f"loss, mean of {smp.dp_size()} replicas: {mean_losses[0]:.3f} at the first step, "
+        f"loss of all replicas: {mean_losses[0]:.3f} at the first step, "
         f"{mean_losses[-10:].mean():.3f} over the last ten"
     )
     if path is not None:

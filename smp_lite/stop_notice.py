@@ -5,6 +5,9 @@ SIGUSR1 on to all of them and goes on. (Slurm sends it as well: ``#SBATCH --sign
 default action would end the process, and the note must not disturb what the process is doing: system calls
 that it interrupts start again.
 
+mpirun signals the rank's whole process group, and a handler does not outlive ``exec``: programs that the
+script has started die of the notice, unless they ignore it; workers that were only forked do not.
+
 Only the standard library is used, so that a launcher can listen before the script starts.
 """
 

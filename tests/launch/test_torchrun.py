@@ -272,6 +272,7 @@ smp.init({"partitions": 1, "ddp": True})
 if rank > 0:
     while 0 not in smp.state.world.transport.departed():
         time.sleep(0.01)
+    time.sleep(3)  # in which rank 0 would end, if it did not stay
     if rank == 1:
         smp.send("after rank 0 has ended", 2)
     else:
