@@ -26,8 +26,9 @@ PYTEST := $(BIN)/python -m pytest
 train: $(VENV)/train.stamp
 	$(BIN)/python notebooks/fit.py
 
+# Two files at a time: most tests start several processes and leave a core idle now and then.
 test: $(VENV)/test.stamp
-	$(PYTEST) tests --ignore=tests/benchmarks
+	$(PYTEST) tests --ignore=tests/benchmarks --numprocesses 2 --dist loadfile
 
 test-network: $(VENV)/test.stamp
 	SMP_LITE_NETWORK_TESTS=1 $(PYTEST) tests/launch/test_network_hosts.py

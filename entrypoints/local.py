@@ -5,7 +5,7 @@ failure, with its traceback, is the last thing on the screen, and its exit code 
 Ctrl-C and SIGTERM end the ranks too, after a notice (SIGUSR1) and a time of grace where one is given.
 
 The notice is not SIGTERM: mpirun answers that by killing its ranks a moment later, before any of
-them could save. SIGUSR1 it passes on to all ranks, on all hosts, and goes on.
+them could save. It goes to the ranks themselves, on other hosts through those who know them there.
 
 mpirun gets a process group of its own, so that a Ctrl-C in the terminal reaches the launcher alone,
 which passes it on once: mpirun answers a second signal by leaving without its ranks. The price is
@@ -20,20 +20,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from smp_lite.errors_record import ERROR_DIR_VARIABLE, FailureRecord, read_failures
 
 from .channels import Channels
 from .ending import Ending, decide_ending
 from .launch_plan import LaunchPlan
-from .mpirun import kill_ranks, stop_mpirun
+from .mpirun import kill_ranks, notify_ranks, stop_mpirun
 from .screen import MPIRUN, Screen
 
-__all__ = ["run_local", "stop_requests"]
+__all__ = ["Notice", "RemoteRanks", "run_local", "stop_requests"]
 
 _POLL_S = 0.1
 _FAILURE_GRACE_S = 5.0
@@ -42,7 +43,16 @@ _STOP_GRACE_S = 3.0
 """How long mpirun may take to stop its ranks when it is asked to, before all are killed."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
-_NOTICE = signal.SIGUSR1
+
+
+class RemoteRanks(Protocol):
+    """The ranks on other hosts, as the launcher on the first one knows them."""
+
+    def give_notice(self) -> bool:
+        """Tell those that have started that the job is about to be stopped, once each; whether that is all."""
+
+    def failures(self) -> list[FailureRecord]:
+        """Their records."""
 
 
 def run_local(
@@ -51,7 +61,7 @@ def run_local(
     inherited: Mapping[str, str],
     *,
     grace_s: float = 0.0,
-    remote_failures: Callable[[], list[FailureRecord]] = list,
+    remote: RemoteRanks | None = None,
 ) -> Ending:
     """Run `plan` to its end.
 
@@ -62,7 +72,7 @@ def run_local(
         grace_s: seconds that the ranks get between the notice and their end when the launcher is told
             to stop; being told twice ends them. Ranks that end by themselves meanwhile decide the exit
             code.
-        remote_failures: called at the end: the failures on other hosts.
+        remote: the other ranks.
 
     Returns:
         The ending; its exit code is 128 + n where signal n stopped the launcher.
@@ -86,7 +96,7 @@ def run_local(
             try:
                 assert process.stdout is not None
                 channels.add(process.stdout.fileno(), (MPIRUN, "stdout"))
-                watch = _Watch(process, Path(directory), num_ranks, grace_s)
+                watch = _Watch(process, Path(directory), Notice(channels, num_ranks), remote, grace_s)
                 watch.follow(channels, screen, requests)
             except BrokenPipeError:
                 requests.append(signal.SIGPIPE)
@@ -100,23 +110,48 @@ def run_local(
         screen.close()
         if requests and not watch.ended_alone:
             return Ending(128 + requests[0], None, f"stopped by {requests[0].name}")
-        failures = sorted(
-            [*read_failures(directory), *remote_failures()], key=lambda failure: failure.time_ns
-        )
+        failures = [*read_failures(directory), *(remote.failures() if remote is not None else ())]
+        failures.sort(key=lambda failure: failure.time_ns)
         return decide_ending(failures, screen.messages.death, process.returncode, screen.last_lines)
+
+
+class Notice:
+    """The notice to the ranks of this machine, each of which gets it once.
+
+    Args:
+        channels: where the ranks tell their process ids, and only once they listen: one that has not come as
+            far as that would die of the notice.
+        num_ranks: how many will come.
+    """
+
+    def __init__(self, channels: Channels, num_ranks: int) -> None:
+        self._channels = channels
+        self._num_ranks = num_ranks
+        self._told: set[int] = set()
+
+    def give(self) -> bool:
+        """Tell those that have come and do not know; whether all know now."""
+        pids = set(self._channels.rank_pids()) - self._told
+        notify_ranks(pids)
+        self._told |= pids
+        return len(self._told) == self._num_ranks
 
 
 class _Watch:
     """Stays with mpirun until it ends by itself, is told to stop, or takes too long over either."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], directory: Path, num_ranks: int, grace_s: float
+        self,
+        process: subprocess.Popen[bytes],
+        directory: Path,
+        notice: Notice,
+        remote: RemoteRanks | None,
+        grace_s: float,
     ) -> None:
         self._process = process
         self._directory = directory
-        self._num_ranks = num_ranks
+        self._notices = [notice.give] + ([remote.give_notice] if remote is not None else [])
         self._grace_s = grace_s
-        self._noticed = False
         self._ended_alone = False
         self._deadline = float("inf")
 
@@ -140,11 +175,8 @@ class _Watch:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def _give_notice(self) -> None:
-        # A rank that has not come as far as to tell its process id would die of the notice.
-        started = len(list(self._directory.glob("rank*.pid")))
-        if self._grace_s and not self._noticed and started == self._num_ranks:
-            self._process.send_signal(_NOTICE)
-            self._noticed = True
+        if self._grace_s:
+            self._notices = [give for give in self._notices if not give()]
 
 
 def _end_with_launcher() -> None:

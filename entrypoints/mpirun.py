@@ -22,6 +22,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from smp_lite.stop_notice import NOTICE
+
 __all__ = [
     "Death",
     "MpirunMessages",
@@ -30,6 +32,7 @@ __all__ = [
     "installed_version",
     "kill_ranks",
     "mpirun_version",
+    "notify_ranks",
     "stop_mpirun",
 ]
 
@@ -174,6 +177,19 @@ def stop_mpirun(process: subprocess.Popen[bytes], rank_pids: Iterable[int], wait
         process.kill()
         process.wait()
     kill_ranks(rank_pids)
+
+
+def notify_ranks(rank_pids: Iterable[int]) -> None:
+    """Tell each rank that the job is about to be stopped.
+
+    Not through mpirun, which would signal each rank's whole process group, and so kill the programs that
+    a rank has started (data loaders, compilers) while it saves.
+    """
+    for pid in rank_pids:
+        try:
+            os.kill(pid, NOTICE)
+        except ProcessLookupError:
+            continue
 
 
 def kill_ranks(rank_pids: Iterable[int]) -> None:

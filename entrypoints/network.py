@@ -18,14 +18,15 @@ import json
 import os
 import shlex
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ PORT_VARIABLE = "SMP_LITE_HOST_PORT"
 
 _DAEMONS = ("prted", "orted")
 _RETRY_S = 0.2
-_CONNECT_S = 2.0
+_CONNECT_S = 2
+_ANSWER_S = 10.0
 
 
 def job_key(job: Job) -> bytes:
@@ -72,6 +74,7 @@ class HostService:
         port: to listen on, on all of this host's addresses; 0 takes a free one.
         start: starts the daemon with these arguments.
         failures: the records of this host's ranks.
+        give_notice: tells the ranks that the job is about to be stopped, and whether all know now.
     """
 
     def __init__(
@@ -80,11 +83,13 @@ class HostService:
         port: int,
         start: Callable[[Sequence[str]], subprocess.Popen[bytes]],
         failures: Callable[[], list[FailureRecord]],
+        give_notice: Callable[[], bool],
     ) -> None:
         self._key = key
         self._listener = Listener(("", port), family="AF_INET", backlog=8)
         self._start = start
         self._failures = failures
+        self._give_notice = give_notice
         self._ended = threading.Event()
         self.port: int = self._listener.address[1]
         self.joined = False
@@ -124,6 +129,8 @@ class HostService:
                         _send(connection, {"exit_code": daemon.wait()})
                 elif message["call"] == "failures":
                     _send(connection, {"failures": [asdict(record) for record in self._failures()]})
+                elif message["call"] == "notice":
+                    _send(connection, {"all_know": self._give_notice()})
                 elif message["call"] == "end":
                     self.exit_code = message["exit_code"]
                     _send(connection, {})
@@ -155,7 +162,7 @@ class OtherHosts:
                 connection = _connect(name, port, key)
                 if connection is not None:
                     self._connections[name] = connection
-                    _call(connection, {"call": "join"})
+                    self._ask({"call": "join"}, [name])
             if time.monotonic() > deadline and len(self._connections) < len(names):
                 absent = [name for name in names if name not in self._connections]
                 raise TimeoutError(
@@ -165,24 +172,30 @@ class OtherHosts:
 
     def failures(self) -> list[FailureRecord]:
         """The records of all ranks on these hosts; a host that has gone has none."""
-        records = []
-        for connection in self._connections.values():
-            try:
-                answer = _call(connection, {"call": "failures"})
-            except (EOFError, OSError):
-                continue
-            records += [FailureRecord(**record) for record in answer["failures"]]
-        return records
+        answers = self._ask({"call": "failures"})
+        return [FailureRecord(**record) for answer in answers for record in answer["failures"]]
+
+    def give_notice(self) -> bool:
+        """Tell their ranks that the job is about to be stopped; whether all know now."""
+        return all(answer["all_know"] for answer in self._ask({"call": "notice"}))
 
     def end(self, exit_code: int) -> None:
         """Tell them that all is over."""
+        self._ask({"call": "end", "exit_code": exit_code})
         for connection in self._connections.values():
+            connection.close()
+
+    def _ask(self, message: Mapping[str, Any], names: Iterable[str] | None = None) -> list[dict[str, Any]]:
+        """The answers; a host that has gone, or does not answer in time, gives none now or later."""
+        answers = []
+        for name in list(self._connections) if names is None else names:
+            connection = self._connections[name]
             try:
-                _call(connection, {"call": "end", "exit_code": exit_code})
+                answers.append(_call(connection, message, _ANSWER_S))
             except (EOFError, OSError):
-                continue
-            finally:
                 connection.close()
+                del self._connections[name]
+        return answers
 
 
 def run_daemon_on(host: str, arguments: Sequence[str], key: bytes, port: int) -> int:
@@ -195,7 +208,9 @@ def run_daemon_on(host: str, arguments: Sequence[str], key: bytes, port: int) ->
     if connection is None:
         raise ConnectionError(f"host {host} does not answer on port {port}")
     with connection:
-        return int(_call(connection, {"call": "daemon", "arguments": list(arguments)})["exit_code"])
+        message = {"call": "daemon", "arguments": list(arguments)}
+        # As long as the job takes: mpirun ends this process when it has enough of it.
+        return int(_call(connection, message, None)["exit_code"])
 
 
 def parse_daemon_command(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -236,14 +251,31 @@ def daemon_environment(mpirun: str) -> dict[str, str]:
 def _connect(host: str, port: int, key: bytes) -> Connection | None:
     """A connection, or None where nobody of this job answers (yet)."""
     try:
-        socket.create_connection((host, port), timeout=_CONNECT_S).close()  # Client has no timeout
-        return Client((host, port), family="AF_INET", authkey=key)
+        with socket.create_connection((host, port), timeout=_CONNECT_S) as plain:
+            plain.settimeout(None)
+            _limit_receiving(plain, _CONNECT_S)  # something else, that listens there and says nothing
+            connection = Connection(os.dup(plain.fileno()))
+            try:
+                answer_challenge(connection, key)
+                deliver_challenge(connection, key)
+            except BaseException:
+                connection.close()
+                raise
+            _limit_receiving(plain, 0)
+            return connection
     except (OSError, EOFError, AuthenticationError):
         return None
 
 
-def _call(connection: Connection, message: Mapping[str, Any]) -> dict[str, Any]:
+def _limit_receiving(plain: socket.socket, limit_s: float) -> None:
+    """Seconds after which receiving fails, also by others who use the connection; 0: never."""
+    plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(limit_s), 0))
+
+
+def _call(connection: Connection, message: Mapping[str, Any], limit_s: float | None) -> dict[str, Any]:
     _send(connection, message)
+    if not connection.poll(limit_s):
+        raise TimeoutError(f"no answer to {message['call']!r} within {limit_s:g} s")
     return _receive(connection)
 
 

@@ -1,10 +1,11 @@
 """What each process of a local launch runs before it becomes the script.
 
-It does four things and then gets out of the way:
+It does five things and then gets out of the way:
 
 * It moves its standard output and error onto this rank's own channels (the launcher's named pipes,
   or for rank 0 a terminal), so the launcher knows who wrote what, and a script that asks whether it
   writes to a terminal gets the right answer.
+* It listens for the notice that the job is about to be stopped, which `smp.should_stop()` tells.
 * It takes the environment of its host where one machine plays several.
 * It runs the script so that it sees what `python script.py args` gives.
 * If the script fails it leaves a failure record and ends at once. It must not leave the normal way:
@@ -16,13 +17,13 @@ from __future__ import annotations
 import io
 import os
 import runpy
-import signal
 import sys
 import traceback
 import types
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
+from smp_lite import stop_notice
 from smp_lite.errors_record import ERROR_DIR_VARIABLE, record_failure
 
 from .one_machine import enter_host
@@ -36,9 +37,8 @@ def main(argv: list[str]) -> None:
     """Run `argv`, which is `script args...` or `-m module args...`, as this rank."""
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     run_dir = Path(os.environ[ERROR_DIR_VARIABLE])
-    # The launcher's notice that the job is about to be stopped would kill this process. smp.init()
-    # listens to it; a script that does not call that runs on.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    # Before the process id is told: the notice would end a process that does not listen.
+    stop_notice.listen()
     (run_dir / f"rank{rank}.pid").write_text(str(os.getpid()))
     for descriptor, stream in ((1, "stdout"), (2, "stderr")):
         channel = os.open(run_dir / f"rank{rank}.{stream}", os.O_WRONLY | os.O_NOCTTY)

@@ -24,19 +24,18 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 from smp_lite.config import Config
-from smp_lite.errors_record import FailureRecord
 
 from .container_environment import container_environment, script_arguments
 from .ending import Ending
 from .job import Job
 from .launch_plan import plan_job
-from .local import run_local
+from .local import RemoteRanks, run_local
 from .mpirun import find_daemon, find_mpirun, installed_version
 from .network import KEY_VARIABLE, PORT_VARIABLE, OtherHosts, job_key, write_agent
 from .one_machine import HOSTS_VARIABLE, Host, MeetingPlace, write_hosts
@@ -149,7 +148,7 @@ def _run_on_network(job: Job, processes: int, host: Host, limit_s: float) -> End
         with tempfile.TemporaryDirectory(prefix="smp-lite-") as directory:
             environment = {**host.environment, KEY_VARIABLE: key.decode(), PORT_VARIABLE: str(port)}
             agent = write_agent(Path(directory))
-            ending = _launch(job, processes, environment, agent=str(agent), remote_failures=others.failures)
+            ending = _launch(job, processes, environment, agent=str(agent), remote=others)
         return ending
     finally:
         others.end(ending.exit_code)
@@ -216,7 +215,7 @@ def _launch(
     num_ranks: int | None = None,
     one_machine: bool = False,
     agent: str | None = None,
-    remote_failures: Callable[[], list[FailureRecord]] = list,
+    remote: RemoteRanks | None = None,
 ) -> Ending:
     """Start the ranks of all hosts and stay with them; `num_ranks` of them are on this machine."""
     mpirun = find_mpirun()
@@ -238,7 +237,7 @@ def _launch(
         num_ranks or processes,
         {**os.environ, **environment},
         grace_s=_seconds(GRACE_VARIABLE, _GRACE_S),
-        remote_failures=remote_failures,
+        remote=remote,
     )
 
 

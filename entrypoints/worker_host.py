@@ -19,7 +19,7 @@ from smp_lite.errors_record import ERROR_DIR_VARIABLE, read_failures
 
 from .channels import Channels
 from .ending import Ending
-from .local import stop_requests
+from .local import Notice, stop_requests
 from .mpirun import kill_ranks
 from .network import HostService, daemon_environment
 from .screen import Screen
@@ -79,13 +79,16 @@ def run_worker_host(
             )
 
         screen = Screen(set())
-        service = HostService(key, port, start, lambda: read_failures(directory))
+        notice = Notice(channels, len(ranks))
+        service = HostService(key, port, start, lambda: read_failures(directory), notice.give)
         started, stopped_at = time.monotonic(), float("inf")
         try:
             while not service.ended():
                 screen.take(channels, _POLL_S)
                 now = time.monotonic()
-                stopped_at = min(stopped_at, now) if requests else stopped_at
+                if requests:
+                    stopped_at = min(stopped_at, now)
+                    notice.give()
                 if now > stopped_at + (grace_s if len(requests) == 1 else 0):
                     return Ending(128 + signal.SIGTERM, None, "stopped by SIGTERM")
                 if not service.joined and now > started + limit_s:

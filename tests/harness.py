@@ -195,7 +195,7 @@ class WorldPool:
             return f"ranks {missing} ended without an exception"
         for pid in self._pids:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
+                os.kill(pid, signal.SIGUSR2)
         time.sleep(_PEERS_GRACE_S)
         return f"no result from ranks {missing} within {timeout_s} s; their stacks are below"
 

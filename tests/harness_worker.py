@@ -32,7 +32,7 @@ def serve(directory: Path) -> None:
     log = os.open(directory / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     peer = socket.socket(socket.AF_UNIX)
     peer.connect(str(directory / "socket"))
     connection = Connection(peer.detach())

@@ -10,6 +10,7 @@ sight for as many.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -90,6 +91,9 @@ class Progress:
             self._print_line()
 
     def _make_bar(self, console_is_terminal: bool | None) -> RichProgress | None:
+        if console_is_terminal is None:
+            # Not left to rich, which believes FORCE_COLOR; Jupyter's kernels set that for all they start.
+            console_is_terminal = sys.stdout.isatty()
         console = Console(force_terminal=console_is_terminal)
         if not console.is_terminal or console.is_dumb_terminal:
             return None

@@ -1,7 +1,7 @@
 """A job over two hosts of a network: two network namespaces with a wire between them.
 
 Each has its own name, address and `/opt/ml` tree; what they share is the disk. It takes root and
-`ip`, and is asked for by SMP_LITE_NETWORK_TESTS=1 (`make test-root`).
+`ip`, and is asked for by SMP_LITE_NETWORK_TESTS=1 (`make test-network`).
 """
 
 from __future__ import annotations

@@ -143,11 +143,16 @@ def test_a_folder_that_is_no_job_is_named(tmp_path: Path) -> None:
 
 def test_sigterm_is_a_notice_and_ranks_save_in_time(tmp_path: Path) -> None:
     script = """
+import subprocess
+helper = subprocess.Popen(["sleep", "600"])
 told = []
 signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
 open(os.environ["SM_MODEL_DIR"] + f"/up-{rank}", "w").close()
 while not told:
     time.sleep(0.05)
+time.sleep(0.2)
+assert helper.poll() is None, "the notice has killed a program that this rank has started"
+helper.kill()
 open(os.environ["SM_MODEL_DIR"] + f"/saved-{rank}", "w").close()
 """
     root = make_tree(tmp_path, script)
@@ -158,6 +163,25 @@ open(os.environ["SM_MODEL_DIR"] + f"/saved-{rank}", "w").close()
         output, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, output
     assert sorted(os.listdir(root / "model")) == ["saved-0", "saved-1", "up-0", "up-1"]
+
+
+def test_a_notice_that_comes_before_init_is_not_lost(tmp_path: Path) -> None:
+    script = """
+import smp_lite as smp
+from smp_lite.stop_notice import was_given
+open(os.environ["SM_MODEL_DIR"] + f"/up-{rank}", "w").close()
+while not was_given():
+    time.sleep(0.05)
+smp.init()
+assert smp.should_stop()
+"""
+    root = make_tree(tmp_path, script)
+    with start_train(root) as process:
+        wait_for(root / "model" / "up-0")
+        wait_for(root / "model" / "up-1")
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=HANG_S)
+    assert process.returncode == 0, output
 
 
 @pytest.mark.parametrize("place", ["while ranks run", "while pip runs"])

@@ -11,7 +11,9 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 
 PURE_MODULES = [
+    "smp_lite.comm.launcher",
     "smp_lite.config",
+    "smp_lite.stop_notice",
     *sorted(
         f"smp_lite.plan.{file.stem}".removesuffix(".__init__")
         for file in (REPOSITORY / "smp_lite" / "plan").glob("*.py")

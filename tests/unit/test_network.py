@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
@@ -28,11 +29,17 @@ OPEN_MPI_4 = (
 
 
 @pytest.fixture
-def service() -> Iterator[HostService]:
+def answers() -> list[bool]:
+    """What the service says to notices: the last one first."""
+    return [True, False]
+
+
+@pytest.fixture
+def service(answers: list[bool]) -> Iterator[HostService]:
     def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(len(sys.argv))", *arguments])
 
-    service = HostService(KEY, 0, start, lambda: [RECORD])
+    service = HostService(KEY, 0, start, lambda: [RECORD], answers.pop)
     yield service
     service.close()
 
@@ -65,6 +72,7 @@ def test_a_first_host_starts_daemons_asks_for_failures_and_ends(service: HostSer
     others = OtherHosts(["localhost"], KEY, service.port, 20)
     assert run_daemon_on("localhost", ["a", "b"], KEY, service.port) == 3
     assert others.failures() == [RECORD]
+    assert [others.give_notice(), others.give_notice()] == [False, True]
     assert not service.ended()
     others.end(5)
     wait_for_end(service)
@@ -79,6 +87,17 @@ def test_a_first_host_that_goes_away_is_noticed(service: HostService) -> None:
     assert service.exit_code is None
 
 
+def test_a_host_that_does_not_answer_is_asked_no_more(
+    service: HostService, answers: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = OtherHosts(["localhost"], KEY, service.port, 20)
+    monkeypatch.setattr("smp_lite.entrypoints.network._ANSWER_S", 0.1)
+    monkeypatch.setattr(service, "_give_notice", lambda: time.sleep(1))
+    assert others.give_notice()  # nobody is left who does not know
+    assert others.failures() == []
+    wait_for_end(service)
+
+
 def test_a_stranger_is_not_heard_and_keeps_nobody_out(service: HostService) -> None:
     silent = Client(("localhost", service.port))
     with pytest.raises(ConnectionError, match="does not answer"):
@@ -91,3 +110,12 @@ def test_a_stranger_is_not_heard_and_keeps_nobody_out(service: HostService) -> N
 def test_hosts_that_do_not_come_are_named() -> None:
     with pytest.raises(TimeoutError, match=r"host\(s\) algo-7.invalid did not come within 0.1 s \(port 1\)"):
         OtherHosts(["algo-7.invalid"], KEY, 1, 0.1)
+
+
+def test_something_else_that_listens_there_is_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smp_lite.entrypoints.network._CONNECT_S", 1)
+    with (
+        socket.create_server(("localhost", 0)) as silent,
+        pytest.raises(TimeoutError, match="localhost did not come"),
+    ):
+        OtherHosts(["localhost"], KEY, silent.getsockname()[1], 0.1)

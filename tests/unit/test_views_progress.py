@@ -150,3 +150,12 @@ def test_terminal_that_cannot_move_its_cursor_gets_lines(
     monkeypatch.setenv("TERM", "dumb")
     run(1, 1, samples=0, console_is_terminal=True)
     assert capsys.readouterr().out == "train  1/1\n"
+
+
+def test_colour_is_not_taken_for_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with Progress(1, "train", enabled=True) as progress:
+        progress.update()
+    assert capsys.readouterr().out == "train  1/1\n"
