@@ -49,7 +49,7 @@ class RemoteRanks(Protocol):
     """The ranks on other hosts, as the launcher on the first one knows them."""
 
     def give_notice(self) -> bool:
-        """Tell those that have started that the job is about to be stopped, once each; whether that is all."""
+        """Tell those that have come, once each, that the job is about to be stopped; whether that is all."""
 
     def failures(self) -> list[FailureRecord]:
         """Their records."""
