@@ -31,7 +31,7 @@ from sagemaker.session import _check_job_status
 
 from .local_job import ENDED, LocalTrainingJob
 from .local_store import LOCAL_BUCKET, LocalS3Resource, Store
-from .quiet import TELEMETRY_OPT_OUT
+from .quiet import TELEMETRY_OPT_OUT, quieten_telemetry
 
 __all__ = ["LocalMPISession"]
 
@@ -57,7 +57,8 @@ class LocalMPISession(LocalSession):
         default_bucket: str | None = None,
         s3_endpoint_url: str | None = None,
     ) -> None:
-        self.directory = Path(directory).absolute()
+        quieten_telemetry()
+        self.directory = Path(os.path.abspath(directory))
         self._bucket = default_bucket or LOCAL_BUCKET
         boto_session = boto_session or boto3.Session()
         if boto_session.region_name is None:

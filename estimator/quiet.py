@@ -4,7 +4,7 @@ At import and once for each class it tells that version 3 exists, as a warning a
 news to somebody who chose version 2 for its Estimator. Its own switch is an environment variable,
 narrower than a filter of warnings. It also prints, on standard output, where it found no configuration
 of its own. After each ``fit()`` it sends a GET request that names class, versions and account; its own
-switch for that is an entry of that configuration.
+switch for that is an entry of that configuration. It announces the request even where that is off.
 
 Whoever has set the variable or the level of the logger has decided otherwise, and nothing is changed.
 """
@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["TELEMETRY_OPT_OUT", "quieten_sdk"]
+__all__ = ["TELEMETRY_OPT_OUT", "quieten_sdk", "quieten_telemetry"]
 
 #: `sagemaker_config` of a session that sends no telemetry.
 TELEMETRY_OPT_OUT: Mapping[str, Any] = {
@@ -28,6 +28,15 @@ TELEMETRY_OPT_OUT: Mapping[str, Any] = {
 def quieten_sdk() -> None:
     """Keep the SDK from telling about version 3 and its configuration; to be called before its import."""
     os.environ.setdefault("SAGEMAKER_SUPPRESS_V2_WARNING", "1")
-    logger = logging.getLogger("sagemaker.config")
+    _warnings_only("sagemaker.config")
+
+
+def quieten_telemetry() -> None:
+    """Keep the SDK from announcing telemetry; for a process whose session has opted out of it."""
+    _warnings_only("sagemaker.telemetry")
+
+
+def _warnings_only(name: str) -> None:
+    logger = logging.getLogger(name)
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.WARNING)

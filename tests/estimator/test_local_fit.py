@@ -177,11 +177,12 @@ def test_a_local_fit_calls_nobody(tmp_path: Path) -> None:
     """In a process of its own: an audit hook sees every connection, and there are no credentials."""
     program = textwrap.dedent(
         f"""
-        import sys
+        import logging, sys
         from pathlib import Path
         from tests.estimator.jobs import estimator
-        # Importing the SDK and making an estimator may look for credentials.
+        # The SDK looks for credentials when it is imported and when it makes an estimator.
         job = estimator(Path({str(tmp_path)!r}), "say('hello')")
+        logging.basicConfig(level=logging.INFO)
         calls = []
         def watch(event, arguments):
             if event in ("socket.connect", "socket.getaddrinfo"):
@@ -203,6 +204,7 @@ def test_a_local_fit_calls_nobody(tmp_path: Path) -> None:
     assert "[0] hello\n" in result.stdout
     assert "calls []" in result.stdout
     assert "Warning" not in result.stderr
+    assert "telemetry" not in result.stderr
 
 
 def test_the_same_name_twice_is_refused(tmp_path: Path) -> None:
