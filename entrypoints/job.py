@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DEFAULT_ROOT", "Job"]
+__all__ = ["DEFAULT_ROOT", "Job", "decode_value"]
 
 DEFAULT_ROOT = "/opt/ml"
 
@@ -70,7 +70,7 @@ class Job:
                 f"there is no job in {os.fspath(root)}: the folder {config} is missing; in a container of "
                 f"SageMaker it is in {DEFAULT_ROOT}, elsewhere give the folder that holds input/config"
             )
-        given = {name: _decode(value) for name, value in _read_object(config / _HYPERPARAMETERS).items()}
+        given = {name: decode_value(value) for name, value in _read_object(config / _HYPERPARAMETERS).items()}
         return cls(
             hyperparameters={name: value for name, value in given.items() if not _is_framework(name)},
             framework_parameters={name: value for name, value in given.items() if _is_framework(name)},
@@ -196,7 +196,7 @@ def _is_framework(name: str) -> bool:
     return name.startswith(_FRAMEWORK_PREFIX) or name in _FRAMEWORK_NAMES
 
 
-def _decode(value: Any) -> Any:
+def decode_value(value: Any) -> Any:
     """The value that was encoded; one that is not JSON was meant as the text that it is."""
     if not isinstance(value, str):
         return value
@@ -260,7 +260,7 @@ def _expect(parameters: Mapping[str, Any], name: str, kind: type, way_out: str) 
 
 def _parse_mp_parameters(hyperparameters: Mapping[str, Any]) -> dict[str, Any] | None:
     given = hyperparameters.get("mp_parameters")
-    parameters = _decode(given)
+    parameters = decode_value(given)
     if parameters is not None and not isinstance(parameters, dict):
         raise ValueError(
             f"{_HYPERPARAMETERS}: mp_parameters={given!r} must be a JSON object "

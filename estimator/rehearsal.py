@@ -7,13 +7,12 @@ Open MPI. An option passes if one version takes it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from smp_lite.config import ConfigError
 from smp_lite.entrypoints.container_environment import container_environment, script_arguments
-from smp_lite.entrypoints.job import Job
+from smp_lite.entrypoints.job import Job, decode_value
 from smp_lite.entrypoints.launch_plan import plan_job
 
 __all__ = ["rehearse_launch"]
@@ -33,7 +32,7 @@ def rehearse_launch(
         num_hosts: number of hosts.
         local: whether this machine plays all hosts.
     """
-    decoded = {name: _decoded(value) for name, value in hyperparameters.items()}
+    decoded = {name: decode_value(value) for name, value in hyperparameters.items()}
     hosts = [f"algo-{number}" for number in range(1, num_hosts + 1)]
     try:
         job = Job(
@@ -64,13 +63,3 @@ def rehearse_launch(
             complaints.append(error)
     if len(complaints) == len(_MPI_VERSIONS):
         raise ConfigError(str(complaints[0]))
-
-
-def _decoded(value: object) -> object:
-    """What the container reads: one that is not JSON is the text that it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value

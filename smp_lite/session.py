@@ -154,7 +154,7 @@ def init(config: Mapping[str, Any] | str | None = None) -> None:
         )
         _session.on_planned = on_planned
         return
-    from .comm.transport import connect
+    from .comm.connect import connect
     from .comm.world import World
 
     listen()
@@ -232,7 +232,7 @@ def reset() -> None:
     global _session
     if _session is not None and _session.world is not None:
         if _session.process_groups:
-            from .comm.process_groups import destroy_process_groups
+            from .comm.gloo import destroy_process_groups
 
             destroy_process_groups()
         _session.world.close()

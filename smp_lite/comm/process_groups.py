@@ -1,16 +1,14 @@
-"""torch.distributed: what ``ddp: True`` and ``smp.get_dp_process_group()`` need, and a job without MPI.
+"""The job's groups in torch.distributed: what ``ddp: True`` and ``smp.get_dp_process_group()`` need.
 
 Beside MPI, rank 0 offers a store on a free port (``ddp_port`` or ``MASTER_PORT`` if given) and tells the
 others by MPI, so nothing has to be set by hand and two jobs on one host do not meet. Without MPI the ranks
-have met at a store already.
+have met at a store already (:mod:`smp_lite.comm.store_transport`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from ..errors import SMPError
+from .gloo import check_ranks, use_loopback
 from .waiting import watchdog_s
 from .world import World
 
-_LEAST_GROUP_TIMEOUT_S = 1800.0
+__all__ = ["init_process_groups"]
 
 
 def init_process_groups(world: World, *, backend: str, port: int | None) -> dict[str, Any]:
@@ -46,7 +45,7 @@ def init_process_groups(world: World, *, backend: str, port: int | None) -> dict
         backend = "gloo" if backend == "mpi" else backend
         _init(world, backend, port)
     else:
-        _check_ranks(world.rank, world.size)
+        check_ranks(world.rank, world.size)
     groups: dict[str, Any] = {"WORLD": dist.group.WORLD}
     made: dict[tuple[tuple[int, ...], ...], Any] = {}
     for kind in ("MP", "DP", "PP", "TP", "RDP"):
@@ -61,7 +60,7 @@ def _init(world: World, backend: str, port: int | None) -> None:
     hosts = world.exchange(socket.gethostname(), "WORLD", "smp.init")
     one_machine = len(set(hosts)) == 1
     address = "127.0.0.1" if one_machine else hosts[0]
-    _use_loopback(one_machine)
+    use_loopback(one_machine)
     if port is None and os.environ.get("MASTER_PORT", "").isdigit():
         port = int(os.environ["MASTER_PORT"])
     store = None
@@ -85,54 +84,3 @@ def _init(world: World, backend: str, port: int | None) -> None:
         world_size=world.size,
         timeout=timedelta(seconds=watchdog_s()),
     )
-
-
-def init_gloo(store: dist.Store, rank: int, size: int, *, one_machine: bool) -> None:
-    """Initialises torch.distributed, if it is not yet, on a store at which all ranks have met.
-
-    Args:
-        store: for this alone.
-        rank: of this process.
-        size: number of processes.
-        one_machine: all of them share a machine.
-    """
-    if dist.is_initialized():
-        return _check_ranks(rank, size)
-    _use_loopback(one_machine)
-    timeout = timedelta(seconds=watchdog_s())
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-
-
-def _check_ranks(rank: int, size: int) -> None:
-    """What the script has initialised must count as we do."""
-    if (dist.get_rank(), dist.get_world_size()) != (rank, size):
-        raise SMPError(
-            f"torch.distributed is initialised already, with rank {dist.get_rank()} of "
-            f"{dist.get_world_size()}, but this is rank {rank} of {size}: let smp.init() initialise it, or "
-            "use the same ranks"
-        )
-
-
-def new_gloo_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A group that nobody else uses; collective over its members.
-
-    Its own timeout is far beyond the watchdog's: a wait of ours ends first, and says for whom it waited.
-    """
-    timeout = timedelta(seconds=max(2 * watchdog_s(), _LEAST_GROUP_TIMEOUT_S))
-    return dist.new_group(list(ranks), timeout, backend="gloo", use_local_synchronization=True)
-
-
-def _use_loopback(one_machine: bool) -> None:
-    """gloo finds its address by the host's name, which need not resolve to one that works."""
-    if one_machine and "GLOO_SOCKET_IFNAME" not in os.environ and _has_loopback():
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-
-
-def _has_loopback() -> bool:
-    return any(name == "lo" for _, name in socket.if_nameindex())
-
-
-def destroy_process_groups() -> None:
-    if dist.is_initialized():
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()

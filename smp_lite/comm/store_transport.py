@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from ..errors import SMPError
 from .collectives import C10dCollectives, Pending
+from .gloo import destroy_process_groups, init_gloo, new_gloo_group
 from .launcher import AtRendezvous
 from .mailbox import Mailbox
-from .process_groups import destroy_process_groups, init_gloo, new_gloo_group
 from .transport import Host, Tag
 from .waiting import wait_until, watchdog_s
 from .wires import C10dWire

@@ -2,7 +2,7 @@
 
 A :class:`Transport` carries byte messages between ranks, and makes collectives and wires over groups of
 them. Two makes: :class:`~smp_lite.comm.mpi_transport.MPITransport`, and
-:class:`~smp_lite.comm.store_transport.StoreTransport`, which needs no MPI. :func:`connect` chooses.
+:class:`~smp_lite.comm.store_transport.StoreTransport`, which needs no MPI.
 
 Sending and receiving are polled, so that a wait has a limit and can say for whom it waited
 (:mod:`smp_lite.comm.waiting`). What blocks, making a group, is called when all its members are known to be
@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-from ..errors import SMPError
 from .collectives import Collectives, Pending
-from .launcher import AtRendezvous, UnderMPI, read_launch
 from .wires import Wire
 
-__all__ = ["Host", "Tag", "Transport", "connect"]
+__all__ = ["Host", "Tag", "Transport"]
 
 
 class Tag(IntEnum):
@@ -89,29 +87,3 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Gives back what would be in the way of this process's next transport."""
-
-
-def connect(environment: Mapping[str, str]) -> Transport:
-    """Joins this process to the others of its job; collective over all of them.
-
-    Raises:
-        ValueError: the environment contradicts itself; names the variables.
-        SMPError: MPI cannot be loaded, or counts other ranks than its launcher.
-        SMPTimeout: a rank did not come; names it.
-    """
-    launch = read_launch(environment)
-    if not isinstance(launch, AtRendezvous):
-        try:
-            from .mpi_transport import MPITransport
-
-            return MPITransport(launch)
-        except (ImportError, RuntimeError) as error:  # no mpi4py, or mpi4py finds no MPI library
-            if isinstance(launch, UnderMPI):
-                raise SMPError(
-                    f"{launch.variable} is set, so MPI started this process, but mpi4py cannot be loaded: "
-                    f"{error}. Install MPI with: pip install 'smp-lite[mpi]'"
-                ) from error
-        launch = AtRendezvous(rank=0, size=1, address="127.0.0.1", port=0)
-    from .store_transport import StoreTransport
-
-    return StoreTransport(launch)

@@ -1,0 +1,40 @@
+"""Joins this process to the others of its job, by whatever they have in common: MPI, or a store.
+
+MPI is loaded only where it is used, since loading it initialises it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import SMPError
+from .launcher import AtRendezvous, UnderMPI, read_launch
+from .transport import Transport
+
+__all__ = ["connect"]
+
+
+def connect(environment: Mapping[str, str]) -> Transport:
+    """Joins this process to the others of its job; collective over all of them.
+
+    Raises:
+        ValueError: the environment contradicts itself; names the variables.
+        SMPError: MPI cannot be loaded, or counts other ranks than its launcher.
+        SMPTimeout: a rank did not come; names it.
+    """
+    launch = read_launch(environment)
+    if not isinstance(launch, AtRendezvous):
+        try:
+            from .mpi_transport import MPITransport
+
+            return MPITransport(launch)
+        except (ImportError, RuntimeError) as error:  # no mpi4py, or mpi4py finds no MPI library
+            if isinstance(launch, UnderMPI):
+                raise SMPError(
+                    f"{launch.variable} is set, so MPI started this process, but mpi4py cannot be loaded: "
+                    f"{error}. Install MPI with: pip install 'smp-lite[mpi]'"
+                ) from error
+        launch = AtRendezvous(rank=0, size=1, address="127.0.0.1", port=0)
+    from .store_transport import StoreTransport
+
+    return StoreTransport(launch)
