@@ -1,132 +1,33 @@
 """Config: every parameter of the SMP API, checked before a process starts or a device is touched.
 
-One pydantic field is one parameter and carries its description. Fields are declared in the order in
-which the SageMaker SDK checks them (pipeline, placement_strategy, optimize, counts, switches ...),
-because the first failure is the one that is told; ``describe`` puts the required one first.
-
 The SDK's checks let ``1`` pass for ``True`` and ``True`` for a count of one, and die of a bare
-TypeError or KeyError elsewhere. Here types are checked before values (pydantic's strict mode), and
-each failure has a text. Rules about one field live on the field, rules about several in ``rules``,
-wording in ``messages``.
+TypeError or KeyError elsewhere. Here types are checked before values, and each failure has a text.
+Rules about one field live on the field (``parameters``), rules about several in ``rules``, wording in
+``messages``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from smp_lite.config.errors import ConfigError, complaint
 from smp_lite.config.keys import OFF_VALUES, is_off, refuse_later_keys, unknown_keys_text
 from smp_lite.config.messages import default_text, explain, type_text
+from smp_lite.config.parameters import Parameters
 from smp_lite.config.rules import check_across_fields, check_world_size
 
 __all__ = ["Config"]
 
-Count = Annotated[int, Field(ge=1)]
-Placement = Literal["spread", "cluster", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"]
 
-
-class Config(BaseModel):
+class Config(Parameters):
     """The parameters of one job. Frozen; every default is filled in.
 
     Raises:
         ConfigError: for the first parameter that is missing, unknown, unsupported or wrong.
     """
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-    pipeline: Literal["simple", "interleaved", "_only_forward"] = Field(
-        "interleaved",
-        description="Pipeline schedule. interleaved: a backward runs as soon as one is ready; "
-        "simple: all forwards, then all backwards; _only_forward: forwards alone.",
-    )
-    placement_strategy: Placement = Field(
-        "cluster",
-        description="Layout of the ranks: an order of D (data), P (pipeline) and T (tensor), the "
-        "right-most varying fastest over the world ranks. cluster = DPT: a model replica on "
-        "neighbouring ranks; spread = TPD: as far apart as possible.",
-    )
-    optimize: Literal["speed", "memory"] = Field(
-        "memory",
-        description="speed: balance computation, and let a microbatch start before the previous "
-        "one has left; memory: balance memory, and bound the microbatches in flight.",
-    )
-    microbatches: Count = Field(
-        1,
-        description="Number of microbatches a step's batch is split into; it must divide the batch "
-        "size. 1 means no pipelining.",
-    )
-    partitions: Count = Field(
-        description="Number of pipeline partitions (stages) the model is split into.",
-    )
-    pipeline_parallel_degree: Count = Field(
-        description="Another name of partitions; either one suffices.",
-    )
-    active_microbatches: Count = Field(
-        description="Largest number of microbatches in flight at once.",
-    )
-    auto_partition: bool = Field(
-        True,
-        description="Let the library assign modules to partitions, ignoring smp.partition "
-        "contexts. False: the contexts decide, and default_partition must be given.",
-    )
-    contiguous: bool = Field(
-        True,
-        description="Each partition holds modules that are adjacent in execution order. False: "
-        "its pieces may be apart where that balances better.",
-    )
-    load_partition: bool = Field(
-        False,
-        description="Reuse the partition decision stored in partition_file.",
-    )
-    horovod: bool = Field(
-        False,
-        description="Average gradients over the data-parallel group as a Horovod script expects. "
-        "Never with ddp.",
-    )
-    ddp: bool = Field(
-        False,
-        description="Average gradients over the data-parallel group. Needed when there are more "
-        "processes than partitions.",
-    )
-    deterministic_server: bool = Field(
-        False,
-        description="Execute in the same order on all data-parallel ranks. Always so here; "
-        "accepted for SMP scripts.",
-    )
-    skip_tracing: bool = Field(
-        False,
-        description="Partition by parameter counts in order of registration, without tracing the "
-        "model first.",
-    )
-    static_mode: bool = Field(
-        False,
-        description="Record the step once for each kind of input, and replay that: the step "
-        "function itself does not run again.",
-    )
-    partition_file: str | None = Field(
-        None,
-        description="Path of the file that holds a stored partition decision.",
-    )
-    default_partition: int = Field(
-        0,
-        description="Partition of the modules outside any smp.partition context, "
-        "0 <= x < partitions. Required if auto_partition is False.",
-    )
-    memory_weight: float = Field(
-        description="Weight of memory against computation when partitions are balanced: from 0.0 "
-        "(only computation) to 1.0 (only memory).",
-    )
-    ddp_port: int | None = Field(
-        None,
-        description="Port of the data-parallel rendezvous; by default the platform's MASTER_PORT. Needs ddp.",
-    )
-    ddp_dist_backend: Literal["auto", "gloo", "nccl", "mpi"] = Field(
-        "auto",
-        description="What carries gradients between data-parallel ranks; auto chooses. Needs ddp.",
-    )
 
     def __init__(self, /, **parameters: Any) -> None:
         settled = _settle(parameters, type(self).model_fields)

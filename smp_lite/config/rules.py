@@ -7,19 +7,15 @@ above the largest, and ``load_partition`` without a file.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from smp_lite.config.errors import ConfigError, complaint
-
-if TYPE_CHECKING:
-    from smp_lite.config.config import Config
+from smp_lite.config.parameters import Parameters
 
 __all__ = ["check_across_fields", "check_world_size"]
 
 _LARGEST_PORT = 65535
 
 
-def check_across_fields(config: Config) -> None:
+def check_across_fields(config: Parameters) -> None:
     """Raises ConfigError for the first rule that ``config``, whose types are right, breaks."""
     if config.partitions != config.pipeline_parallel_degree:
         raise ConfigError(
@@ -39,7 +35,7 @@ def check_across_fields(config: Config) -> None:
     _check_data_parallel(config)
 
 
-def _check_partition_file(config: Config) -> None:
+def _check_partition_file(config: Parameters) -> None:
     if "partition_file" in config.model_fields_set and config.partition_file is None:
         _fail("'partition_file' must be a str.", config, "partition_file", "write a path")
     if config.load_partition and not config.partition_file:
@@ -51,7 +47,7 @@ def _check_partition_file(config: Config) -> None:
         )
 
 
-def _check_default_partition(config: Config) -> None:
+def _check_default_partition(config: Parameters) -> None:
     if not config.auto_partition and "default_partition" not in config.model_fields_set:
         _fail(
             "default_partition must be supplied if auto_partition is set to False!",
@@ -71,7 +67,7 @@ def _check_default_partition(config: Config) -> None:
         )
 
 
-def _check_data_parallel(config: Config) -> None:
+def _check_data_parallel(config: Parameters) -> None:
     given = config.model_fields_set
     for key in ("ddp_port", "ddp_dist_backend"):
         if key in given and "ddp" not in given:
@@ -98,11 +94,11 @@ def _check_data_parallel(config: Config) -> None:
         )
 
 
-def _fail(text: str, config: Config, key: str, way_out: str) -> None:
+def _fail(text: str, config: Parameters, key: str, way_out: str) -> None:
     raise ConfigError(complaint(text, key, getattr(config, key), way_out))
 
 
-def check_world_size(config: Config, world_size: int) -> None:
+def check_world_size(config: Parameters, world_size: int) -> None:
     """Raises ConfigError unless ``world_size`` processes hold a whole number of model replicas.
 
     Args:

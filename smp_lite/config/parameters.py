@@ -1,0 +1,114 @@
+"""The fields of the configuration: every parameter with its type, default and description.
+
+One pydantic field is one parameter. Fields are declared in the order in which the SageMaker SDK checks
+them (pipeline, placement_strategy, optimize, counts, switches ...), because the first failure is the one
+that is told. A count of one does not take ``True``, nor a switch ``1``: pydantic's strict mode.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["Parameters"]
+
+Count = Annotated[int, Field(ge=1)]
+Placement = Literal["spread", "cluster", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"]
+
+
+class Parameters(BaseModel):
+    """The parameters, each checked by its type; :class:`~smp_lite.config.Config` checks the whole."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    pipeline: Literal["simple", "interleaved", "_only_forward"] = Field(
+        "interleaved",
+        description="Pipeline schedule. interleaved: a backward runs as soon as one is ready; "
+        "simple: all forwards, then all backwards; _only_forward: forwards alone.",
+    )
+    placement_strategy: Placement = Field(
+        "cluster",
+        description="Layout of the ranks: an order of D (data), P (pipeline) and T (tensor), the "
+        "right-most varying fastest over the world ranks. cluster = DPT: a model replica on "
+        "neighbouring ranks; spread = TPD: as far apart as possible.",
+    )
+    optimize: Literal["speed", "memory"] = Field(
+        "memory",
+        description="speed: balance computation, and let a microbatch start before the previous "
+        "one has left; memory: balance memory, and bound the microbatches in flight.",
+    )
+    microbatches: Count = Field(
+        1,
+        description="Number of microbatches a step's batch is split into; it must divide the batch "
+        "size. 1 means no pipelining.",
+    )
+    partitions: Count = Field(
+        description="Number of pipeline partitions (stages) the model is split into.",
+    )
+    pipeline_parallel_degree: Count = Field(
+        description="Another name of partitions; either one suffices.",
+    )
+    active_microbatches: Count = Field(
+        description="Largest number of microbatches in flight at once.",
+    )
+    auto_partition: bool = Field(
+        True,
+        description="Let the library assign modules to partitions, ignoring smp.partition "
+        "contexts. False: the contexts decide, and default_partition must be given.",
+    )
+    contiguous: bool = Field(
+        True,
+        description="Each partition holds modules that are adjacent in execution order. False: "
+        "its pieces may be apart where that balances better.",
+    )
+    load_partition: bool = Field(
+        False,
+        description="Reuse the partition decision stored in partition_file.",
+    )
+    horovod: bool = Field(
+        False,
+        description="Average gradients over the data-parallel group as a Horovod script expects. "
+        "Never with ddp.",
+    )
+    ddp: bool = Field(
+        False,
+        description="Average gradients over the data-parallel group. Needed when there are more "
+        "processes than partitions.",
+    )
+    deterministic_server: bool = Field(
+        False,
+        description="Execute in the same order on all data-parallel ranks. Always so here; "
+        "accepted for SMP scripts.",
+    )
+    skip_tracing: bool = Field(
+        False,
+        description="Partition by parameter counts in order of registration, without tracing the "
+        "model first.",
+    )
+    static_mode: bool = Field(
+        False,
+        description="Record the step once for each kind of input, and replay that: the step "
+        "function itself does not run again.",
+    )
+    partition_file: str | None = Field(
+        None,
+        description="Path of the file that holds a stored partition decision.",
+    )
+    default_partition: int = Field(
+        0,
+        description="Partition of the modules outside any smp.partition context, "
+        "0 <= x < partitions. Required if auto_partition is False.",
+    )
+    memory_weight: float = Field(
+        description="Weight of memory against computation when partitions are balanced: from 0.0 "
+        "(only computation) to 1.0 (only memory).",
+    )
+    ddp_port: int | None = Field(
+        None,
+        description="Port of the data-parallel rendezvous; by default the platform's MASTER_PORT. Needs ddp.",
+    )
+    ddp_dist_backend: Literal["auto", "gloo", "nccl", "mpi"] = Field(
+        "auto",
+        description="What carries gradients between data-parallel ranks; auto chooses. Needs ddp.",
+    )
