@@ -1,0 +1,228 @@
+"""A host's part of a job, from the files in its folder to the end of the ranks.
+
+On every host: read the job (`Job`), fetch the code, install its requirements. On the first host:
+wait for the others, start one mpirun, follow it. On the others: stay until the first host is done.
+
+Hosts are waited for at most `SMP_LITE_HOST_LIMIT_S` seconds (600); they find each other on port
+`SMP_LITE_HOST_PORT` (7790).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from smp_lite.config import Config
+
+from .container_environment import container_environment, script_arguments
+from .ending import Ending
+from .job import Job
+from .launch_plan import plan_job
+from .local import RemoteRanks, run_local
+from .mpirun import find_daemon, find_mpirun, installed_version
+from .network import KEY_VARIABLE, PORT_VARIABLE, OtherHosts, job_key, write_agent
+from .one_machine import HOSTS_VARIABLE, Host, MeetingPlace, write_hosts
+from .source_code import fetch_source, install_requirements
+from .worker_host import run_worker_host
+
+__all__ = ["run_job"]
+
+GRACE_VARIABLE = "SMP_LITE_GRACE_S"
+HOST_LIMIT_VARIABLE = "SMP_LITE_HOST_LIMIT_S"
+
+_OTHER_LAUNCHERS = (
+    "sagemaker_torch_distributed_enabled",
+    "sagemaker_pytorch_ddp_enabled",
+    "sagemaker_distributed_dataparallel_enabled",
+    "sagemaker_parameter_server_enabled",
+)
+_GRACE_S = 100.0
+_PORT = 7790
+_MASTER_PORT = "7777"
+"""What AWS's PyTorch images tell torch.distributed."""
+
+
+def run_job(root: Path, meeting_place: Path | None) -> Ending:
+    """Run this host's part of the job under `root`.
+
+    Args:
+        root: the job's folder, `/opt/ml` in a container.
+        meeting_place: the folder in which the hosts meet if all of them are on this machine; None: they
+            meet on the network.
+
+    Raises:
+        ValueError: the job or the environment is wrong.
+        TimeoutError: a host did not come; names it.
+    """
+    limit_s = _seconds(HOST_LIMIT_VARIABLE, 600.0)
+    job = Job.read(root)
+    processes = _processes_per_host(job)
+    host = _prepare(job, apart=meeting_place is not None)
+    if len(job.hosts) == 1:
+        return _launch(job, processes, host.environment)
+    if meeting_place is not None:
+        return _run_on_one_machine(job, processes, host, MeetingPlace(meeting_place, job.hosts), limit_s)
+    return _run_on_network(job, processes, host, limit_s)
+
+
+def _run_on_one_machine(
+    job: Job, processes: int, host: Host, meeting: MeetingPlace, limit_s: float
+) -> Ending:
+    meeting.announce(host)
+    if not job.is_first_host:
+        code = meeting.wait_for_outcome(limit_s)
+        return Ending(code, None, f"host {job.first_host} ended with exit code {code}" if code else "")
+    ending = Ending(1)
+    try:
+        hosts = meeting.wait_for_all(limit_s)
+        file = Path(job.root) / "hosts.json"
+        write_hosts(file, hosts, processes)
+        environment = {**host.environment, HOSTS_VARIABLE: str(file)}
+        ending = _launch(job, processes, environment, num_ranks=processes * len(hosts), one_machine=True)
+        return ending
+    finally:
+        meeting.announce_outcome(ending.exit_code)
+
+
+def _run_on_network(job: Job, processes: int, host: Host, limit_s: float) -> Ending:
+    key, port = job_key(job), _port()
+    if not job.is_first_host:
+        first_rank = job.hosts.index(job.current_host) * processes
+        return run_worker_host(
+            ranks=range(first_rank, first_rank + processes),
+            first_host=job.first_host,
+            daemon=find_daemon(find_mpirun()),
+            environment=host.environment,
+            key=key,
+            port=port,
+            limit_s=limit_s,
+            grace_s=_seconds(GRACE_VARIABLE, _GRACE_S),
+        )
+    others = OtherHosts(job.hosts[1:], key, port, limit_s)
+    ending = Ending(1)
+    try:
+        with tempfile.TemporaryDirectory(prefix="smp-lite-") as directory:
+            environment = {**host.environment, KEY_VARIABLE: key.decode(), PORT_VARIABLE: str(port)}
+            agent = write_agent(Path(directory))
+            ending = _launch(job, processes, environment, agent=str(agent), remote=others)
+        return ending
+    finally:
+        others.end(ending.exit_code)
+
+
+def _prepare(job: Job, *, apart: bool) -> Host:
+    """Bring this host's code and folders into place."""
+    root = Path(job.root)
+    code = Path(job.code_dir)
+    packages = root / "packages"
+    if job.submit_directory is None or job.program is None:
+        raise ValueError(
+            "hyperparameters.json names no script: sagemaker_program and sagemaker_submit_directory are "
+            "missing; give the estimator an entry_point"
+        )
+    fetch_source(job.submit_directory, code)
+    if not (code / job.program).is_file():
+        raise ValueError(
+            f"the entry point {job.program!r} is not in the source code {job.submit_directory!r}"
+        )
+    if not job.program.endswith(".py"):
+        raise ValueError(f"the entry point {job.program!r} must be a Python file (.py): each rank runs it")
+    install_requirements(code, apart=packages if apart else None)
+    for directory in (job.model_dir, job.output_data_dir):
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    environment = container_environment(job, num_cpus=os.cpu_count() or 1, num_gpus=_num_gpus())
+    paths = [str(code), str(packages)] if apart else [str(code)]
+    environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    if not apart:
+        environment |= {"MASTER_ADDR": job.first_host, "MASTER_PORT": _MASTER_PORT}
+    return Host(job.current_host, environment, str(code), os.getpid())
+
+
+def _processes_per_host(job: Job) -> int:
+    """How many ranks each host runs; checks the parameters against all of them.
+
+    Raises:
+        ValueError: a parameter is wrong (ConfigError), or the ranks do not fit them.
+    """
+    for name in _OTHER_LAUNCHERS:
+        if job.framework_parameters.get(name):
+            raise ValueError(
+                f"{name} asks for a launcher that this entry point does not have: "
+                'use "mpi" in the distribution, or another image'
+            )
+    if not job.mpi_enabled:
+        if job.mp_parameters is not None:
+            raise ValueError(
+                "mp_parameters are given, but sagemaker_mpi_enabled is not true, so the job would be one "
+                'process: add "mpi": {"enabled": True, "processes_per_host": ...} to the distribution'
+            )
+        return 1
+    processes = job.processes_per_host or _num_gpus() or 1
+    if job.mp_parameters is not None:
+        Config.from_parameters(job.mp_parameters).check_world_size(processes * len(job.hosts))
+    return processes
+
+
+def _launch(
+    job: Job,
+    processes: int,
+    environment: Mapping[str, str],
+    *,
+    num_ranks: int | None = None,
+    one_machine: bool = False,
+    agent: str | None = None,
+    remote: RemoteRanks | None = None,
+) -> Ending:
+    """Start the ranks of all hosts and stay with them; `num_ranks` of them are on this machine."""
+    mpirun = find_mpirun()
+    plan = plan_job(
+        job,
+        processes_per_host=processes,
+        mpirun=mpirun,
+        mpi_version=installed_version(mpirun),
+        python=sys.executable,
+        environment={},  # each host has its own, and starts its ranks with it
+        script=(str(job.program), *script_arguments(job)),
+        is_root=os.geteuid() == 0,
+        agent=agent,
+        one_machine=one_machine,
+    )
+    os.chdir(job.code_dir)
+    return run_local(
+        plan,
+        num_ranks or processes,
+        {**os.environ, **environment},
+        grace_s=_seconds(GRACE_VARIABLE, _GRACE_S),
+        remote=remote,
+    )
+
+
+def _num_gpus() -> int:
+    """GPUs that this host's ranks could use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() and name.strip() != "-1"])
+    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+
+
+def _port() -> int:
+    text = os.environ.get(PORT_VARIABLE, str(_PORT))
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise ValueError(f"{PORT_VARIABLE}={text!r}: it must be a port number, 1 to 65535")
+    return int(text)
+
+
+def _seconds(variable: str, default: float) -> float:
+    text = os.environ.get(variable)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{variable}={text!r}: it must be a number of seconds, 0 or more")
+    return value
