@@ -24,23 +24,22 @@ class Ending:
     killed it).
     rank: the one that failed first; None where it is not known, or none failed.
     text: the cause: a traceback, or a sentence.
-    last_lines: what that rank printed last.
+    cause: that in one line; "": the first line of the text.
+    last_lines: what that rank printed last, or mpirun where no rank is known.
     others: the records of the ranks that failed after it.
     """
 
     exit_code: int
     rank: int | None = None
     text: str = ""
+    cause: str = ""
     last_lines: tuple[str, ...] = ()
     others: tuple[FailureRecord, ...] = ()
 
     @property
     def headline(self) -> str:
-        """The cause in one line: who, and the last line of a traceback or the first of another text."""
-        lines = [line.strip() for line in self.text.splitlines() if line.strip()]
-        cause = (
-            lines[-1 if self.text.startswith("Traceback") else 0] if lines else f"exit code {self.exit_code}"
-        )
+        """The cause in one line, and who."""
+        cause = self.cause or self.text.strip().partition("\n")[0] or f"exit code {self.exit_code}"
         return cause if self.rank is None else f"rank {self.rank} failed first: {cause}"
 
     def show(self) -> None:
@@ -60,6 +59,9 @@ def decide_ending(
     death: Death | None,
     mpirun_code: int,
     last_lines: Mapping[int, Sequence[str]],
+    *,
+    mpirun_lines: Sequence[str] = (),
+    lost_hosts: Sequence[str] = (),
 ) -> Ending:
     """The ending of a launch that was not stopped from outside.
 
@@ -68,6 +70,8 @@ def decide_ending(
         death: mpirun's account of the first rank that died.
         mpirun_code: its return code, as subprocess gives it.
         last_lines: by rank, what each printed last.
+        mpirun_lines: what mpirun itself has said last.
+        lost_hosts: those which did not answer at the end.
     """
     if mpirun_code == 0 and not failures:
         return Ending(0)
@@ -77,11 +81,15 @@ def decide_ending(
         first, *others = failures
         lines = tuple(last_lines.get(first.rank, ()))
         text = first.text if first.text.endswith("\n") else f"{first.text}\n"
-        return Ending(first.exit_code, first.rank, text, lines, tuple(others))
+        return Ending(first.exit_code, first.rank, text, first.headline, lines, tuple(others))
     if death is None:
         code = mpirun_code if mpirun_code >= 0 else 128 - mpirun_code
-        return Ending(code, None, f"mpirun ended with exit code {code}")
+        if lost_hosts:
+            return Ending(code, None, f"host(s) {', '.join(lost_hosts)} went away")
+        reason = next((line.strip() for line in mpirun_lines if line.strip(" \t-")), "")
+        text = f"mpirun ended with exit code {code}" + (f": {reason}" if reason else "")
+        return Ending(code, None, text, last_lines=tuple(mpirun_lines))
     signalled = death.signal_number is not None
     code = 128 + death.signal_number if signalled else death.exit_code or mpirun_code
     lines = tuple(last_lines.get(death.rank, ()))
-    return Ending(code, death.rank, death.describe(), lines, tuple(failures))
+    return Ending(code, death.rank, death.describe(), last_lines=lines, others=tuple(failures))

@@ -53,6 +53,7 @@ class Job:
 
     def __post_init__(self) -> None:
         _check_hosts(self.resource_config)
+        _check_instance_groups(self.resource_config)
         _check_framework(self.framework_parameters)
         _parse_mp_parameters(self.hyperparameters)
 
@@ -212,6 +213,8 @@ def _read_object(path: Path) -> dict[str, Any]:
         parsed = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(
             f"cannot parse {path} as JSON ({error}); write an object, as SageMaker does"
@@ -232,6 +235,17 @@ def _check_hosts(resource_config: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{_RESOURCES}: current_host={current!r} is none of hosts={hosts!r}; "
             "write the name under which the other hosts know this one"
+        )
+
+
+def _check_instance_groups(resource_config: Mapping[str, Any]) -> None:
+    groups = resource_config.get("instance_groups", [])
+    needed = ("instance_group_name", "hosts")
+    if not isinstance(groups, list) or not all(
+        isinstance(group, dict) and all(name in group for name in needed) for group in groups
+    ):
+        raise ValueError(
+            f"{_RESOURCES}: instance_groups={groups!r} must be a list of objects with {', '.join(needed)}"
         )
 
 

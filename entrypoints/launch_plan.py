@@ -249,4 +249,4 @@ def _efa_environment(instance_type: str | None) -> dict[str, str]:
     if instance_type not in _EFA_TYPES:
         return {}
     rdma = {"FI_EFA_USE_DEVICE_RDMA": "1"} if instance_type in _EFA_RDMA_TYPES else {}
-    return {"FI_PROVIDER": "efa", **rdma}
+    return {"FI_PROVIDER": "efa", "NCCL_PROTO": "simple", **rdma}

@@ -20,8 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -31,10 +32,11 @@ from smp_lite.errors_record import ERROR_DIR_VARIABLE, FailureRecord, read_failu
 from .channels import Channels
 from .ending import Ending, decide_ending
 from .launch_plan import LaunchPlan
+from .leftovers import kill_leftovers
 from .mpirun import kill_ranks, notify_ranks, stop_mpirun
 from .screen import MPIRUN, Screen
 
-__all__ = ["Notice", "RemoteRanks", "run_local", "stop_requests"]
+__all__ = ["Notice", "RankReport", "RemoteRanks", "run_local", "stop_requests"]
 
 _POLL_S = 0.1
 _FAILURE_GRACE_S = 5.0
@@ -45,14 +47,25 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 
 
+@dataclass(frozen=True)
+class RankReport:
+    """How ranks have fared: the records of those that failed, and by rank what each printed last."""
+
+    failures: Sequence[FailureRecord] = ()
+    last_lines: Mapping[int, Sequence[str]] = field(default_factory=dict)
+
+
 class RemoteRanks(Protocol):
     """The ranks on other hosts, as the launcher on the first one knows them."""
+
+    lost: Collection[str]
+    """The hosts that have not answered when they were asked."""
 
     def give_notice(self) -> bool:
         """Tell those that have come, once each, that the job is about to be stopped; whether that is all."""
 
-    def failures(self) -> list[FailureRecord]:
-        """Their records."""
+    def report(self) -> RankReport:
+        """How they have fared."""
 
 
 def run_local(
@@ -104,15 +117,24 @@ def run_local(
                 if process.poll() is None:
                     stop_mpirun(process, channels.rank_pids(), _STOP_GRACE_S)
                 kill_ranks(channels.rank_pids())
+                kill_leftovers(directory)
         if signal.SIGPIPE in requests:
             return Ending(128 + signal.SIGPIPE)
         screen.take(channels, timeout_s=0)
         screen.close()
         if requests and not watch.ended_alone:
             return Ending(128 + requests[0], None, f"stopped by {requests[0].name}")
-        failures = [*read_failures(directory), *(remote.failures() if remote is not None else ())]
+        others = remote.report() if remote is not None else RankReport()
+        failures = [*read_failures(directory), *others.failures]
         failures.sort(key=lambda failure: failure.time_ns)
-        return decide_ending(failures, screen.messages.death, process.returncode, screen.last_lines)
+        return decide_ending(
+            failures,
+            screen.messages.death,
+            process.returncode,
+            {**others.last_lines, **screen.last_lines},
+            mpirun_lines=screen.messages.shown,
+            lost_hosts=sorted(remote.lost) if remote is not None else (),
+        )
 
 
 class Notice:

@@ -139,6 +139,8 @@ _MCA_NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
 _MCA_REFUSED = re.compile(r"plm|ras|rmaps(_\w+)?|\w+_[rs]sh_(agent|args)|\w+_(launch_agent|default_hostfile)")
 _MCA_VALUE = re.compile(r"[\w.,:/@%+=^-]*", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_OF_THE_HOST = "SM_"
+"""How the variables begin that describe the job to a host's ranks."""
 _SLOT = frozenset({"slot", ":oversubscribe", "slot:oversubscribe"})
 
 
@@ -203,6 +205,12 @@ def _parse_export(word: str) -> MpiOption:
     name, sign, value = word.partition("=")
     if not _VARIABLE.fullmatch(name):
         raise _complaint(f"-x {word}", f"cannot be used: {name!r} is not the name of an environment variable")
+    if name.startswith(_OF_THE_HOST):
+        raise _complaint(
+            f"-x {name}", "cannot be used: each host has its own value, and its ranks get that; leave it out"
+        )
+    if "\0" in word:
+        raise _complaint(f"-x {word!r}", "cannot be used: there is a NUL character in it")
     return export(name, value if sign else None)
 
 

@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +38,15 @@ __all__ = [
 ]
 
 _VERSION_S = 30.0
+_SHOWN_LINES = 40
 _RULE = re.compile(r"-{40,}\s*$")
 _SIGNALLED = re.compile(r"process rank (\d+) with PID \d+ on node \S+\s+exited\s+on\s+signal (\d+)")
 _ABORTED = re.compile(
     r"due to process rank (\d+) with PID \d+ on node \S+\s+calling\s+\"abort\""
     r"|MPI_ABORT was invoked on rank (\d+) in communicator MPI_COMM_WORLD\s+with errorcode"
+)
+_IMPROPER = re.compile(
+    r"due to process rank (\d+) with PID \d+ on node \S+\s+exiting\s+improperly", re.DOTALL
 )
 _EXITED = re.compile(r"Process name:\s+\[(?:\S+@\d+|\[\d+,\d+\]),(\d+)\]\s+Exit code:\s+(\d+)")
 _ANNOUNCED = re.compile(r"Primary job\s+terminated normally, but \d+ process(es)? returned")
@@ -66,6 +71,8 @@ class Death:
             except ValueError:
                 name = "unknown"
             return f"killed by signal {self.signal_number} ({name})"
+        if self.exit_code == 0:
+            return "ended with exit code 0, but without a word to the other ranks (os._exit?)"
         if self.exit_code is not None:
             return f"ended with exit code {self.exit_code} and no Python exception"
         return "called MPI_Abort"
@@ -76,13 +83,15 @@ class MpirunMessages:
 
     def __init__(self) -> None:
         self.death: Death | None = None
+        self.shown: deque[str] = deque(maxlen=_SHOWN_LINES)
+        """The last of the lines to show."""
         self._block: list[str] | None = None
 
     def feed(self, line: str) -> list[str]:
         """Take one line; returns the lines to show now, which may be none or a whole block."""
         if self._block is None:
             if not _RULE.match(line):
-                return [line] if line.strip() else []
+                return self._show([line] if line.strip() else [])
             self._block = [line]
             return []
         self._block.append(line)
@@ -94,9 +103,13 @@ class MpirunMessages:
         text = "\n".join(block)
         death = _death_in(text)
         if death is None:
-            return [] if _ANNOUNCED.search(text) else block
+            return self._show([] if _ANNOUNCED.search(text) else block)
         self.death = self.death or death
         return []
+
+    def _show(self, lines: list[str]) -> list[str]:
+        self.shown.extend(lines)
+        return lines
 
 
 def _death_in(text: str) -> Death | None:
@@ -104,6 +117,8 @@ def _death_in(text: str) -> Death | None:
         return Death(int(match[1]), signal_number=int(match[2]))
     if match := _EXITED.search(text):
         return Death(int(match[1]), exit_code=int(match[2]))
+    if match := _IMPROPER.search(text):
+        return Death(int(match[1]), exit_code=0)
     if match := _ABORTED.search(text):
         return Death(int(match[1] or match[2]))
     return None

@@ -23,7 +23,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
@@ -33,6 +34,7 @@ from typing import Any
 from smp_lite.errors_record import FailureRecord
 
 from .job import Job
+from .local import RankReport
 
 __all__ = [
     "KEY_VARIABLE",
@@ -73,7 +75,7 @@ class HostService:
         key: of the job.
         port: to listen on, on all of this host's addresses; 0 takes a free one.
         start: starts the daemon with these arguments.
-        failures: the records of this host's ranks.
+        report: how this host's ranks have fared.
         give_notice: tells the ranks that the job is about to be stopped, and whether all know now.
     """
 
@@ -82,15 +84,16 @@ class HostService:
         key: bytes,
         port: int,
         start: Callable[[Sequence[str]], subprocess.Popen[bytes]],
-        failures: Callable[[], list[FailureRecord]],
+        report: Callable[[], RankReport],
         give_notice: Callable[[], bool],
     ) -> None:
         self._key = key
         self._listener = Listener(("", port), family="AF_INET", backlog=8)
         self._start = start
-        self._failures = failures
+        self._report = report
         self._give_notice = give_notice
         self._ended = threading.Event()
+        self._closing = threading.Event()
         self.port: int = self._listener.address[1]
         self.joined = False
         """Whether the first host has come."""
@@ -103,22 +106,25 @@ class HostService:
         return self._ended.is_set()
 
     def close(self) -> None:
+        self._closing.set()
         self._listener.close()
 
     def _accept(self) -> None:
-        while not self._ended.is_set():
+        while not self._closing.is_set():
             try:
                 connection = self._listener.accept()
-            except OSError:
-                return  # closed
+            except OSError:  # closed, or out of descriptors because of strangers, who do not stay long
+                self._closing.wait(_RETRY_S)
+                continue
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
         is_first_host = False
         try:
             # Here and not in accept(), where a stranger who keeps silent would keep all others out.
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
+            with _limited_receiving(connection):
+                deliver_challenge(connection, self._key)
+                answer_challenge(connection, self._key)
             while True:
                 message = _receive(connection)
                 if message["call"] == "join":
@@ -127,8 +133,8 @@ class HostService:
                 elif message["call"] == "daemon":
                     with self._start(message["arguments"]) as daemon:
                         _send(connection, {"exit_code": daemon.wait()})
-                elif message["call"] == "failures":
-                    _send(connection, {"failures": [asdict(record) for record in self._failures()]})
+                elif message["call"] == "report":
+                    _send(connection, asdict(self._report()))
                 elif message["call"] == "notice":
                     _send(connection, {"all_know": self._give_notice()})
                 elif message["call"] == "end":
@@ -137,6 +143,8 @@ class HostService:
                     return
         except (AuthenticationError, EOFError, OSError):
             pass
+        except (ValueError, KeyError, TypeError) as error:
+            print(f"smp-lite: a message of another host makes no sense: {error!r}", file=sys.stderr)
         finally:
             connection.close()
             if is_first_host:
@@ -156,24 +164,41 @@ class OtherHosts:
 
     def __init__(self, names: Sequence[str], key: bytes, port: int, limit_s: float) -> None:
         self._connections: dict[str, Connection] = {}
+        self.lost: set[str] = set()
+        """The names of those that have not answered when they were asked."""
+        strangers: set[str] = set()
         deadline = time.monotonic() + limit_s
         while absent := [name for name in names if name not in self._connections]:
             for name in absent:
-                connection = _connect(name, port, key)
+                try:
+                    connection = _connect(name, port, key)
+                except AuthenticationError:
+                    strangers.add(name)
+                    continue
                 if connection is not None:
                     self._connections[name] = connection
                     self._ask({"call": "join"}, [name])
+                    self.lost.clear()  # they are asked again
             if time.monotonic() > deadline and len(self._connections) < len(names):
                 absent = [name for name in names if name not in self._connections]
+                known = strangers & set(absent)
+                reason = (
+                    f"; {', '.join(sorted(known))} answered, but with the key of another job: all hosts need "
+                    "the same hyperparameters, hosts and TRAINING_JOB_ARN"
+                )
                 raise TimeoutError(
                     f"host(s) {', '.join(absent)} did not come within {limit_s:g} s (port {port})"
+                    + (reason if known else "")
                 )
             time.sleep(_RETRY_S if len(self._connections) < len(names) else 0)
 
-    def failures(self) -> list[FailureRecord]:
-        """The records of all ranks on these hosts; a host that has gone has none."""
-        answers = self._ask({"call": "failures"})
-        return [FailureRecord(**record) for answer in answers for record in answer["failures"]]
+    def report(self) -> RankReport:
+        """How all ranks on these hosts have fared; a host that has gone says nothing."""
+        answers = self._ask({"call": "report"})
+        return RankReport(
+            [FailureRecord(**record) for answer in answers for record in answer["failures"]],
+            {int(rank): lines for answer in answers for rank, lines in answer["last_lines"].items()},
+        )
 
     def give_notice(self) -> bool:
         """Tell their ranks that the job is about to be stopped; whether all know now."""
@@ -195,6 +220,7 @@ class OtherHosts:
             except (EOFError, OSError):
                 connection.close()
                 del self._connections[name]
+                self.lost.add(name)
         return answers
 
 
@@ -204,7 +230,10 @@ def run_daemon_on(host: str, arguments: Sequence[str], key: bytes, port: int) ->
     Raises:
         ConnectionError: the host does not answer.
     """
-    connection = _connect(host, port, key)
+    try:
+        connection = _connect(host, port, key)
+    except AuthenticationError:
+        raise ConnectionError(f"host {host} answers on port {port}, but with another key") from None
     if connection is None:
         raise ConnectionError(f"host {host} does not answer on port {port}")
     with connection:
@@ -249,27 +278,36 @@ def daemon_environment(mpirun: str) -> dict[str, str]:
 
 
 def _connect(host: str, port: int, key: bytes) -> Connection | None:
-    """A connection, or None where nobody of this job answers (yet)."""
+    """A connection, or None where nobody answers (yet).
+
+    Raises:
+        AuthenticationError: who answers has another key.
+    """
     try:
         with socket.create_connection((host, port), timeout=_CONNECT_S) as plain:
             plain.settimeout(None)
-            _limit_receiving(plain, _CONNECT_S)  # something else, that listens there and says nothing
             connection = Connection(os.dup(plain.fileno()))
-            try:
-                answer_challenge(connection, key)
-                deliver_challenge(connection, key)
-            except BaseException:
-                connection.close()
-                raise
-            _limit_receiving(plain, 0)
-            return connection
-    except (OSError, EOFError, AuthenticationError):
+    except OSError:
         return None
+    try:
+        with _limited_receiving(connection):
+            answer_challenge(connection, key)
+            deliver_challenge(connection, key)
+        return connection
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, OSError | EOFError):
+            return None
+        raise
 
 
-def _limit_receiving(plain: socket.socket, limit_s: float) -> None:
-    """Seconds after which receiving fails, also by others who use the connection; 0: never."""
-    plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(limit_s), 0))
+@contextmanager
+def _limited_receiving(connection: Connection) -> Iterator[None]:
+    """Meanwhile receiving fails after a while, for something that listens or calls and then keeps silent."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as plain:
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _CONNECT_S, 0))
+        yield
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
 
 
 def _call(connection: Connection, message: Mapping[str, Any], limit_s: float | None) -> dict[str, Any]:

@@ -47,14 +47,20 @@ class MeetingPlace:
         """Tell the others that this host is ready."""
         _write(self._file_of(host.name), asdict(host))
 
+    def announce_failure(self, name: str, text: str) -> None:
+        """Tell the others that the host `name` will not come, and why."""
+        _write(self._directory / f"{name}.failed.json", {"text": text})
+
     def wait_for_all(self, limit_s: float) -> list[Host]:
         """All hosts, in the job's order.
 
         Raises:
-            TimeoutError: some host did not come within `limit_s` seconds, or ended; names it.
+            TimeoutError: some host did not come within `limit_s` seconds; names it.
+            ValueError: some host cannot come; names it and says why.
         """
         deadline = time.monotonic() + limit_s
         while absent := [name for name in self._hosts if not self._file_of(name).exists()]:
+            self._check_failures()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"host(s) {', '.join(absent)} did not come within {limit_s:g} s")
             time.sleep(_POLL_S)
@@ -69,6 +75,7 @@ class MeetingPlace:
 
         Raises:
             TimeoutError: the first host did not come, or ended without an outcome.
+            ValueError: it cannot come; says why.
         """
         first = self._hosts[0]
         deadline = time.monotonic() + limit_s
@@ -77,10 +84,17 @@ class MeetingPlace:
                 pid = json.loads(self._file_of(first).read_text())["pid"]
                 if not _runs(pid) and not self._outcome.exists():
                     raise TimeoutError(f"host {first} ended and left no outcome")
-            elif time.monotonic() > deadline:
-                raise TimeoutError(f"host {first} did not come within {limit_s:g} s")
+            else:
+                self._check_failures()
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"host {first} did not come within {limit_s:g} s")
             time.sleep(_POLL_S)
         return int(json.loads(self._outcome.read_text())["exit_code"])
+
+    def _check_failures(self) -> None:
+        for path in self._directory.glob("*.failed.json"):
+            name = path.name.removesuffix(".failed.json")
+            raise ValueError(f"host {name} could not start: {json.loads(path.read_text())['text']}")
 
     def _file_of(self, name: str) -> Path:
         return self._directory / f"{name}.host.json"

@@ -22,6 +22,8 @@ _LINE_END = re.compile(rb"\r\n|\r|\n")
 # Wiping a line and moving the cursor must come before the prefix, or they would wipe that too.
 _CURSOR_MOVES = re.compile(rb"(?:\x1b\[[0-9;?]*[A-HJKhl])*")
 _WIPE_LINE = b"\r\x1b[K"
+_LONGEST_LINE = 65536
+"""Bytes; a longer line is broken, so that one without an end is neither kept whole nor searched again."""
 
 
 class LineMerger:
@@ -42,11 +44,16 @@ class LineMerger:
     def feed(self, source: Source, data: bytes) -> None:
         """Take more bytes of one source; a cut in the middle of a line or character is fine."""
         text = self._pending.pop(source, b"") + data
-        while match := _LINE_END.search(text):
+        begin = 0
+        for match in _LINE_END.finditer(text):
             if match[0] == b"\r" and match.end() == len(text):
                 break  # may yet turn out to be \r\n
-            self._end_line(source, text[: match.start()], match[0])
-            text = text[match.end() :]
+            self._end_line(source, text[begin : match.start()], match[0])
+            begin = match.end()
+        text = text[begin:]
+        while len(text) > _LONGEST_LINE:
+            self._end_line(source, text[:_LONGEST_LINE], b"\n")
+            text = text[_LONGEST_LINE:]
         if text:
             self._pending[source] = text
             if source in self._live:

@@ -14,22 +14,25 @@ It does five things and then gets out of the way:
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import runpy
 import sys
+import threading
 import traceback
 import types
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 from smp_lite import stop_notice
-from smp_lite.errors_record import ERROR_DIR_VARIABLE, record_failure
+from smp_lite.errors_record import ERROR_DIR_VARIABLE, headline_of, record_failure
 
 from .one_machine import enter_host
 
 __all__ = ["main"]
 
+_FLUSH_S = 2.0
 _OUR_FRAMES = frozenset({__file__, "<frozen runpy>"})
 
 
@@ -53,10 +56,10 @@ def main(argv: list[str]) -> None:
     except SystemExit as stop:
         code, text = _exit_code(stop.code)
         if code != 0:
-            _fail(text, rank, code)
+            _fail(text, rank, code, text)
     except BaseException as error:
         _call_custom_hook(error, rank)
-        _fail(_traceback_text(error), rank, 1)
+        _fail(_traceback_text(error), rank, 1, headline_of(error))
 
 
 def _run_script(script: str, args: list[str]) -> None:
@@ -108,21 +111,31 @@ def _call_custom_hook(error: BaseException, rank: int) -> None:
     """A hook that the script installed gets its call, after the record is safe."""
     if sys.excepthook is sys.__excepthook__:
         return
-    record_failure(_traceback_text(error), rank)
+    record_failure(_traceback_text(error), rank, headline=headline_of(error))
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except Exception:
         traceback.print_exc()
 
 
-def _fail(text: str, rank: int, code: int) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            pass
-    record_failure(text, rank, code)
+def _fail(text: str, rank: int, code: int, headline: str) -> None:
+    record_failure(text, rank, code, headline)
+    # In a thread, because what it writes to may not take it.
+    flushing = threading.Thread(target=_flush_files, daemon=True)
+    flushing.start()
+    flushing.join(_FLUSH_S)
     os._exit(code)
+
+
+def _flush_files() -> None:
+    """Write out what open files still hold back, as the end of a process does."""
+    for kind in (io.TextIOBase, io.BufferedIOBase):  # the first write into the second
+        # By type(), because isinstance() also asks the object, and any object may be among these.
+        for file in [found for found in gc.get_objects() if issubclass(type(found), kind)]:
+            try:
+                file.flush()
+            except (OSError, ValueError):
+                continue
 
 
 if __name__ == "__main__":

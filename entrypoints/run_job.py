@@ -32,6 +32,7 @@ __all__ = ["run_job"]
 
 GRACE_VARIABLE = "SMP_LITE_GRACE_S"
 HOST_LIMIT_VARIABLE = "SMP_LITE_HOST_LIMIT_S"
+PASS_PARAMETERS_VARIABLE = "SMP_LITE_PASS_PARAMETERS"
 
 _OTHER_LAUNCHERS = (
     "sagemaker_torch_distributed_enabled",
@@ -59,12 +60,18 @@ def run_job(root: Path, meeting_place: Path | None) -> Ending:
     """
     limit_s = _seconds(HOST_LIMIT_VARIABLE, 600.0)
     job = Job.read(root)
-    processes = _processes_per_host(job)
-    host = _prepare(job, apart=meeting_place is not None)
+    meeting = MeetingPlace(meeting_place, job.hosts) if meeting_place is not None else None
+    try:
+        processes = _processes_per_host(job)
+        host = _prepare(job, apart=meeting is not None)
+    except Exception as error:
+        if meeting is not None:
+            meeting.announce_failure(job.current_host, str(error))
+        raise
     if len(job.hosts) == 1:
         return _launch(job, processes, host.environment)
-    if meeting_place is not None:
-        return _run_on_one_machine(job, processes, host, MeetingPlace(meeting_place, job.hosts), limit_s)
+    if meeting is not None:
+        return _run_on_one_machine(job, processes, host, meeting, limit_s)
     return _run_on_network(job, processes, host, limit_s)
 
 
@@ -185,7 +192,7 @@ def _launch(
         mpi_version=installed_version(mpirun),
         python=sys.executable,
         environment={},  # each host has its own, and starts its ranks with it
-        script=(str(job.program), *script_arguments(job)),
+        script=(str(job.program), *script_arguments(job, pass_parameters=_switch(PASS_PARAMETERS_VARIABLE))),
         is_root=os.geteuid() == 0,
         agent=agent,
         one_machine=one_machine,
@@ -213,6 +220,13 @@ def _port() -> int:
     if not text.isdigit() or not 0 < int(text) < 65536:
         raise ValueError(f"{PORT_VARIABLE}={text!r}: it must be a port number, 1 to 65535")
     return int(text)
+
+
+def _switch(variable: str) -> bool:
+    text = os.environ.get(variable, "0")
+    if text not in ("0", "1"):
+        raise ValueError(f"{variable}={text!r}: it must be 0 or 1")
+    return text == "1"
 
 
 def _seconds(variable: str, default: float) -> float:

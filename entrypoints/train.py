@@ -30,6 +30,8 @@ from .run_job import run_job
 __all__ = ["main"]
 
 _STOPPED = 128 + signal.SIGTERM
+_LONGEST_TEXT = 20_000
+"""Characters of a cause that are kept in `failure`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,15 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="all hosts of the job are on this machine and meet in DIR; the job ends with standard input",
     )
     arguments = parser.parse_args(argv)
-    root = Path(arguments.root)
+    root = Path(arguments.root).absolute()
     meeting_place = Path(arguments.one_machine) if arguments.one_machine else None
     if meeting_place is not None:
         _end_with_standard_input()
+    for outcome in ("success", "failure"):
+        (root / "output" / outcome).unlink(missing_ok=True)  # of an earlier job in this folder
     try:
         with _sigterm_raises():
             ending = run_job(root, meeting_place)
     except _Stopped:
-        return _STOPPED
+        ending = Ending(_STOPPED, None, "stopped by SIGTERM")
     except (ValueError, TimeoutError) as error:
         ending = Ending(1, None, f"{error}")
     except Exception:
@@ -71,16 +75,30 @@ class _Stopped(BaseException):
 
 def _leave_outcome(output: Path, ending: Ending) -> None:
     """The file by which the service learns how the job ended."""
-    output.mkdir(parents=True, exist_ok=True)
+    if not output.parent.is_dir():
+        return  # there is no job
+    output.mkdir(exist_ok=True)
     if ending.exit_code == 0:
         (output / "success").touch()
         return
     lines = [ending.headline]
+    if "\n" in ending.text.strip():
+        lines += ["", _shortened(ending.text.rstrip())]
     if ending.last_lines:
-        lines += [f"rank {ending.rank} printed last:", *ending.last_lines]
-    if "\n" in ending.text:
-        lines += ["", ending.text]
-    (output / "failure").write_text("\n".join(lines), "utf-8", errors="backslashreplace")
+        who = "mpirun" if ending.rank is None else f"rank {ending.rank}"
+        lines += ["", f"{who} printed last:", *ending.last_lines]
+    text = "\n".join(lines).rstrip("\n")
+    (output / "failure").write_text(text, "utf-8", errors="backslashreplace")
+
+
+def _shortened(text: str) -> str:
+    """A text without its middle if it is very long: a traceback says who called at its start, and the error
+    at its end."""
+    left_out = len(text) - _LONGEST_TEXT
+    if left_out <= 0:
+        return text
+    half = _LONGEST_TEXT // 2
+    return f"{text[:half]}\n... {left_out} characters left out ...\n{text[-half:]}"
 
 
 @contextmanager

@@ -14,12 +14,14 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 
 from smp_lite.errors_record import ERROR_DIR_VARIABLE, read_failures
 
 from .channels import Channels
 from .ending import Ending
-from .local import Notice, stop_requests
+from .leftovers import kill_leftovers
+from .local import Notice, RankReport, stop_requests
 from .mpirun import kill_ranks
 from .network import HostService, daemon_environment
 from .screen import Screen
@@ -80,11 +82,23 @@ def run_worker_host(
 
         screen = Screen(set())
         notice = Notice(channels, len(ranks))
-        service = HostService(key, port, start, lambda: read_failures(directory), notice.give)
+        asked: SimpleQueue[SimpleQueue[RankReport]] = SimpleQueue()
+
+        def report() -> RankReport:
+            """In the service's thread; the answer comes from the loop below, once all output is read."""
+            reply: SimpleQueue[RankReport] = SimpleQueue()
+            asked.put(reply)
+            return reply.get()
+
+        service = HostService(key, port, start, report, notice.give)
         started, stopped_at = time.monotonic(), float("inf")
         try:
             while not service.ended():
                 screen.take(channels, _POLL_S)
+                if not asked.empty():
+                    screen.take(channels, 0)
+                    lines = {rank: list(kept) for rank, kept in screen.last_lines.items()}
+                    asked.get().put(RankReport(read_failures(directory), lines))
                 now = time.monotonic()
                 if requests:
                     stopped_at = min(stopped_at, now)
@@ -98,6 +112,7 @@ def run_worker_host(
         finally:
             service.close()
             kill_ranks(channels.rank_pids())
+            kill_leftovers(directory)
     if service.exit_code is None:
         raise TimeoutError(f"host {first_host} went away and left no word")
     text = f"host {first_host} ended with exit code {service.exit_code}" if service.exit_code else ""

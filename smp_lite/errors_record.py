@@ -21,25 +21,32 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["ERROR_DIR_VARIABLE", "FailureRecord", "read_failures", "record_failure"]
+__all__ = ["ERROR_DIR_VARIABLE", "FailureRecord", "headline_of", "read_failures", "record_failure"]
 
 ERROR_DIR_VARIABLE = "SMP_LITE_ERROR_DIR"
+_LONGEST_HEADLINE = 500
+"""Characters."""
 
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
 
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """One rank's failure: `time_ns` since the epoch, and what a person should read."""
+    """One rank's failure: `time_ns` since the epoch, what a person should read, and that in one line."""
 
     rank: int
     time_ns: int
     exit_code: int
     text: str
+    headline: str = ""
 
 
-def record_failure(failure: ExcInfo | BaseException | str, rank: int, exit_code: int = 1) -> bool:
+def record_failure(
+    failure: ExcInfo | BaseException | str, rank: int, exit_code: int = 1, headline: str | None = None
+) -> bool:
     """Leave the record of this rank's failure for the launcher; the first one of a rank stays.
+
+    The headline is the exception's own, or the first line of a text, unless one is given.
 
     Returns True if a record of this rank is in place, whoever wrote it: the launcher will show it,
     so the caller need not print the traceback. Returns False where no launcher asked for records,
@@ -49,7 +56,10 @@ def record_failure(failure: ExcInfo | BaseException | str, rank: int, exit_code:
     if not directory:
         return False
     try:
-        record = FailureRecord(rank, time.time_ns(), exit_code, _text_of(failure))
+        if headline is None:
+            headline = failure if isinstance(failure, str) else headline_of(failure)
+        headline = headline.strip().partition("\n")[0][:_LONGEST_HEADLINE]
+        record = FailureRecord(rank, time.time_ns(), exit_code, _text_of(failure), headline)
         _write_once(Path(directory) / f"rank{rank}.failure.json", json.dumps(asdict(record)))
     except Exception:
         return False
@@ -61,6 +71,14 @@ def read_failures(directory: str | os.PathLike[str]) -> list[FailureRecord]:
     paths = Path(directory).glob("rank*.failure.json")
     records = [FailureRecord(**json.loads(path.read_text("utf-8"))) for path in paths]
     return sorted(records, key=lambda record: record.time_ns)
+
+
+def headline_of(failure: ExcInfo | BaseException) -> str:
+    """The exception's type and the first line of its message."""
+    error = failure if isinstance(failure, BaseException) else failure[1]
+    if isinstance(error, SyntaxError):  # Python would begin with the place
+        return f"{type(error).__name__}: {error}"
+    return traceback.format_exception_only(error)[0].strip().partition("\n")[0]
 
 
 def _text_of(failure: ExcInfo | BaseException | str) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.launching import HANG_S
+from tests.launch.launching import HANG_S, processes_mentioning
 from tests.launch.test_train import START
 
 pytestmark = pytest.mark.skipif(
@@ -168,6 +168,38 @@ def test_a_failure_on_the_second_host_is_told_by_the_first(directory: Path) -> N
     failure = (cluster.roots[0] / "output" / "failure").read_text()
     assert failure.startswith("rank 3 failed first: RuntimeError: the cause\n")
     assert "host algo-1 ended with exit code 1" in outputs[1]
+
+
+def test_the_last_words_of_a_rank_on_another_host_are_told(directory: Path) -> None:
+    script = """
+print("words of", rank, flush=True)
+world.Barrier()
+if rank == 3:
+    os.kill(os.getpid(), 9)
+time.sleep(60)
+"""
+    cluster = Cluster(directory, script)
+    assert cluster.run()[0] == [137, 137]
+    text = (cluster.roots[0] / "output" / "failure").read_text()
+    assert text.startswith("rank 3 failed first: killed by signal 9 (SIGKILL)")
+    assert text.endswith("rank 3 printed last:\nwords of 3")
+
+
+def test_a_host_that_goes_away_is_named(directory: Path) -> None:
+    cluster = Cluster(directory, "open(os.environ['SM_MODEL_DIR'] + '/up', 'w').close()\ntime.sleep(600)")
+    cluster.start(0)
+    second = cluster.start(1)
+    deadline = time.monotonic() + HANG_S
+    while not all((root / "model" / "up").exists() for root in cluster.roots):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    second.kill()
+    codes, outputs = cluster.wait()
+    assert codes[0] not in (0, None), outputs
+    assert (cluster.roots[0] / "output" / "failure").read_text().startswith("host(s) algo-2 went away")
+    while left := processes_mentioning(directory):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("present", [0, 1])

@@ -41,6 +41,12 @@ def test_lines_are_passed_on_whole(feeds: list[tuple[tuple[str, str], bytes]], e
     assert merged(feeds, live=[]) == expected
 
 
+def test_a_line_without_end_is_broken() -> None:
+    feeds = [(OUT_0, b"x" * 60_000)] * 3
+    lines = merged(feeds, live=[]).splitlines()
+    assert [len(line) for line in lines] == [4 + 65_536, 4 + 65_536, 4 + 180_000 - 2 * 65_536]
+
+
 @pytest.mark.parametrize(
     ("feeds", "expected"),
     [

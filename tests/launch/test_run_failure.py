@@ -57,6 +57,11 @@ def test_the_first_failure_wins_over_the_ones_it_causes(tmp_path: Path) -> None:
         ("sys.exit(7)", 7, "sys.exit(7)"),
         ("sys.exit('no data')", 1, "no data"),
         ("os._exit(3)", 3, "rank 1 failed first: ended with exit code 3 and no Python exception"),
+        (
+            "os._exit(0)",
+            1,
+            "rank 1 failed first: ended with exit code 0, but without a word to the other ranks (os._exit?)",
+        ),
         ("os.kill(os.getpid(), 9)", 137, "rank 1 failed first: killed by signal 9 (SIGKILL)"),
         ("os.abort()", 134, "rank 1 failed first: killed by signal 6 (SIGABRT)"),
         ("MPI.COMM_WORLD.Abort(5)", 5, "rank 1 failed first: called MPI_Abort"),

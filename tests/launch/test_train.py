@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.launching import HANG_S
+from tests.launch.launching import HANG_S, processes_mentioning
 
 START = "import os, signal, sys, time\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\nrank = world.rank\n"
 
@@ -95,12 +95,88 @@ def test_a_failure_file_starts_with_the_cause(tmp_path: Path) -> None:
     lines = (root / "output" / "failure").read_text().splitlines()
     assert lines[:3] == [
         "rank 1 failed first: RuntimeError: the cause",
-        "rank 1 printed last:",
-        "words before",
+        "",
+        "Traceback (most recent call last):",
     ]
-    assert lines[-1] == "RuntimeError: the cause"
+    assert lines[-4:] == ["RuntimeError: the cause", "", "rank 1 printed last:", "words before"]
     assert output.splitlines()[-1] == "RuntimeError: the cause"
     assert not (root / "output" / "success").exists()
+
+
+@pytest.mark.parametrize(
+    ("failing", "headline"),
+    [
+        ("raise ValueError('shapes differ\\n  expected 3\\n  got 4')", "ValueError: shapes differ"),
+        ("error = KeyError('x')\nerror.add_note('a hint')\nraise error", "KeyError: 'x'"),
+        ("(", "SyntaxError: '(' was never closed (train.py, line 5)"),
+    ],
+)
+def test_the_cause_is_told_in_one_line(failing: str, headline: str, tmp_path: Path) -> None:
+    root = make_tree(tmp_path, failing, processes=1, mp_parameters={"partitions": 1})
+    assert train(root)[0] == 1
+    first_line, _, _ = (root / "output" / "failure").read_text().partition("\n")
+    assert first_line == f"rank 0 failed first: {headline}"
+
+
+def test_a_failure_file_stays_short(tmp_path: Path) -> None:
+    script = """
+for step in range(40_000):
+    sys.stdout.write(f"\\rstep {step} " + "#" * 80)
+sys.stdout.flush()
+raise ValueError("A" * 1_000_000)
+"""
+    root = make_tree(tmp_path, script, processes=1, mp_parameters={"partitions": 1})
+    assert train(root)[0] == 1
+    text = (root / "output" / "failure").read_text()
+    assert text.startswith("rank 0 failed first: ValueError: AAAA")
+    assert "characters left out" in text
+    assert text.endswith("rank 0 printed last:\nstep 39999 " + "#" * 80)
+    assert len(text) < 25_000
+
+
+def test_what_mpirun_itself_complains_of_is_told(tmp_path: Path) -> None:
+    root = make_tree(tmp_path, "print('ran')", sagemaker_mpi_custom_mpi_options="--bind-to nonsense")
+    code, output = train(root)
+    assert code != 0
+    assert "ran" not in output.splitlines()
+    text = (root / "output" / "failure").read_text()
+    assert text.startswith(f"mpirun ended with exit code {code}: ")
+    assert "nonsense" in text
+
+
+def test_files_that_a_failing_rank_has_open_are_written(tmp_path: Path) -> None:
+    script = """
+log = open(os.environ["SM_MODEL_DIR"] + "/log.txt", "w")
+log.write("up to then")
+raise ValueError
+"""
+    root = make_tree(tmp_path, script, processes=1, mp_parameters={"partitions": 1})
+    assert train(root)[0] == 1
+    assert (root / "model" / "log.txt").read_text() == "up to then"
+
+
+@pytest.mark.parametrize("ending", ["pass", "sys.exit(7)", "os.kill(os.getpid(), 9)"])
+def test_processes_that_ranks_have_started_end_with_the_job(ending: str, tmp_path: Path) -> None:
+    sign = tmp_path / "sign"
+    script = f"""
+import subprocess
+for number, session in enumerate([False, True]):
+    code = "import sys, time; open(sys.argv[1], 'w').close(); time.sleep(600)"
+    subprocess.Popen([sys.executable, "-c", code, {str(sign)!r} + f"{{number}}"], start_new_session=session)
+while not all(os.path.exists({str(sign)!r} + number) for number in "01"):
+    time.sleep(0.01)
+{ending}
+"""
+    train(make_tree(tmp_path / "root", script, processes=1, mp_parameters={"partitions": 1}))
+    assert processes_mentioning(sign) == []
+
+
+def test_an_earlier_jobs_outcome_does_not_stay(tmp_path: Path) -> None:
+    root = make_tree(tmp_path, "", processes=1, mp_parameters={"partitions": 1})
+    (root / "output").mkdir()
+    (root / "output" / "failure").write_text("old")
+    assert train(root)[0] == 0
+    assert sorted(os.listdir(root / "output")) == ["data", "success"]
 
 
 def test_the_exit_code_is_the_ranks(tmp_path: Path) -> None:
@@ -202,6 +278,7 @@ def test_sigterm_ends_a_job_that_does_not_listen(place: str, tmp_path: Path) -> 
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=HANG_S)
     assert process.returncode == 128 + signal.SIGTERM
+    assert (root / "output" / "failure").read_text() == "stopped by SIGTERM"
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "nan"])

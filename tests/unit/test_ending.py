@@ -7,7 +7,11 @@ from smp_lite.entrypoints.mpirun import Death
 from smp_lite.errors_record import FailureRecord
 
 EARLY = FailureRecord(
-    rank=2, time_ns=1, exit_code=5, text="Traceback (most recent call last):\nValueError: x\n"
+    rank=2,
+    time_ns=1,
+    exit_code=5,
+    text="Traceback (most recent call last):\nValueError: x\n",
+    headline="ValueError: x",
 )
 LATE = FailureRecord(rank=0, time_ns=2, exit_code=1, text="a peer has gone")
 
@@ -37,3 +41,16 @@ def test_without_any_account_mpirun_itself_is_named() -> None:
 def test_a_text_that_is_no_traceback_is_told_by_its_first_line() -> None:
     assert Ending(1, None, "cannot\nbecause").headline == "cannot"
     assert Ending(3).headline == "exit code 3"
+
+
+def test_what_mpirun_says_of_itself_is_told() -> None:
+    block = ["-----", "  No such policy: nonsense", "", "-----"]
+    ending = decide_ending([], None, 213, {}, mpirun_lines=block)
+    assert ending.headline == "mpirun ended with exit code 213: No such policy: nonsense"
+    assert ending.last_lines == tuple(block)
+
+
+def test_a_host_that_went_away_is_named() -> None:
+    ending = decide_ending([], None, 1, {}, mpirun_lines=["lost a daemon"], lost_hosts=["algo-2"])
+    assert ending.headline == "host(s) algo-2 went away"
+    assert decide_ending([EARLY], None, 1, {}, lost_hosts=["algo-2"]).rank == 2

@@ -136,6 +136,10 @@ def test_a_broken_file_is_told_by_name(tmp_path: Path, name: str, text: str, tol
         ({"current_host": "algo-1", "hosts": ["algo-1", 2]}, "must list"),
         ({"current_host": "a", "hosts": ["a", "a"]}, "names a host twice"),
         ({"hosts": ["algo-1"]}, "current_host=None is none of"),
+        (
+            {"current_host": "a", "hosts": ["a"], "instance_groups": [{}]},
+            r"instance_groups=\[\{\}\] must be a list",
+        ),
         ({"current_host": "algo-3", "hosts": ["algo-1", "algo-2"]}, "current_host='algo-3' is none of"),
     ],
 )

@@ -111,7 +111,8 @@ CASES = (
         5,
         job(ONE, instance_type="ml.p3dn.24xlarge"),
         "mpirun --bind-to none --map-by :OVERSUBSCRIBE -np 4"
-        " -x PYTHONUNBUFFERED -x SMP_LITE_ERROR_DIR -x OMP_NUM_THREADS -x FI_PROVIDER",
+        " -x PYTHONUNBUFFERED -x SMP_LITE_ERROR_DIR -x OMP_NUM_THREADS"
+        " -x FI_PROVIDER -x NCCL_PROTO",
     ),
     Case(
         "EFA with RDMA",
@@ -119,7 +120,7 @@ CASES = (
         job(ONE, instance_type="ml.p4d.24xlarge"),
         "mpirun --bind-to none --map-by :OVERSUBSCRIBE -np 4"
         " -x PYTHONUNBUFFERED -x SMP_LITE_ERROR_DIR -x OMP_NUM_THREADS"
-        " -x FI_PROVIDER -x FI_EFA_USE_DEVICE_RDMA",
+        " -x FI_PROVIDER -x NCCL_PROTO -x FI_EFA_USE_DEVICE_RDMA",
     ),
     Case(
         "the seed's options",
@@ -177,6 +178,7 @@ def test_values_stand_in_the_environment_and_not_on_the_command_line() -> None:
     assert made.environment_defaults == {
         "OMP_NUM_THREADS": "1",
         "FI_PROVIDER": "efa",
+        "NCCL_PROTO": "simple",
         "FI_EFA_USE_DEVICE_RDMA": "1",
     }
 
@@ -204,6 +206,9 @@ def test_words_of_the_user_stay_single_words() -> None:
         ("--mca btl_tcp_if_include lo", "contradicts --mca btl_tcp_if_include eth0"),
         ("--mca oob_tcp_if_exclude lo", "contradicts --prtemca prte_if_include eth0"),
         ("-x SMP_LITE_ERROR_DIR=/elsewhere", "contradicts -x SMP_LITE_ERROR_DIR"),
+        ("-x SM_CURRENT_HOST", "each host has its own value"),
+        ("-x SM_HP_MP_PARAMETERS={}", "each host has its own value"),
+        ("-x A=\0", "NUL"),
     ],
 )
 def test_an_option_against_the_launch_is_refused(options: str, told: str) -> None:

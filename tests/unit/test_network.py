@@ -11,11 +11,12 @@ from multiprocessing.connection import Client
 
 import pytest
 
+from smp_lite.entrypoints.local import RankReport
 from smp_lite.entrypoints.network import HostService, OtherHosts, parse_daemon_command, run_daemon_on
 from smp_lite.errors_record import FailureRecord
 
 KEY = b"the key of the job"
-RECORD = FailureRecord(rank=1, time_ns=7, exit_code=3, text="the cause")
+REPORT = RankReport([FailureRecord(rank=1, time_ns=7, exit_code=3, text="the cause")], {1: ["last words"]})
 
 OPEN_MPI_5 = (
     "PRTE_PREFIX=/venv;export PRTE_PREFIX;LD_LIBRARY_PATH=/venv/lib:$LD_LIBRARY_PATH;export LD_LIBRARY_PATH;"
@@ -39,7 +40,7 @@ def service(answers: list[bool]) -> Iterator[HostService]:
     def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(len(sys.argv))", *arguments])
 
-    service = HostService(KEY, 0, start, lambda: [RECORD], answers.pop)
+    service = HostService(KEY, 0, start, lambda: REPORT, answers.pop)
     yield service
     service.close()
 
@@ -71,7 +72,7 @@ def test_no_other_program_is_started(text: str) -> None:
 def test_a_first_host_starts_daemons_asks_for_failures_and_ends(service: HostService) -> None:
     others = OtherHosts(["localhost"], KEY, service.port, 20)
     assert run_daemon_on("localhost", ["a", "b"], KEY, service.port) == 3
-    assert others.failures() == [RECORD]
+    assert others.report() == REPORT
     assert [others.give_notice(), others.give_notice()] == [False, True]
     assert not service.ended()
     others.end(5)
@@ -94,13 +95,14 @@ def test_a_host_that_does_not_answer_is_asked_no_more(
     monkeypatch.setattr("smp_lite.entrypoints.network._ANSWER_S", 0.1)
     monkeypatch.setattr(service, "_give_notice", lambda: time.sleep(1))
     assert others.give_notice()  # nobody is left who does not know
-    assert others.failures() == []
+    assert others.report() == RankReport([], {})
+    assert others.lost == {"localhost"}
     wait_for_end(service)
 
 
 def test_a_stranger_is_not_heard_and_keeps_nobody_out(service: HostService) -> None:
     silent = Client(("localhost", service.port))
-    with pytest.raises(ConnectionError, match="does not answer"):
+    with pytest.raises(ConnectionError, match=r"answers on port .* with another key"):
         run_daemon_on("localhost", [], b"a guess", service.port)
     assert run_daemon_on("localhost", [], KEY, service.port) == 1
     assert not service.joined
@@ -119,3 +121,27 @@ def test_something_else_that_listens_there_is_no_host(monkeypatch: pytest.Monkey
         pytest.raises(TimeoutError, match="localhost did not come"),
     ):
         OtherHosts(["localhost"], KEY, silent.getsockname()[1], 0.1)
+
+
+def test_hosts_of_another_job_are_told_from_absent_ones(service: HostService) -> None:
+    with pytest.raises(TimeoutError, match="localhost answered, but with the key of another job"):
+        OtherHosts(["localhost"], b"another key", service.port, 0.1)
+
+
+def test_silent_strangers_are_sent_away(service: HostService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smp_lite.entrypoints.network._CONNECT_S", 1)
+    with socket.create_connection(("localhost", service.port)) as silent:
+        silent.settimeout(20)
+        while silent.recv(1000):  # the challenge, and then the end
+            pass
+
+
+def test_a_message_that_makes_no_sense_ends_the_connection_only(
+    service: HostService, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Client(("localhost", service.port), authkey=KEY) as client:
+        client.send_bytes(b"[]")
+        with pytest.raises(EOFError):
+            client.recv_bytes()
+    assert "makes no sense" in capfd.readouterr().err
+    assert run_daemon_on("localhost", [], KEY, service.port) == 1
