@@ -31,6 +31,7 @@ from smp_lite.config import PARAMETERS_VARIABLE
 
 from .job import Job
 from .mpi_options import MpiOption, export, flag, mca, merge_options, parse_options
+from .rank_main import ENCODED
 
 __all__ = ["LaunchPlan", "plan_job", "plan_launch", "plan_mpirun"]
 
@@ -88,7 +89,7 @@ def plan_launch(
     `module` says that `script` is a module name, as after `python -m`. `parameters` of None leaves
     the parameters variable to whatever the user's environment holds.
 
-    Raises ValueError where `processes` is below 1, or an argument is a lone colon.
+    Raises ValueError where `processes` is below 1.
     """
     target = ("-m", script) if module else (script,)
     environment = dict(_RANK_ENVIRONMENT)
@@ -153,8 +154,7 @@ def plan_job(
         one_machine: whether all hosts of the job are played by this machine.
 
     Raises ValueError where a number or version is out of range, the job has several instance groups,
-    an argument of the script is a lone colon, or an option of the user cannot be passed on or
-    contradicts the launch.
+    or an option of the user cannot be passed on or contradicts the launch.
     """
     if processes_per_host < 1:
         raise ValueError(f"processes_per_host must be at least 1, got {processes_per_host}")
@@ -232,12 +232,9 @@ def _words(options: Iterable[MpiOption]) -> tuple[str, ...]:
 
 
 def _rank_command(python: str, script: Sequence[str]) -> tuple[str, ...]:
-    if ":" in script:
-        raise ValueError(
-            f"the script cannot get the argument ':' (in {' '.join(script)!r}), because mpirun cuts its "
-            "command line there; use another value"
-        )
-    return (python, "-P", "-m", "smp_lite.entrypoints.rank_main", *script)
+    # mpirun cuts its command line at a lone colon, so where there is one the words travel as one.
+    words = (ENCODED, json.dumps(script)) if ":" in script else script
+    return (python, "-P", "-m", "smp_lite.entrypoints.rank_main", *words)
 
 
 def _root_environment(is_root: bool) -> dict[str, str]:

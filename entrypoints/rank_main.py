@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import os
 import runpy
 import sys
@@ -30,14 +31,19 @@ from smp_lite.errors_record import ERROR_DIR_VARIABLE, headline_of, record_failu
 
 from .one_machine import enter_host
 
-__all__ = ["main"]
+__all__ = ["ENCODED", "main"]
+
+ENCODED = "--encoded"
+"""Before the words of a command as one JSON list."""
 
 _FLUSH_S = 2.0
 _OUR_FRAMES = frozenset({__file__, "<frozen runpy>"})
 
 
 def main(argv: list[str]) -> None:
-    """Run `argv`, which is `script args...` or `-m module args...`, as this rank."""
+    """Run `argv`, which is `script args...` or `-m module args...`, or encodes one of these, as this rank."""
+    if argv[0] == ENCODED:
+        argv = json.loads(argv[1])
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     run_dir = Path(os.environ[ERROR_DIR_VARIABLE])
     # Before the process id is told: the notice would end a process that does not listen.

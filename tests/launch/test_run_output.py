@@ -68,10 +68,11 @@ print(json.dumps([
 """
 
 
+@pytest.mark.parametrize("last", ["a b", ":"])  # mpirun cuts its command line at a colon
 @pytest.mark.parametrize("target", [["inner/script.py"], ["-m", "inner.script"]])
-def test_the_script_sees_what_plain_python_gives_it(tmp_path: Path, target: list[str]) -> None:
+def test_the_script_sees_what_plain_python_gives_it(tmp_path: Path, target: list[str], last: str) -> None:
     write(tmp_path, "inner/script.py", SHOW_SURROUNDINGS)
-    words = [*target, "--processes", "9", "-m", "a b"]
+    words = [*target, "--processes", "9", "-m", last]
     launched = launch(tmp_path, "--processes", "1", *words)
     plain = subprocess.run(
         [sys.executable, *words],

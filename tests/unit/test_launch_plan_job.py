@@ -216,9 +216,9 @@ def test_an_option_against_the_launch_is_refused(options: str, told: str) -> Non
         plan(job(TWO, options))
 
 
-def test_a_lone_colon_would_cut_the_command_line() -> None:
-    with pytest.raises(ValueError, match="cannot get the argument ':'"):
-        plan(job(ONE), script=("train.py", "--separator", ":"))
+def test_a_lone_colon_does_not_cut_the_command_line() -> None:
+    argv = plan(job(ONE), script=("train.py", "--separator", ":")).argv
+    assert argv[-2:] == ("--encoded", '["train.py", "--separator", ":"]')
 
 
 def test_several_instance_groups_are_refused() -> None:
