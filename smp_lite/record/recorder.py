@@ -13,13 +13,12 @@ What Python needs to know now (``.item()``, ``if tensor:``, a data-dependent sha
 on fake tensors) is asked of the *host*, which executes what has been recorded so far on all ranks and
 shares the answer. That is right for any control flow and costs overlap, so it warns once a source line.
 
-A replicated tensor changed in place with a placed operand (``total += loss``) gets a placed twin, which
-stands in for it until the microbatch ends; then the twin's value is written back on every rank.
+A replicated tensor changed in place with a placed operand (``total += loss``) gets a placed twin
+(:mod:`.twins`), which stands in for it until the microbatch ends.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -38,6 +37,7 @@ from .replay import Tape, refuse
 from .signature import function_name, structure_token, token
 from .source_line import CHECKPOINT_WITHOUT_EFFECT, warn_once_at_user_line
 from .torch_functions import FROM_NUMBERS, LOOKS_AT_DATA, REFUSED, changes_first
+from .twins import Twins
 
 
 class Host(Protocol):
@@ -62,7 +62,7 @@ class Recorder:
         self.recording: Recording | None = None
         self.tape: Tape | None = None  # set while a step is recorded for replay
         self._captured: dict[int, list[tuple[Arguments, int]]] = {}
-        self._twins: dict[int, tuple[weakref.ref[torch.Tensor], PlacedTensor]] = {}
+        self._twins = Twins()
         self._recordings: dict[int, Recording] = {}
 
     # The life of a step ---------------------------------------------------------------------------
@@ -82,16 +82,13 @@ class Recorder:
     def end_microbatch(self) -> None:
         """Writes twins back and closes the recording."""
         assert self.recording is not None
-        # Out of the table first: a tensor that has a twin would send the copy there.
-        twins, self._twins = list(self._twins.values()), {}
-        for reference, twin in twins:
-            target = reference()
-            if target is not None:
-                if self.tape is not None:
-                    raise refuse("changes a tensor of its own in place with a result of the model")
-                (value,) = self.host.fetch(self.recording, [self.value_of(twin)])
-                with torch.no_grad():
-                    target.copy_(value)
+        # All of them first: a tensor that has a twin would send the copy there.
+        for target, twin in self._twins.take_all():
+            if self.tape is not None:
+                raise refuse("changes a tensor of its own in place with a result of the model")
+            (value,) = self.host.fetch(self.recording, [self.value_of(twin)])
+            with torch.no_grad():
+                target.copy_(value)
         self._captured.clear()
         self.recording.complete = True
         self.recording = None
@@ -99,7 +96,7 @@ class Recorder:
     def end_step(self) -> None:
         """Forgets the step; it may have failed in the midst of a microbatch."""
         self.recording = None
-        self._twins.clear()
+        self._twins = Twins()
         self._captured.clear()
         self._recordings.clear()
 
@@ -163,8 +160,8 @@ class Recorder:
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A torch function without placed arguments."""
-        if self._twins and any(id(leaf) in self._twins for leaf in Arguments.of(args, kwargs).tensors):
-            return self.torch_function(func, *self._with_twins(args, kwargs))
+        if self._twins.among(args, kwargs):
+            return self.torch_function(func, *self._twins.substitute(args, kwargs))
         name = getattr(func, "__name__", "")
         if func in FROM_NUMBERS and any(
             type(tensor) is PlacedTensor for tensor in Arguments.of(args, kwargs).tensors
@@ -191,9 +188,8 @@ class Recorder:
             raise ValueError(f"backward got {len(losses)} tensors and {len(gradients)} grad_tensors")
         values = []
         for loss, gradient in zip(losses, gradients, strict=True):
-            twin = self._twins.get(id(loss))
-            loss = twin[1] if twin else loss
-            if type(loss) is not PlacedTensor or not loss.smp_meta.requires_grad:
+            loss = self.placed_for(loss)
+            if loss is None or not loss.smp_meta.requires_grad:
                 raise SMPError(
                     "model.backward(): the loss does not depend on any parameter of the model that "
                     "requires a gradient (was it detached, or computed under torch.no_grad()?)"
@@ -214,8 +210,7 @@ class Recorder:
         """The placed tensor that a leaf of a result is, or that stands in for it."""
         if type(leaf) is PlacedTensor:
             return leaf
-        twin = self._twins.get(id(leaf))
-        return twin[1] if twin is not None else None
+        return self._twins.get(leaf)
 
     # Recording one command ------------------------------------------------------------------------------
 
@@ -253,8 +248,8 @@ class Recorder:
                     raise SMPError("a value of another model's step was used: return it from its step first")
                 if not hasattr(tensor, "smp_parameter") and tensor.smp_microbatch != self.serial:
                     self._replace(arguments, i, self._from_earlier_microbatch(tensor))
-            elif self._twins and id(tensor) in self._twins:
-                self._replace(arguments, i, self._twins[id(tensor)][1])
+            elif (twin := self._twins.get(tensor)) is not None:
+                self._replace(arguments, i, twin)
         return arguments
 
     @staticmethod
@@ -396,26 +391,14 @@ class Recorder:
         self, func: Any, target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor | None:
         """``total += loss`` with an ordinary ``total``: goes on with its placed twin."""
-        twin = self._twins.get(id(target))
-        if twin is None:
+        if self._twins.get(target) is None:
             arguments = self._arguments(args, kwargs)
             stage = self._stage(arguments, None)
             start = Arguments.of((target.detach().clone(),), {})
             placed = self._record("clone", torch.clone, None, start, stage)
-            key = id(target)
-            # When it dies its id is free for another tensor, which must not get its twin.
-            gone = weakref.ref(target, lambda _: self._twins.pop(key, None))
-            self._twins[key] = (gone, placed)
-        result = self.torch_function(func, *self._with_twins(args, kwargs))
+            self._twins.add(target, placed)
+        result = self.torch_function(func, *self._twins.substitute(args, kwargs))
         return None if result is None else target
-
-    def _with_twins(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        arguments = Arguments.of(args, kwargs)
-        return arguments.build(
-            [self._twins[id(t)][1] if id(t) in self._twins else t for t in arguments.tensors]
-        )
 
     def _set_attribute(self, func: Any, args: tuple[Any, ...]) -> None:
         name = getattr(func.__self__, "__name__", "")

@@ -1,0 +1,58 @@
+"""Placed twins of ordinary tensors that a microbatch changes in place with placed operands.
+
+``total += loss`` with an ordinary ``total`` cannot be computed on every rank. From then on a placed tensor,
+its twin, stands in for ``total``; when the microbatch ends, its value is written back on every rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from .calls import Arguments
+from .placed import PlacedTensor
+
+__all__ = ["Twins"]
+
+
+class Twins:
+    """The twins of one microbatch."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], PlacedTensor]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_id)
+
+    def get(self, tensor: Any) -> PlacedTensor | None:
+        """The twin of ``tensor``, which may be anything; None if it has none."""
+        found = self._by_id.get(id(tensor))
+        return found[1] if found is not None else None
+
+    def add(self, tensor: torch.Tensor, twin: PlacedTensor) -> None:
+        """From now on ``twin`` stands in for ``tensor``."""
+        key, by_id = id(tensor), self._by_id
+        # When it dies its id is free for another tensor, which must not get its twin.
+        by_id[key] = (weakref.ref(tensor, lambda _: by_id.pop(key, None)), twin)
+
+    def among(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a tensor in the arguments has a twin."""
+        return bool(self) and any(id(tensor) in self._by_id for tensor in Arguments.of(args, kwargs).tensors)
+
+    def substitute(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with twins in the places of their tensors."""
+        arguments = Arguments.of(args, kwargs)
+        twins = [self.get(tensor) for tensor in arguments.tensors]
+        return arguments.build(
+            [twin if twin is not None else tensor for twin, tensor in zip(twins, arguments.tensors)]
+        )
+
+    def take_all(self) -> list[tuple[torch.Tensor, PlacedTensor]]:
+        """Tensors that are still there, and their twins, which stand in for them no more."""
+        pairs = [(reference(), twin) for reference, twin in self._by_id.values()]
+        self._by_id.clear()
+        return [(tensor, twin) for tensor, twin in pairs if tensor is not None]
