@@ -26,6 +26,7 @@ from .mpirun import find_daemon, find_mpirun, installed_version
 from .network import KEY_VARIABLE, PORT_VARIABLE, OtherHosts, job_key, write_agent
 from .one_machine import HOSTS_VARIABLE, Host, MeetingPlace, write_hosts
 from .source_code import fetch_source, install_requirements
+from .start_checks import check_start
 from .worker_host import run_worker_host
 
 __all__ = ["run_job"]
@@ -34,12 +35,6 @@ GRACE_VARIABLE = "SMP_LITE_GRACE_S"
 HOST_LIMIT_VARIABLE = "SMP_LITE_HOST_LIMIT_S"
 PASS_PARAMETERS_VARIABLE = "SMP_LITE_PASS_PARAMETERS"
 
-_OTHER_LAUNCHERS = (
-    "sagemaker_torch_distributed_enabled",
-    "sagemaker_pytorch_ddp_enabled",
-    "sagemaker_distributed_dataparallel_enabled",
-    "sagemaker_parameter_server_enabled",
-)
 _GRACE_S = 100.0
 _PORT = 7790
 _MASTER_PORT = "7777"
@@ -62,6 +57,7 @@ def run_job(root: Path, meeting_place: Path | None) -> Ending:
     job = Job.read(root)
     meeting = MeetingPlace(meeting_place, job.hosts) if meeting_place is not None else None
     try:
+        check_start(job)
         processes = _processes_per_host(job)
         host = _prepare(job, apart=meeting is not None)
     except Exception as error:
@@ -125,18 +121,11 @@ def _prepare(job: Job, *, apart: bool) -> Host:
     root = Path(job.root)
     code = Path(job.code_dir)
     packages = root / "packages"
-    if job.submit_directory is None or job.program is None:
-        raise ValueError(
-            "hyperparameters.json names no script: sagemaker_program and sagemaker_submit_directory are "
-            "missing; give the estimator an entry_point"
-        )
-    fetch_source(job.submit_directory, code)
-    if not (code / job.program).is_file():
+    fetch_source(str(job.submit_directory), code)
+    if not (code / str(job.program)).is_file():
         raise ValueError(
             f"the entry point {job.program!r} is not in the source code {job.submit_directory!r}"
         )
-    if not job.program.endswith(".py"):
-        raise ValueError(f"the entry point {job.program!r} must be a Python file (.py): each rank runs it")
     install_requirements(code, apart=packages if apart else None)
     for directory in (job.model_dir, job.output_data_dir):
         Path(directory).mkdir(parents=True, exist_ok=True)
@@ -154,18 +143,7 @@ def _processes_per_host(job: Job) -> int:
     Raises:
         ValueError: a parameter is wrong (ConfigError), or the ranks do not fit them.
     """
-    for name in _OTHER_LAUNCHERS:
-        if job.framework_parameters.get(name):
-            raise ValueError(
-                f"{name} asks for a launcher that this entry point does not have: "
-                'use "mpi" in the distribution, or another image'
-            )
     if not job.mpi_enabled:
-        if job.mp_parameters is not None:
-            raise ValueError(
-                "mp_parameters are given, but sagemaker_mpi_enabled is not true, so the job would be one "
-                'process: add "mpi": {"enabled": True, "processes_per_host": ...} to the distribution'
-            )
         return 1
     processes = job.processes_per_host or _num_gpus() or 1
     if job.mp_parameters is not None:
