@@ -13,7 +13,8 @@ What is filled in is little. `pipeline_parallel_degree` alone also appears as `p
 which the SDK and transformers know it. A missing `processes_per_host` stays missing where the launch
 takes the number of GPUs, and that number is known here; in a local job it becomes `partitions`.
 
-Strategies of other libraries (`torch_distributed`, `smdistributed.dataparallel`, ...) pass unchanged.
+`mpi` by itself also is a launch, and its options are checked likewise. Strategies of other libraries
+(`torch_distributed`, `smdistributed.dataparallel`, ...) pass unchanged.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class CheckedDistribution:
 
     distribution: a copy of what was given; `parameters` are read from their file and name `partitions`.
     config: the checked parameters; None where model parallelism is off.
-    processes_per_host: ranks on each host that the launch will start; None where it is off.
+    processes_per_host: ranks on each host that MPI will start; None where MPI is off, or where the launch
+        takes the number of GPUs and that is not known here.
     """
 
     distribution: Mapping[str, Any]
@@ -95,6 +97,11 @@ def check_distribution(
     Raises:
         ConfigError: for the first mistake, with key, value and way out.
     """
+    if instance_count is not None and instance_count < 1:
+        raise ConfigError(
+            f"instance_count={instance_count!r} must be at least 1: give the number of hosts that the job "
+            "runs on"
+        )
     if distribution is None:
         return CheckedDistribution({})
     _require_dict(distribution, "distribution", 'write {"smdistributed": ..., "mpi": ...}')
@@ -102,7 +109,7 @@ def check_distribution(
     mpi = _check_mpi(distribution)
     modelparallel = _check_modelparallel(distribution)
     if modelparallel is None:
-        return CheckedDistribution(dict(distribution))
+        return _check_without_modelparallel(distribution, mpi, instance_count, gpus_per_host, local)
     _refuse_other_launchers(distribution)
     if not mpi.get("enabled", False):
         raise ConfigError(
@@ -119,8 +126,23 @@ def check_distribution(
     }
     checked = CheckedDistribution(settled, config, processes)
     encoded = {key: json.dumps(value) for key, value in checked.hyperparameters.items()}
-    rehearse_launch(encoded, processes_per_host=processes, num_hosts=instance_count or 1, local=local)
+    rehearse_launch(encoded, processes_per_host=processes, num_hosts=instance_count, local=local)
     return checked
+
+
+def _check_without_modelparallel(
+    distribution: Mapping[str, Any],
+    mpi: Mapping[str, Any],
+    instance_count: int | None,
+    gpus_per_host: int | None,
+    local: bool,
+) -> CheckedDistribution:
+    if not mpi.get("enabled", False):
+        return CheckedDistribution(dict(distribution))
+    processes = mpi.get("processes_per_host") or (None if local else gpus_per_host)
+    options = {"sagemaker_mpi_custom_mpi_options": json.dumps(mpi.get("custom_mpi_options", ""))}
+    rehearse_launch(options, processes_per_host=processes or 1, num_hosts=instance_count, local=local)
+    return CheckedDistribution(dict(distribution), processes_per_host=processes)
 
 
 def _check_modelparallel(distribution: Mapping[str, Any]) -> Mapping[str, Any] | None:

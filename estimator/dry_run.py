@@ -4,6 +4,9 @@ The SDK itself builds the request, from a copy of the estimator whose session ha
 the request of `fit` by construction, the estimator stays as it was, and nothing reaches the network: the
 source is packed, which finds what cannot be read, and the archive is thrown away.
 
+The client of a session with AWS compares each request with its model of the service before it sends it.
+So does a dry run, for a local session too (`service_model`).
+
 What the SDK would ask AWS for is taken from what is known. The account is part of the role's ARN (a role
 of another account cannot be passed to a job), and gives the name of the default bucket. What cannot be
 known is an error that says how to write it down.
@@ -17,6 +20,11 @@ from typing import Any, NoReturn
 from sagemaker.estimator import EstimatorBase, _TrainingJob
 from sagemaker.session import Session
 from sagemaker.utils import check_and_get_run_experiment_config
+from sagemaker.workflow.pipeline_context import PipelineSession
+
+from .local_request import check_request
+from .local_session import LocalMPISession
+from .service_model import check_form
 
 __all__ = ["request_of"]
 
@@ -31,6 +39,9 @@ def request_of(estimator: EstimatorBase, inputs: Any = None, job_name: str | Non
 
     Raises:
         ValueError: for what `fit` would raise before it sends, and for what only AWS could tell.
+        botocore.exceptions.ClientError: a local session would refuse the job's name.
+        botocore.exceptions.ParamValidationError: the client would not send the request, as `fit` would find
+            after the upload.
     """
     if getattr(estimator, "git_config", None):
         raise ValueError(
@@ -45,6 +56,10 @@ def request_of(estimator: EstimatorBase, inputs: Any = None, job_name: str | Non
     twin.prepare_workflow_for_training(job_name)
     arguments = _TrainingJob.get_train_args(twin, inputs, check_and_get_run_experiment_config(None))
     request: dict[str, Any] = offline.get_train_request(**arguments)
+    if isinstance(session, LocalMPISession):
+        check_request(request)
+    elif not isinstance(session, PipelineSession):  # whose variables have no values yet
+        check_form(request, local=session.local_mode)
     return request
 
 

@@ -14,23 +14,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .local_checkpoints import bring_checkpoints, keep_checkpoints
+from .local_paths import translate_paths
 from .local_store import Store
 
-__all__ = ["collect_outputs", "host_names", "prepare_tree", "translate_paths"]
-
-_CONTAINER_ROOT = "/opt/ml"
+__all__ = ["collect_outputs", "host_names", "model_address", "prepare_tree"]
 
 
 def host_names(request: Mapping[str, Any]) -> list[str]:
     """`algo-1`, `algo-2`, ..., as SageMaker names them."""
     return [f"algo-{number + 1}" for number in range(request["ResourceConfig"]["InstanceCount"])]
-
-
-def translate_paths(value: str, root: Path) -> str:
-    """`value` with `/opt/ml`, where it is or starts a path, replaced by this host's tree."""
-    if value == _CONTAINER_ROOT or value.startswith(f"{_CONTAINER_ROOT}/"):
-        return str(root) + value.removeprefix(_CONTAINER_ROOT)
-    return value
 
 
 def prepare_tree(request: Mapping[str, Any], host: str, root: Path, store: Store) -> None:
@@ -55,65 +48,98 @@ def prepare_tree(request: Mapping[str, Any], host: str, root: Path, store: Store
         "network_interface_name": "lo",
     }
     channels = {channel["ChannelName"]: channel for channel in request.get("InputDataConfig", ())}
+    descriptions = {name: _describe(request, channel) for name, channel in channels.items()}
     _write(config / "resourceconfig.json", resources)
     _write(config / "hyperparameters.json", _hyperparameters(request, root, store))
-    _write(config / "inputdataconfig.json", {name: _describe(request, channels[name]) for name in channels})
+    _write(config / "inputdataconfig.json", descriptions)
     for name, channel in channels.items():
         try:
+            _check_input_mode(descriptions[name]["TrainingInputMode"])
             _bring_channel(channel, root / "input" / "data" / name, store, hosts.index(host), len(hosts))
         except ValueError as error:
             raise ValueError(f"channel {name!r}: {error}") from error
-    _bring_checkpoints(request, root, store)
+    bring_checkpoints(request, root, store)
 
 
-def collect_outputs(request: Mapping[str, Any], trees: Sequence[Path], target: Path, store: Store) -> str:
+def model_address(request: Mapping[str, Any], store: Store) -> str:
+    """Where model.tar.gz will be: as file:// where that is on this machine.
+
+    Raises:
+        ValueError: the request names no such place.
+    """
+    address = f"{_output_prefix(request)}/model.tar.gz"
+    try:
+        local = store.local_path(address)
+    except ValueError as error:
+        raise ValueError(f"output_path: {error}") from None
+    return address if local is None else local.as_uri()
+
+
+def collect_outputs(request: Mapping[str, Any], trees: Sequence[Path], target: Path, store: Store) -> None:
     """Pack what the hosts left and bring it to where the request wants it.
 
     Args:
         trees: of all hosts.
         target: a folder for the archives.
 
-    Returns:
-        The address of model.tar.gz.
-
     Raises:
         ValueError: it could not be brought there; the archives stay in `target`.
     """
+    try:
+        _bring_archives(request, trees, target, store)
+    finally:
+        for tree in trees:
+            keep_checkpoints(request, tree, store)
+
+
+def _bring_archives(request: Mapping[str, Any], trees: Sequence[Path], target: Path, store: Store) -> None:
     target.mkdir(exist_ok=True)
-    model = target / "model.tar.gz"
-    _pack(model, [tree / "model" for tree in trees])
-    archives = [model]
-    if any(any((tree / "output" / "data").iterdir()) for tree in trees):
+    archives = [target / "model.tar.gz"]
+    _pack(archives[0], [tree / "model" for tree in trees])
+    if any(_has_entries(tree / "output" / "data") for tree in trees):
         archives.append(target / "output.tar.gz")
         _pack(archives[1], [tree / "output" / "data" for tree in trees])
-    prefix = f"{request['OutputDataConfig']['S3OutputPath'].rstrip('/')}/{request['TrainingJobName']}/output"
     for archive in archives:
-        if store.local_path(f"{prefix}/{archive.name}") != archive.absolute():
-            store.upload(archive, f"{prefix}/{archive.name}")
-    checkpoints = request.get("CheckpointConfig")
-    if checkpoints and store.local_path(checkpoints["S3Uri"]) is None:
-        for tree in trees:
-            store.upload(_checkpoint_directory(request, tree), checkpoints["S3Uri"].rstrip("/"))
-    local = store.local_path(f"{prefix}/model.tar.gz")
-    return f"{prefix}/model.tar.gz" if local is None else local.as_uri()
+        address = f"{_output_prefix(request)}/{archive.name}"
+        if store.local_path(address) != archive.absolute():
+            store.upload(archive, address)
+
+
+def _output_prefix(request: Mapping[str, Any]) -> str:
+    return f"{request['OutputDataConfig']['S3OutputPath'].rstrip('/')}/{request['TrainingJobName']}/output"
+
+
+def _has_entries(directory: Path) -> bool:
+    """Whether anything is in it; a script may have removed it."""
+    return directory.is_dir() and any(directory.iterdir())
 
 
 def _hyperparameters(request: Mapping[str, Any], root: Path, store: Store) -> dict[str, str]:
-    translated = {}
+    written = {}
     for name, text in request.get("HyperParameters", {}).items():
         try:
             value = json.loads(text)
         except ValueError:
             value = text
-        if isinstance(value, str):
-            if name == "sagemaker_submit_directory" and value.startswith("s3://"):
-                local = store.local_path(value)
-                value = value if local is None else local.as_uri()
-            value = json.dumps(translate_paths(value, root))
+        if name == "sagemaker_submit_directory" and isinstance(value, str) and value.startswith("s3://"):
+            translated = _source_on_this_machine(value, root, store)
         else:
-            value = text
-        translated[name] = value
-    return translated
+            translated = translate_paths(value, root)
+        written[name] = text if translated == value and value is not text else json.dumps(translated)
+    return written
+
+
+def _source_on_this_machine(uri: str, root: Path, store: Store) -> str:
+    """The address of the archive here. It is fetched now, for the session's credentials and endpoint are
+    not those of the host's process."""
+    path = store.local_path(uri)
+    if path is None:
+        path = root / "input" / "sourcedir.tar.gz"
+        try:
+            store.download_file(uri, path)
+        except ValueError as error:
+            raise ValueError(f"source code: {error}") from error
+    return path.as_uri()
 
 
 def _describe(request: Mapping[str, Any], channel: Mapping[str, Any]) -> dict[str, str]:
@@ -127,14 +153,18 @@ def _describe(request: Mapping[str, Any], channel: Mapping[str, Any]) -> dict[st
     return entry | ({"ContentType": channel["ContentType"]} if "ContentType" in channel else {})
 
 
+def _check_input_mode(mode: str) -> None:
+    """`mode`: the channel's own, or else the job's."""
+    if mode == "Pipe":
+        raise ValueError("input mode 'Pipe' is not supported in local mode: use 'File'")
+
+
 def _bring_channel(
     channel: Mapping[str, Any], directory: Path, store: Store, host_index: int, num_hosts: int
 ) -> None:
     ((kind, source),) = channel["DataSource"].items()
     if kind not in ("S3DataSource", "FileDataSource"):
         raise ValueError(f"a {kind} is not supported in local mode: give a file:// or s3:// address")
-    if channel.get("InputMode") == "Pipe":
-        raise ValueError("input mode 'Pipe' is not supported in local mode: use 'File'")
     if channel.get("CompressionType", "None") != "None":
         raise ValueError(
             f"compression {channel['CompressionType']!r} is not supported in local mode: unpack the data"
@@ -167,32 +197,6 @@ def _bring_channel(
         (directory / path.name).symlink_to(path)
     else:
         raise ValueError(f"{uri} is neither a file nor a folder ({path})")
-
-
-def _checkpoint_directory(request: Mapping[str, Any], root: Path) -> Path:
-    """Where the script finds its checkpoints: in the tree, or where the user says if that is elsewhere."""
-    return Path(
-        translate_paths(request["CheckpointConfig"].get("LocalPath", f"{_CONTAINER_ROOT}/checkpoints"), root)
-    )
-
-
-def _bring_checkpoints(request: Mapping[str, Any], root: Path, store: Store) -> None:
-    if not request.get("CheckpointConfig"):
-        return
-    uri = request["CheckpointConfig"]["S3Uri"].rstrip("/")
-    directory = _checkpoint_directory(request, root)
-    path = store.local_path(uri)
-    if path is not None:
-        # Linked, so that what the script saves is safe at once.
-        path.mkdir(parents=True, exist_ok=True)
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        if not directory.exists():
-            directory.symlink_to(path, target_is_directory=True)
-        elif directory.resolve() != path.resolve():
-            raise ValueError(f"checkpoint_local_path={str(directory)!r} exists already; name a new folder")
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    store.download(f"{uri}/", store.keys(f"{uri}/"), directory)
 
 
 def _pack(archive: Path, directories: Sequence[Path]) -> None:

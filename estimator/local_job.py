@@ -9,7 +9,6 @@ ending, `MaxRuntimeInSeconds` is honoured, and a stop is SIGTERM now and SIGKILL
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -22,12 +21,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .local_files import collect_outputs, host_names, prepare_tree, translate_paths
+from .local_files import collect_outputs, host_names, model_address, prepare_tree
+from .local_paths import translate_paths
+from .local_record import JobRecord
 from .local_store import Store
 
-__all__ = ["ENDED", "LocalTrainingJob"]
-
-ENDED = ("Completed", "Failed", "Stopped")
+__all__ = ["LocalTrainingJob", "log_files"]
 
 _POLL_S = 0.05
 _KILL_AFTER_S = 120.0
@@ -35,6 +34,7 @@ _KILL_AFTER_S = 120.0
 _PEER_FAILED_S = 5.0
 """How long the other hosts may take to end by themselves when one has failed."""
 _REASON_CHARACTERS = 1024
+_LAST_LINES = 10
 
 
 class LocalTrainingJob:
@@ -42,9 +42,12 @@ class LocalTrainingJob:
 
     Args:
         request: of CreateTrainingJob.
-        directory: for everything of this job; exists.
+        directory: for everything of this job; there from `start` on.
         store: for its data.
         region: told to the script.
+
+    Raises:
+        ValueError: the outputs have no place to go to.
     """
 
     def __init__(self, request: Mapping[str, Any], directory: Path, store: Store, region: str) -> None:
@@ -53,18 +56,14 @@ class LocalTrainingJob:
         self._directory = directory
         self._store = store
         self._region = region
+        self._arn = f"arn:aws:sagemaker:{region}:000000000000:training-job/{self.name}"
         self._hosts = host_names(request)
         self._trees = [directory / "hosts" / host for host in self._hosts]
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._killed: list[int] = []
         self._stop_asked = threading.Event()
-        self._lock = threading.Lock()
-        self._description: dict[str, Any] = {
-            **request,
-            "TrainingJobArn": f"arn:aws:sagemaker:{region}:000000000000:training-job/{self.name}",
-            "CreationTime": _now(),
-            "SecondaryStatusTransitions": [],
-        }
-        self._set_status("InProgress", "Starting")
+        self._end_asked = threading.Event()
+        self.record = JobRecord.of_request(request, arn=self._arn, model=model_address(request, store))
         self._thread = threading.Thread(target=self._run, name=f"job {self.name}", daemon=True)
 
     def start(self) -> None:
@@ -72,26 +71,14 @@ class LocalTrainingJob:
 
     def stop(self) -> None:
         """Ask the job to end; returns at once."""
-        if self.describe()["TrainingJobStatus"] not in ENDED:
-            self._set_status("Stopping", "Stopping")
+        if not self._stop_asked.is_set() and self.record.move("Stopping", "Stopping"):
             self._stop_asked.set()
 
     def end_now(self) -> None:
         """End the job's processes without a time of grace, and wait until they are gone."""
-        self._stop_asked.set()
-        for process in self._processes:
-            if process.stdin is not None:
-                process.stdin.close()  # which train takes for: whoever started me has gone
+        self._end_asked.set()
+        self.stop()
         self._thread.join()
-
-    def describe(self) -> dict[str, Any]:
-        """As DescribeTrainingJob."""
-        with self._lock:
-            return json.loads(json.dumps(self._description), object_hook=_with_times)
-
-    def log_files(self) -> list[Path]:
-        """One for each host; they may not exist yet."""
-        return [self._directory / "logs" / f"{host}.log" for host in self._hosts]
 
     # The thread -------------------------------------------------------------------------------------------
 
@@ -102,39 +89,40 @@ class LocalTrainingJob:
             status, secondary, reason = "Failed", "Failed", f"ClientError: {error}"
         except Exception:
             status, secondary, reason = "Failed", "Failed", f"InternalServerError: {traceback.format_exc()}"
+        self.record.move("InProgress", "Uploading")
         try:
-            self._set_status("InProgress", "Uploading")
-            model = collect_outputs(self._request, self._trees, self._directory / "output", self._store)
-            self._update(ModelArtifacts={"S3ModelArtifacts": model})
-        except (ValueError, OSError) as error:
+            collect_outputs(self._request, self._trees, self._directory / "output", self._store)
+        except Exception as error:
             if status == "Completed":
                 status, secondary = "Failed", "Failed"
             reason = f"{reason}\n" if reason else ""
             reason += f"ClientError: the outputs stay in {self._directory / 'output'}: {error}"
         if reason:
-            self._update(FailureReason=_shortened(reason))
-        self._update(TrainingEndTime=_now())
-        self._set_status(status, secondary)
+            self.record.update(FailureReason=_shortened(reason))
+        self.record.update(TrainingEndTime=datetime.now(UTC))
+        self.record.end(status, secondary, self._directory)
 
     def _train(self) -> tuple[str, str, str]:
         """Run the job; returns its status, secondary status and the reason of a failure."""
-        self._set_status("InProgress", "Downloading")
+        self.record.move("InProgress", "Downloading")
         for host, tree in zip(self._hosts, self._trees):
             prepare_tree(self._request, host, tree, self._store)
+        if self._stop_asked.is_set():
+            return "Stopped", "Stopped", ""
         (self._directory / "logs").mkdir()
         meeting = self._directory / "hosts" / "meeting"
         meeting.mkdir()
-        self._set_status("InProgress", "Training")
-        self._update(TrainingStartTime=_now())
+        self.record.move("InProgress", "Training")
+        self.record.update(TrainingStartTime=datetime.now(UTC))
         started = time.monotonic()
         try:
-            for host, tree, log in zip(self._hosts, self._trees, self.log_files()):
+            for host, tree, log in zip(self._hosts, self._trees, log_files(self._directory, self._request)):
                 with log.open("wb") as file:
                     self._processes.append(self._start(host, tree, meeting, file))
             timed_out = self._wait(started + self._request["StoppingCondition"]["MaxRuntimeInSeconds"])
         finally:
             self._kill()
-            self._update(TrainingTimeInSeconds=round(time.monotonic() - started))
+            self.record.update(TrainingTimeInSeconds=round(time.monotonic() - started))
         if timed_out:
             limit = self._request["StoppingCondition"]["MaxRuntimeInSeconds"]
             return "Stopped", "MaxRuntimeExceeded", f"MaxRuntimeExceeded: the job ran for over {limit} s"
@@ -152,7 +140,7 @@ class LocalTrainingJob:
             **inherited,
             "AWS_REGION": self._region,
             "TRAINING_JOB_NAME": self.name,
-            "TRAINING_JOB_ARN": self._description["TrainingJobArn"],
+            "TRAINING_JOB_ARN": self._arn,
             **{name: translate_paths(value, tree) for name, value in given.items()},
         }
         command = (sys.executable, "-P", "-m", "smp_lite.entrypoints.train")
@@ -172,17 +160,21 @@ class LocalTrainingJob:
         timed_out = False
         signalled_at: float | None = None
         failed_at: float | None = None
-        while any(process.poll() is None for process in self._processes):
+        while not self._end_asked.is_set():
+            codes = [process.poll() for process in self._processes]
+            if None not in codes:
+                break
             now = time.monotonic()
-            if failed_at is None and any(process.returncode for process in self._processes):
+            if failed_at is None and any(codes):
                 failed_at = now
+                self._killed = [index for index, code in enumerate(codes) if code is not None and code < 0]
             timed_out = timed_out or (now > deadline and not self._stop_asked.is_set())
             failed = failed_at is not None and now > failed_at + _PEER_FAILED_S
             if signalled_at is None and (timed_out or failed or self._stop_asked.is_set()):
                 signalled_at = now
                 self._signal(signal.SIGTERM)
             if signalled_at is not None and now > signalled_at + _KILL_AFTER_S:
-                return timed_out
+                break
             time.sleep(_POLL_S)
         return timed_out
 
@@ -192,49 +184,47 @@ class LocalTrainingJob:
                 process.send_signal(number)
 
     def _kill(self) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                assert process.stdin is not None
-                process.stdin.close()
-                try:
-                    process.wait(_PEER_FAILED_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+        running = [process for process in self._processes if process.poll() is None]
+        for process in running:
+            assert process.stdin is not None
+            process.stdin.close()  # which train takes for: whoever started me has gone
+        for process in running:
+            try:
+                process.wait(_PEER_FAILED_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
     def _failure(self, codes: list[int]) -> str:
-        """The reason that the service would give: what the first failing host left, and its exit code."""
-        failed = [(tree, code) for tree, code in zip(self._trees, codes) if code]
-        files = [(tree / "output" / "failure", code) for tree, code in failed]
-        told = [(path, code) for path, code in files if path.is_file()]
-        path, code = min(told, key=lambda item: item[0].stat().st_mtime_ns) if told else files[0]
-        text = path.read_text("utf-8", errors="replace") if told else "the host left no failure file"
-        return f"AlgorithmError: {text.rstrip()}\nexit code: {code}"
+        """The reason that the service would give: what the first failing host left, and its exit code; a
+        signal counts as in a shell."""
+        failed = [index for index, code in enumerate(codes) if code]
+        files = {index: self._trees[index] / "output" / "failure" for index in failed}
+        told = [index for index in failed if files[index].is_file()]
+        if told:
+            first = min(told, key=lambda index: files[index].stat().st_mtime_ns)
+            text = files[first].read_text("utf-8", errors="replace").rstrip()
+        else:
+            first = failed[0]
+            text = (
+                f"host {self._hosts[first]} left no failure file; it printed last:\n{self._last_lines(first)}"
+            )
+        if self._killed:  # it could not tell, and what the others tell of comes from that
+            first = self._killed[0]
+            name = signal.Signals(-codes[first]).name
+            text = f"host {self._hosts[first]} failed first: killed by {name}\n\n{text}"
+        code = codes[first]
+        return f"AlgorithmError: {text}\nexit code: {code if code > 0 else 128 - code}"
 
-    # The description --------------------------------------------------------------------------------------
-
-    def _set_status(self, status: str, secondary: str) -> None:
-        with self._lock:
-            transitions = self._description["SecondaryStatusTransitions"]
-            if transitions:
-                transitions[-1].setdefault("EndTime", _now())
-            transitions.append({"Status": secondary, "StartTime": _now(), "StatusMessage": secondary})
-        self._update(TrainingJobStatus=status, SecondaryStatus=secondary)
-
-    def _update(self, **changes: Any) -> None:
-        with self._lock:
-            self._description |= {**changes, "LastModifiedTime": _now()}
+    def _last_lines(self, index: int) -> str:
+        """What the host printed last."""
+        log = log_files(self._directory, self._request)[index]
+        return "\n".join(log.read_text("utf-8", errors="replace").splitlines()[-_LAST_LINES:])
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat()
-
-
-def _with_times(item: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: datetime.fromisoformat(value) if name.endswith("Time") and isinstance(value, str) else value
-        for name, value in item.items()
-    }
+def log_files(directory: Path, request: Mapping[str, Any]) -> list[Path]:
+    """One for each host of the job in `directory`; they may not exist yet."""
+    return [directory / "logs" / f"{host}.log" for host in host_names(request)]
 
 
 def _shortened(reason: str) -> str:

@@ -13,24 +13,24 @@ bucket, the role) or a network (telemetry).
 
 from __future__ import annotations
 
-import atexit
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import boto3
-from botocore.exceptions import ClientError
 from sagemaker.estimator import _TrainingJob
 from sagemaker.exceptions import UnexpectedStatusException
 from sagemaker.local import LocalSession
 from sagemaker.session import _check_job_status
 
-from .local_job import ENDED, LocalTrainingJob
-from .local_store import LOCAL_BUCKET, LocalS3Resource, Store
+from .local_bucket import LOCAL_BUCKET, LocalS3Client, LocalS3Resource
+from .local_client import LocalMPIClient
+from .local_packing import leave_jobs_out
+from .local_record import ENDED
+from .local_store import Store
 from .quiet import TELEMETRY_OPT_OUT, quieten_telemetry
 
 __all__ = ["LocalMPISession"]
@@ -60,11 +60,8 @@ class LocalMPISession(LocalSession):
         quieten_telemetry()
         self.directory = Path(os.path.abspath(directory))
         self._bucket = default_bucket or LOCAL_BUCKET
-        boto_session = boto_session or boto3.Session()
-        if boto_session.region_name is None:
-            boto_session = boto3.Session(region_name=_DEFAULT_REGION)
         super().__init__(
-            boto_session=boto_session,
+            boto_session=boto_session or boto3.Session(),
             s3_endpoint_url=s3_endpoint_url,
             disable_local_code=True,  # code goes the way it goes to the cloud: packed, with dependencies
             sagemaker_config=TELEMETRY_OPT_OUT,
@@ -73,15 +70,25 @@ class LocalMPISession(LocalSession):
     def _initialize(self, boto_session: boto3.Session, **_: Any) -> None:
         # Not the parent's: it makes S3 clients, for which boto3 looks for credentials on the network.
         self.boto_session = boto_session
-        self._region_name = boto_session.region_name
+        self._region_name = boto_session.region_name or _DEFAULT_REGION
         self.local_mode = True
         self.sagemaker_config = TELEMETRY_OPT_OUT
-        self.config = {"local": {"local_code": False}}
-        self.s3_client = _Late(lambda: boto_session.client("s3", endpoint_url=self.s3_endpoint_url))
-        resource = _Late(lambda: boto_session.resource("s3", endpoint_url=self.s3_endpoint_url))
-        self.s3_resource = LocalS3Resource(self.directory, resource)
-        store = Store(self.directory, self.s3_client)
-        self.sagemaker_client = _LocalMPIClient(self.directory, store, self._region_name)
+        self.config = None
+        where = {"region_name": self._region_name, "endpoint_url": self.s3_endpoint_url}
+        client = _Late(lambda: boto_session.client("s3", **where))
+        self.s3_client = LocalS3Client(self.directory, client)
+        self.s3_resource = LocalS3Resource(
+            self.directory, _Late(lambda: boto_session.resource("s3", **where))
+        )
+        store = Store(self.directory, client)
+        self.sagemaker_client = LocalMPIClient(self.directory, store, self._region_name)
+
+    @LocalSession.config.setter
+    def config(self, value: dict[str, Any] | None) -> None:
+        """The SDK's configuration of its local mode. `local_code` has no effect: code goes the way that it
+        goes to the cloud."""
+        local = {**(value or {}).get("local", {}), "local_code": False}
+        LocalSession.config.fset(self, {**(value or {}), "local": local})
 
     def default_bucket(self) -> str:
         """The bucket of this session; asks nobody."""
@@ -98,7 +105,8 @@ class LocalMPISession(LocalSession):
         """Wait until the job has ended.
 
         Raises:
-            UnexpectedStatusException: it failed, or ran for longer than `max_run`.
+            UnexpectedStatusException: it failed, ran for longer than `max_run`, or the wait was interrupted,
+                which stops it.
         """
         return self._wait(job, quiet=True, timeout=None)
 
@@ -113,7 +121,7 @@ class LocalMPISession(LocalSession):
         """Print what the job has printed, and with `wait` what it prints until it has ended.
 
         Raises:
-            UnexpectedStatusException: with `wait`, the job failed, or ran for longer than `max_run`.
+            UnexpectedStatusException: with `wait`, as of `wait_for_job`.
         """
         quiet = log_type in ("None", "Rules")
         if wait:
@@ -136,7 +144,13 @@ class LocalMPISession(LocalSession):
         except KeyboardInterrupt:
             # In the cloud the job would run on; here it would take the machine from whoever stopped it.
             client.stop_training_job(name)
-            raise
+            # No KeyboardInterrupt, for the SDK's `fit` would return as if nothing had happened: its telemetry
+            # has a `return` in a `finally`, which loses whatever is no Exception.
+            raise UnexpectedStatusException(
+                message=f"Training job {name} was interrupted (KeyboardInterrupt), and is being stopped",
+                allowed_statuses=["Completed"],
+                actual_status=client.describe_training_job(name)["TrainingJobStatus"],
+            ) from None
         if description["TrainingJobStatus"] not in ENDED:
             print(f"job {name} is still running after {timeout} s", flush=True)
             return description
@@ -176,65 +190,7 @@ def _allow_what_docker_cannot() -> None:
 
 
 _allow_what_docker_cannot()
-
-
-class _LocalMPIClient:
-    """The calls of the SageMaker client that training jobs need, with its names and errors."""
-
-    def __init__(self, directory: Path, store: Store, region: str) -> None:
-        self._directory = directory
-        self._store = store
-        self._region = region
-        self._jobs: dict[str, LocalTrainingJob] = {}
-        atexit.register(self._end_all)
-
-    def create_training_job(self, **request: Any) -> dict[str, str]:
-        """Start the job; returns at once."""
-        name = request["TrainingJobName"]
-        if not re.fullmatch(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", name):
-            raise _error("CreateTrainingJob", "ValidationException", f"job name {name!r} is not valid")
-        _refuse_unsupported(request)
-        directory = self._directory / name
-        try:
-            # The SDK has put the source code there already.
-            (directory / "hosts").mkdir(parents=True)
-        except FileExistsError:
-            raise _error(
-                "CreateTrainingJob", "ResourceInUse", f"job {name!r} exists already in {self._directory}"
-            ) from None
-        job = LocalTrainingJob(request, directory, self._store, self._region)
-        self._jobs[name] = job
-        job.start()
-        return {"TrainingJobArn": job.describe()["TrainingJobArn"]}
-
-    def describe_training_job(self, TrainingJobName: str) -> dict[str, Any]:
-        return self._job("DescribeTrainingJob", TrainingJobName).describe()
-
-    def stop_training_job(self, TrainingJobName: str) -> None:
-        self._job("StopTrainingJob", TrainingJobName).stop()
-
-    def log_files(self, name: str) -> list[Path]:
-        return self._job("DescribeTrainingJob", name).log_files()
-
-    def _job(self, operation: str, name: str) -> LocalTrainingJob:
-        if name not in self._jobs:
-            raise _error(operation, "ValidationException", f"this session has started no job {name!r}")
-        return self._jobs[name]
-
-    def _end_all(self) -> None:
-        for job in self._jobs.values():
-            if job.describe()["TrainingJobStatus"] not in ENDED:
-                print(
-                    f"job {job.name} is stopped: a local job ends with the Python that started it; "
-                    "to wait for it, call estimator.latest_training_job.wait()",
-                    file=sys.stderr,
-                )
-                job.end_now()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise NotImplementedError(f"LocalMPISession runs training jobs only: {name} is not available locally")
+leave_jobs_out(lambda session: session.directory if isinstance(session, LocalMPISession) else None)
 
 
 class _Logs:
@@ -250,24 +206,11 @@ class _Logs:
                     file.seek(position)
                     data = file.read()
                 self._positions[path] += len(data)
-                sys.stdout.write(data.decode(errors="replace"))
+                sys.stdout.write(_writable(data))
         sys.stdout.flush()
 
 
-def _refuse_unsupported(request: Mapping[str, Any]) -> None:
-    """What this machine cannot do as the request means it."""
-    # An entry point of ours is what runs here anyway; another one would need its image.
-    command = request["AlgorithmSpecification"].get("ContainerEntrypoint")
-    if command is not None and not any("smp_lite" in word for word in command):
-        raise ValueError(
-            f"container_entry_point={command!r} needs its image, and LocalMPISession runs none: leave it out "
-            "for local runs"
-        )
-    if "InstanceCount" not in request["ResourceConfig"]:
-        raise ValueError(
-            "instance_groups are not supported in local mode: use instance_count and instance_type"
-        )
-
-
-def _error(operation: str, code: str, message: str) -> ClientError:
-    return ClientError({"Error": {"Code": code, "Message": message}}, operation)
+def _writable(data: bytes) -> str:
+    """A script's output as text, with `?` for what the encoding of standard output has no letter for."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return data.decode(errors="replace").encode(encoding, errors="replace").decode(encoding)

@@ -1,62 +1,16 @@
-"""S3 for jobs that run here: one bucket is a folder of this machine, all others are the real S3.
-
-The SDK uploads the source code, and users their data, before a job starts. For a job on this
-machine that needs no AWS: the session's default bucket, `smp-lite-local`, is a folder. Whoever
-names a bucket of their own means that one, and gets it, through boto3.
-"""
+"""What a request names, as files: `file://`, the local bucket, or the real S3."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["LOCAL_BUCKET", "LocalS3Resource", "Store"]
+from .local_bucket import LOCAL_BUCKET, path_within
 
-LOCAL_BUCKET = "smp-lite-local"
-
-
-class LocalS3Resource:
-    """boto3's S3 resource, but for the local bucket.
-
-    Args:
-        directory: what the bucket is; a key is a path in it.
-        resource: boto3's own.
-    """
-
-    def __init__(self, directory: Path, resource: Any) -> None:
-        self._directory = directory
-        self._resource = resource
-
-    def Object(self, bucket_name: str, key: str) -> Any:  # boto3's spelling
-        """boto3's object, or one of the local bucket."""
-        if bucket_name == LOCAL_BUCKET:
-            return _LocalObject(self._directory / key)
-        return self._resource.Object(bucket_name, key)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._resource, name)
-
-
-class _LocalObject:
-    """The part of boto3's S3 Object that the SDK uses; ExtraArgs speak of encryption and ownership."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def upload_file(self, Filename: str, ExtraArgs: object = None, **_: object) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(Filename, self._path)
-
-    def download_file(self, Filename: str, **_: object) -> None:
-        shutil.copyfile(self._path, Filename)
-
-    def put(self, Body: bytes | str | BinaryIO, **_: object) -> None:
-        data = Body.encode() if isinstance(Body, str) else Body if isinstance(Body, bytes) else Body.read()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_bytes(data)
+__all__ = ["Store"]
 
 
 class Store:
@@ -75,7 +29,7 @@ class Store:
         """Where `uri` is on this machine; None where it is in the real S3.
 
         Raises:
-            ValueError: it is neither a file:// nor an s3:// address.
+            ValueError: it is neither a file:// nor an s3:// address, or leads out of the local bucket.
         """
         parts = urlsplit(uri)
         if parts.scheme == "file":
@@ -83,7 +37,8 @@ class Store:
         if parts.scheme != "s3" or not parts.netloc:
             raise ValueError(f"{uri!r} must start with s3://bucket or file://")
         if parts.netloc == LOCAL_BUCKET:
-            return self._directory / unquote(parts.path).lstrip("/")
+            key = unquote(parts.path).strip("/")
+            return path_within(self._directory, key) if key else self._directory
         return None
 
     def keys(self, uri: str) -> list[str]:
@@ -99,14 +54,23 @@ class Store:
         """Bring objects under the prefix `uri` into `directory`, named by what follows the prefix.
 
         A prefix may end inside a name, or be one object: the names then start with its last part.
+
+        Raises:
+            ValueError: S3 refuses, or an object's name cannot be that of a file in `directory`.
         """
         bucket, prefix = _bucket_and_key(uri)
         head, slash, _ = prefix.rpartition("/")
         base = f"{prefix}/" if all(key.startswith(f"{prefix}/") for key in keys) else head + slash
         for key in keys:
-            target = directory / key.removeprefix(base)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            self._call(uri, self._client.download_file, bucket, key, str(target))
+            self._fetch(uri, bucket, key, path_within(directory, key.removeprefix(base), key))
+
+    def download_file(self, uri: str, target: Path) -> None:
+        """Bring the object `uri` to the file `target`.
+
+        Raises:
+            ValueError: S3 refuses.
+        """
+        self._fetch(uri, *_bucket_and_key(uri), target)
 
     def upload(self, source: Path, uri: str) -> None:
         """Bring the file `source`, or all files of that folder, to `uri`."""
@@ -121,6 +85,13 @@ class Store:
             else:
                 bucket, key = _bucket_and_key(uri)
                 self._call(uri, self._client.upload_file, str(file), bucket, f"{key}{suffix}")
+
+    def _fetch(self, uri: str, bucket: str, key: str, target: Path) -> None:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._call(uri, self._client.download_file, bucket, key, str(target))
+        except OSError as error:  # such as for a and a/b, which S3 can have side by side
+            raise ValueError(f"{uri}: the object {key!r} cannot become the file {target}: {error}") from error
 
     def _list(self, bucket: str, prefix: str, uri: str) -> Iterator[str]:
         token: dict[str, str] = {}

@@ -23,6 +23,7 @@ import sagemaker.pytorch
 
 from smp_lite.config import ConfigError
 from smp_lite.estimator.distribution import CheckedDistribution, check_distribution
+from smp_lite.estimator.local_session import LocalMPISession
 from smp_lite.estimator.strict_job import StrictJob, hosts_of
 
 __all__ = ["LOCAL_IMAGE", "Estimator", "PyTorch"]
@@ -34,7 +35,8 @@ LOCAL_IMAGE = "smp-lite-local"
 class PyTorch(StrictJob, sagemaker.pytorch.PyTorch):
     """``sagemaker.pytorch.PyTorch`` whose `distribution` is checked whole, and which can dry-run.
 
-    With ``instance_type="local"`` the session defaults to `LocalMPISession`, and versions may be left out.
+    With ``instance_type="local"`` (or "local_gpu", which says the same here) the session defaults to
+    `LocalMPISession`, and versions may be left out.
 
     Args:
         entry_point: as the SDK's, like all arguments that are not named here.
@@ -61,9 +63,7 @@ class PyTorch(StrictJob, sagemaker.pytorch.PyTorch):
         **kwargs: Any,
     ) -> None:
         session, instance_type = kwargs.get("sagemaker_session"), kwargs.get("instance_type")
-        if instance_type == "local":
-            from smp_lite.estimator.local_session import LocalMPISession
-
+        if instance_type in ("local", "local_gpu"):
             if session is None:
                 session = kwargs["sagemaker_session"] = LocalMPISession()
             if image_uri is None and isinstance(session, LocalMPISession):

@@ -75,8 +75,16 @@ def _requirements() -> list[str]:
     return lines
 
 
-def check_source(entry_point: str, source_dir: str | None, dependencies: Sequence[str]) -> None:
+def check_source(
+    entry_point: str, source_dir: str | None, dependencies: Sequence[str], left_out: Path | None = None
+) -> None:
     """Checks that everything that is going to be packed is there and can be read.
+
+    Args:
+        entry_point: as of the estimator, like the next two.
+        source_dir: a folder, or an address in S3, which is not looked at.
+        dependencies: files and folders.
+        left_out: a folder that is not going to be packed, wherever it lies.
 
     Raises:
         ConfigError: for the first file or folder that is not, naming the argument it came from.
@@ -103,13 +111,13 @@ def check_source(entry_point: str, source_dir: str | None, dependencies: Sequenc
                 "a file or folder"
             )
     for path in (source_dir or script, *dependencies):
-        _check_readable(path)
+        _check_readable(path, left_out)
 
 
-def _check_readable(path: str) -> None:
+def _check_readable(path: str, left_out: Path | None) -> None:
     """Looks into every file, as the SDK is about to, which also follows links."""
     try:
-        names = [path] if os.path.isfile(path) else _names_below(path)
+        names = [path] if os.path.isfile(path) else _names_below(path, left_out)
         for name in names:
             if stat.S_ISREG(os.stat(name).st_mode):
                 with open(name, "rb"):
@@ -121,9 +129,13 @@ def _check_readable(path: str) -> None:
         ) from None
 
 
-def _names_below(folder: str) -> Iterator[str]:
+def _names_below(folder: str, left_out: Path | None) -> Iterator[str]:
     def fail(error: OSError) -> None:
         raise error
 
-    for directory, _, names in os.walk(folder, onerror=fail):
+    for directory, folders, names in os.walk(folder, onerror=fail):
+        if left_out is not None and left_out.name in folders:
+            inner = Path(directory, left_out.name)
+            if inner.resolve() == left_out.resolve():
+                folders.remove(left_out.name)
         yield from (os.path.join(directory, name) for name in names)

@@ -14,12 +14,14 @@ from typing import Any
 
 from sagemaker import instance_types_gpu_info
 from sagemaker.estimator import EstimatorBase
+from sagemaker.model import DIR_PARAM_NAME, SCRIPT_PARAM_NAME
 from sagemaker.workflow import is_pipeline_variable
 
 from smp_lite.config import ConfigError
 from smp_lite.config.errors import complaint
 from smp_lite.estimator.distribution import CheckedDistribution, check_distribution
 from smp_lite.estimator.dry_run import request_of
+from smp_lite.estimator.local_session import LocalMPISession
 from smp_lite.estimator.rehearsal import rehearse_launch
 from smp_lite.estimator.shipping import ARCHIVE, CONTAINER_ENTRY_POINT, check_source, package_directory
 
@@ -44,6 +46,7 @@ class StrictJob(EstimatorBase):
 
         Raises:
             ValueError: for what `fit` would raise before it sends, and for what only AWS could tell.
+            botocore.exceptions.ParamValidationError: the client would not send the request.
         """
         return request_of(self, inputs, job_name)
 
@@ -97,7 +100,9 @@ class StrictJob(EstimatorBase):
             and not self.git_config
             and not any(map(is_pipeline_variable, source))
         ):
-            check_source(str(self.entry_point), self.source_dir, self.dependencies)
+            session = self.sagemaker_session
+            jobs = session.directory if isinstance(session, LocalMPISession) else None
+            check_source(str(self.entry_point), self.source_dir, self.dependencies, left_out=jobs)
         if own_entry_point and str(self.source_dir).lower().startswith("s3://"):
             raise ConfigError(
                 f"source_dir={self.source_dir!r} is packed already, so smp_lite cannot travel with it: give "
@@ -115,21 +120,35 @@ class StrictJob(EstimatorBase):
             raise ConfigError(
                 "mp_parameters are given twice, as a hyperparameter and by distribution: leave one out"
             )
-        hyperparameters = self.hyperparameters()
+        hyperparameters = {k: v for k, v in self.hyperparameters().items() if not is_pipeline_variable(v)}
         if not self.sagemaker_session.local_mode:
             _check_lengths(hyperparameters)
-        if checked.processes_per_host is not None:
-            rehearse_launch(
-                hyperparameters,
-                processes_per_host=checked.processes_per_host,
-                num_hosts=_known_count(self.instance_count) or 1,
-                local=self.sagemaker_session.local_mode,
-            )
+        self._rehearse(checked, hyperparameters, own_entry_point)
+
+    def _rehearse(
+        self, checked: CheckedDistribution, hyperparameters: Mapping[str, Any], own_entry_point: bool
+    ) -> None:
+        """Raises what the launch would, if it is one that this package knows: its own, or one by MPI."""
+        local = isinstance(self.sagemaker_session, LocalMPISession)
+        if not (local or own_entry_point or checked.distribution.get("mpi", {}).get("enabled")):
+            return
+        script = self.entry_point
+        if is_pipeline_variable(script):
+            script = "train.py"  # not known yet
+        source = {SCRIPT_PARAM_NAME: str(script), DIR_PARAM_NAME: "not uploaded yet"} if script else {}
+        rehearse_launch(
+            {**hyperparameters, **{name: json.dumps(value) for name, value in source.items()}},
+            processes_per_host=checked.processes_per_host or 1,
+            num_hosts=_known_count(self.instance_count),
+            local=local,
+            own_entry_point=local or own_entry_point,
+        )
 
 
 def hosts_of(instance_type: Any, instance_count: Any, local: bool, region: str | None) -> dict[str, Any]:
     """What the arguments of an estimator say about its hosts, as arguments of `check_distribution`."""
-    gpus = instance_types_gpu_info.retrieve(region or "us-east-1").get(str(instance_type), {})
+    known_type = "" if is_pipeline_variable(instance_type) else str(instance_type)
+    gpus = instance_types_gpu_info.retrieve(region or "us-east-1").get(known_type, {})
     return {
         "instance_count": _known_count(instance_count),
         "gpus_per_host": gpus.get("Count"),

@@ -93,6 +93,19 @@ def processes_of(directory: Path) -> list[str]:
     return found
 
 
+def process_ids(*words: str) -> list[int]:
+    """Processes whose command line contains all `words`; a space ends an argument."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue  # it ended while we looked
+        if all(word in line for word in words):
+            found.append(int(entry.name))
+    return found
+
+
 def write_wheel(directory: Path, module: str, text: str) -> Path:
     """A wheel of one module, made without the network that building one would take."""
     path = directory / f"{module}-1-py3-none-any.whl"

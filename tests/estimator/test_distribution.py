@@ -108,6 +108,19 @@ REFUSED = [
         modelparallel({"enabled": True, "parameters": 3}),
         "Expected a string path to an existing modelparallel",
     ),
+    # MPI without model parallelism is a launch, too.
+    *(
+        (
+            {**others, "mpi": {**MPI, "custom_mpi_options": options}},
+            f"custom_mpi_options: {start}",
+        )
+        for others in ({}, {"smdistributed": {"modelparallel": {"enabled": False}}})
+        for options, start in (
+            ("--mca a 1 --mca a 2", "--mca a 1 and --mca a 2 contradict each other"),
+            ("--mca btl 'tcp", '"--mca btl \'tcp" cannot be split into words'),
+            ("-np 3", "--np 3 contradicts -np 8"),
+        )
+    ),
     # What only shows when all is put together.
     (
         smp(partitions=3),
@@ -146,6 +159,8 @@ PASSED_ON = [
     {"smdistributed": {"dataparallel": {"enabled": True}}},
     {"parameter_server": {"enabled": True}},
     {"mpi": MPI},
+    {"mpi": {**MPI, "custom_mpi_options": "-np 8 -x NCCL_DEBUG=WARN"}},
+    {"mpi": {"enabled": False, "custom_mpi_options": "-np 3"}},
     {"smdistributed": {"modelparallel": {"enabled": False}}},
     modelparallel({"enabled": False, "parameters": {"whatever": 1}}),
 ]
@@ -157,6 +172,21 @@ def test_what_is_not_ours_passes_unchanged(distribution: Any) -> None:
     assert checked.distribution == (distribution or {})
     assert checked.config is None
     assert checked.hyperparameters == {}
+
+
+def test_ranks_of_mpi_without_model_parallelism() -> None:
+    assert check_distribution({"mpi": MPI}).processes_per_host == 8
+    assert check_distribution({"mpi": {"enabled": True}}, gpus_per_host=4).processes_per_host == 4
+    assert (
+        check_distribution({"mpi": {"enabled": True}}, gpus_per_host=4, local=True).processes_per_host is None
+    )
+    assert check_distribution({"mpi": {"enabled": False}}, gpus_per_host=4).processes_per_host is None
+
+
+@pytest.mark.parametrize("distribution", [None, smp()])
+def test_a_job_has_at_least_one_host(distribution: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^instance_count=0 must be at least 1: give the number of"):
+        check_distribution(distribution, instance_count=0)
 
 
 def test_hyperparameters_are_those_of_the_sdk() -> None:

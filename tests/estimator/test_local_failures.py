@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import ParamValidationError
 from sagemaker.exceptions import UnexpectedStatusException
 from sagemaker.pytorch import PyTorch
 
@@ -58,6 +59,16 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert "last words" in text
 
 
+def test_a_host_that_cannot_say_why_it_failed_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Every Python that starts from here on ends before it gets to the job.
+    (tmp_path / "sitecustomize.py").write_text("import os\nprint('words before', flush=True)\nos._exit(9)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    text = failure_of(estimator(tmp_path, ""), tmp_path)
+    assert "host algo-1 left no failure file; it printed last:\nwords before\nexit code: 9" in text
+
+
 def test_binary_output_does_no_harm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = estimator(
         tmp_path,
@@ -102,6 +113,43 @@ def build_wheel(directory, config_settings=None, metadata_directory=None):
     )
     text = failure_of(job, tmp_path)
     assert "AlgorithmError: host(s) algo-2 did not come within 3 s" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"environment": {"NUMBER": 1}}, "Invalid type for parameter Environment.NUMBER, value: 1"),
+        ({"max_run": None}, "Invalid type for parameter StoppingCondition.MaxRuntimeInSeconds, value: None"),
+    ],
+)
+def test_a_request_is_refused_as_by_the_client_of_the_service(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ParamValidationError, match=message):
+        estimator(tmp_path, "", **changes).fit({"train": "file:///no/such/folder"}, logs="None")
+
+
+def test_an_output_path_that_is_no_address_is_refused_at_once(tmp_path: Path) -> None:
+    job = estimator(tmp_path, "", code_location="s3://smp-lite-local/code", output_path="s3:/bucket")
+    with pytest.raises(ValueError, match=r"output_path: 's3:/bucket/.* must start with s3://bucket"):
+        job.fit(logs="None")
+
+
+def test_the_input_mode_of_the_job_counts_for_its_channels(tmp_path: Path) -> None:
+    text = failure_of(estimator(tmp_path, "", input_mode="Pipe"), tmp_path, {"train": tmp_path.as_uri()})
+    assert "channel 'train': input mode 'Pipe' is not supported in local mode: use 'File'" in text
+
+
+def test_outputs_are_kept_when_the_script_removes_a_folder_for_them(tmp_path: Path) -> None:
+    script = """
+import shutil
+if rank == 0:
+    model("weights", "")
+    shutil.rmtree(os.environ["SM_OUTPUT_DATA_DIR"])
+"""
+    job = estimator(tmp_path, script)
+    job.fit(logs="None")
+    assert files_in(job.model_data) == {"weights": ""}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -75,6 +76,45 @@ def test_the_environment_of_the_request_reaches_the_script(tmp_path: Path) -> No
     )
     job.fit(job_name="named", logs="None")
     assert outputs_of(job) == {"word": "given named"}
+
+
+def test_what_the_user_gives_arrives_whatever_its_name_and_depth(tmp_path: Path) -> None:
+    job = estimator(
+        tmp_path,
+        """
+if rank == 0:
+    output("given", json.dumps([json.loads(os.environ["SM_HPS"]), os.environ["StopTime"]]))
+""",
+        hyperparameters={
+            "startTime": "soon",
+            "paths": {"model": ["/opt/ml/model", {"endTime": "/opt/ml"}], "other": "/opt/mlx"},
+        },
+        environment={"StopTime": "noon"},
+    )
+    job.fit(job_name="named", logs="None")
+    root = str(tmp_path / "jobs" / "named" / "hosts" / "algo-1")
+    hyperparameters, stop_time = json.loads(outputs_of(job)["given"])
+    assert hyperparameters["startTime"] == "soon"
+    assert hyperparameters["paths"] == {"model": [f"{root}/model", {"endTime": root}], "other": "/opt/mlx"}
+    assert stop_time == "noon"
+    assert json.loads(job.latest_training_job.describe()["HyperParameters"]["startTime"]) == "soon"
+
+
+def test_output_that_the_screen_has_no_letters_for_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", screen)
+    estimator(tmp_path, 'say("\u2603 caf\u00e9")').fit()
+    shown = screen.buffer.getvalue().decode("latin-1")  # type: ignore[attr-defined]
+    assert "[0] ? caf\u00e9\n" in shown
+
+
+def test_local_code_of_the_sdk_has_no_effect(tmp_path: Path) -> None:
+    job = estimator(tmp_path, 'output("ran", "")')
+    job.sagemaker_session.config = {"local": {"local_code": True}}
+    job.fit(logs="None")
+    assert outputs_of(job) == {"ran": ""}
 
 
 def test_lines_are_shown_with_their_rank_while_the_job_runs(

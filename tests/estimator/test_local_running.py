@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -11,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from sagemaker.exceptions import UnexpectedStatusException
 
-from tests.estimator.jobs import estimator, files_in, processes_of
+from tests.estimator.jobs import estimator, files_in, process_ids, processes_of
 
 LIMIT_S = 40.0
 
@@ -40,6 +42,7 @@ def test_a_job_is_described_watched_and_stopped_while_it_runs(
     job.fit(wait=False)
     running = job.latest_training_job
     assert running.describe()["TrainingJobStatus"] == "InProgress"
+    assert job.model_data.endswith(f"/jobs/{running.name}/output/model.tar.gz")
 
     def both_are_up() -> bool:
         job.sagemaker_session.logs_for_job(running.name)
@@ -48,8 +51,15 @@ def test_a_job_is_described_watched_and_stopped_while_it_runs(
 
     wait_until(both_are_up, "both ranks print")
     running.stop()
-    assert running.describe()["TrainingJobStatus"] == "Stopping"
+    seen = []
+
+    def has_ended() -> bool:
+        seen.append(running.describe()["TrainingJobStatus"])
+        return seen[-1] == "Stopped"
+
+    wait_until(has_ended, "the job stops")
     running.wait(logs=False)
+    assert set(seen) == {"Stopping", "Stopped"}
     description = running.describe()
     assert (description["TrainingJobStatus"], description["SecondaryStatus"]) == ("Stopped", "Stopped")
     assert files_in(job.model_data) == {"saved-0": "in time", "saved-1": "in time"}
@@ -69,6 +79,64 @@ def test_a_script_that_ignores_the_notice_is_ended_after_its_grace(tmp_path: Pat
     job.latest_training_job.wait(logs=False)
     assert job.latest_training_job.describe()["TrainingJobStatus"] == "Stopped"
     assert processes_of(tmp_path) == []
+
+
+def test_a_host_that_dies_is_noticed_while_the_first_one_waits(tmp_path: Path) -> None:
+    job = estimator(tmp_path, "", instance_count=2)
+    # The second host does not come to say that it is there: it is busy installing.
+    (tmp_path / "source" / "requirements.txt").write_text("./slow\n")
+    (tmp_path / "source" / "slow").mkdir()
+    (tmp_path / "source" / "slow" / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    )
+    (tmp_path / "source" / "slow" / "backend.py").write_text("import time\ntime.sleep(600)\n")
+    job.fit(wait=False)
+    hosts: list[int] = []
+
+    def second_is_up() -> bool:
+        hosts[:] = process_ids("smp_lite.entrypoints.train", f"{tmp_path}", "/algo-2 ")
+        return bool(hosts)
+
+    wait_until(second_is_up, "the second host starts")
+    os.kill(hosts[0], signal.SIGKILL)
+    with pytest.raises(
+        UnexpectedStatusException, match="host algo-2 failed first: killed by SIGKILL"
+    ) as caught:
+        job.sagemaker_session.logs_for_job(job.latest_training_job.name, wait="None", timeout=LIMIT_S)
+    assert "exit code: 137" in str(caught.value)
+    wait_until(lambda: not processes_of(tmp_path), "all processes of the job are gone")
+
+
+INTERRUPTED = """
+import sys
+from pathlib import Path
+from tests.estimator.jobs import estimator
+job = estimator(
+    Path(sys.argv[1]), "model('started', '')\\ntime.sleep(600)", environment={"SMP_LITE_GRACE_S": "0.5"}
+)
+try:
+    job.fit(job_name="left")
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_an_interrupted_fit_stops_the_job_and_raises(tmp_path: Path) -> None:
+    started = tmp_path / "jobs" / "left" / "hosts" / "algo-1" / "model" / "started"
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as program:
+        try:
+            wait_until(started.exists, "the script starts")
+            program.send_signal(signal.SIGINT)
+            output, _ = program.communicate(timeout=LIMIT_S)
+        finally:
+            program.kill()
+    assert "UnexpectedStatusException Training job left was interrupted (KeyboardInterrupt)" in output
+    wait_until(lambda: not processes_of(tmp_path), "all processes of the job are gone")
 
 
 PROGRAM = """

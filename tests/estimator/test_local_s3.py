@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 from sagemaker.exceptions import UnexpectedStatusException
+from sagemaker.s3 import S3Downloader, S3Uploader
 
 from smp_lite.estimator.local_session import LocalMPISession
+from smp_lite.estimator.local_store import Store
 from tests.estimator.jobs import estimator, files_in
 
 BUCKET = "my-bucket"
@@ -93,3 +96,86 @@ def test_output_that_cannot_be_uploaded_is_kept_and_said(s3: Any, tmp_path: Path
     with pytest.raises(UnexpectedStatusException, match="the outputs stay in"):
         job.fit(job_name="kept", logs="None")
     assert (tmp_path / "jobs" / "kept" / "output" / "model.tar.gz").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/absolute.txt", None),
+        ("../../../../escaped.txt", "escaped.txt' would be written outside its folder"),
+    ],
+)
+def test_no_object_is_written_outside_its_channel(
+    s3: Any, tmp_path: Path, name: str, message: str | None
+) -> None:
+    directory = tmp_path / "a" / "b" / "c" / "d"
+    s3.put_object(Bucket=BUCKET, Key=f"data/{name}", Body=b"")
+    store = Store(tmp_path, s3)
+    keys = store.keys(f"s3://{BUCKET}/data")
+    if message is None:
+        store.download(f"s3://{BUCKET}/data", keys, directory)
+        assert (directory / "absolute.txt").is_file()
+    else:
+        with pytest.raises(ValueError, match=message):
+            store.download(f"s3://{BUCKET}/data", keys, directory)
+        assert not list(tmp_path.rglob("escaped.txt"))
+
+
+def test_no_key_leads_out_of_the_local_bucket(tmp_path: Path) -> None:
+    session = LocalMPISession(tmp_path / "jobs")
+    session.upload_string_as_file_body("x", "smp-lite-local", "/absolute.txt")
+    assert (tmp_path / "jobs" / "absolute.txt").is_file()
+    with pytest.raises(ValueError, match=r"'\.\./x' would be written outside its folder"):
+        session.upload_string_as_file_body("x", "smp-lite-local", "../x")
+
+
+def test_names_that_cannot_be_files_side_by_side_are_named(s3: Any, tmp_path: Path) -> None:
+    for key in ("data/a", "data/a/b"):
+        s3.put_object(Bucket=BUCKET, Key=key, Body=b"")
+    uri = f"s3://{BUCKET}/data"
+    store = Store(tmp_path, s3)
+    with pytest.raises(ValueError, match="the object 'data/a/b' cannot become the file"):
+        store.download(uri, store.keys(uri), tmp_path / "channel")
+
+
+def test_the_credentials_and_the_endpoint_of_the_session_are_those_of_the_job(
+    s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = s3.meta.endpoint_url
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name)
+    ours = boto3.Session(aws_access_key_id="mine", aws_secret_access_key="secret")
+    session = LocalMPISession(tmp_path / "jobs", boto_session=ours, s3_endpoint_url=endpoint)
+    assert session.boto_session is ours
+    assert session.boto_region_name == "us-west-2"
+    job = estimator(tmp_path, "model(f'{rank}', '')", sagemaker_session=session)
+    with tarfile.open(tmp_path / "code.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "source" / "train.py", "train.py")
+    s3.upload_file(str(tmp_path / "code.tar.gz"), BUCKET, "code.tar.gz")
+    job.source_dir = f"s3://{BUCKET}/code.tar.gz"
+    job.fit(logs="None")
+    assert files_in(job.model_data) == {"0": "", "1": ""}
+
+
+def test_source_code_that_is_not_there_is_named(s3: Any, tmp_path: Path) -> None:
+    job = estimator(tmp_path, "", source_dir=f"s3://{BUCKET}/code.tar.gz")
+    with pytest.raises(
+        UnexpectedStatusException, match=f"source code: s3://{BUCKET}/code.tar.gz could not be reached"
+    ):
+        job.fit(logs="None")
+
+
+def test_the_sdk_reads_the_local_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    session = LocalMPISession(tmp_path / "jobs")
+    source = tmp_path / "data"
+    (source / "deep").mkdir(parents=True)
+    (source / "deep" / "b.txt").write_text("b")
+    uri = S3Uploader.upload(str(source), "s3://smp-lite-local/data", sagemaker_session=session)
+    S3Uploader.upload_bytes(b"c", f"{uri}/c.txt", sagemaker_session=session)
+    keys = ["data/c.txt", "data/deep/b.txt"]
+    assert S3Downloader.list(uri, sagemaker_session=session) == [f"s3://smp-lite-local/{key}" for key in keys]
+    assert S3Downloader.read_file(f"{uri}/deep/b.txt", sagemaker_session=session) == "b"
+    assert S3Downloader.read_bytes(f"{uri}/c.txt", sagemaker_session=session) == b"c"
+    S3Downloader.download(uri, str(tmp_path / "back"), sagemaker_session=session)
+    assert (tmp_path / "back" / "deep" / "b.txt").read_text() == "b"

@@ -11,12 +11,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from sagemaker.workflow.parameters import ParameterInteger, ParameterString
+from sagemaker.workflow.pipeline_context import PipelineSession
 
 from smp_lite.config import ConfigError
 from smp_lite.estimator import Estimator, LocalMPISession, PyTorch
 from tests.estimator.aws import (
     EXAMPLE_INPUTS,
     ROLE,
+    boto_session,
     example,
     example_distribution,
     session,
@@ -66,14 +69,13 @@ def test_a_wrong_distribution_is_refused_at_once(estimator_class: Any, tmp_path:
     ("attribute", "value", "text"),
     [
         ("distribution", wrong_distribution(), "unknown key 'process_per_host'"),
-        ("instance_count", 0, "instance_count=0: fewer processes than partitions"),
+        ("instance_count", 0, "^instance_count=0 must be at least 1"),
         ("entry_point", "train.py", 'No file named "train.py" was found in directory ".*source"'),
         ("input_mode", "Pipe", "input_mode='Pipe' would make a pipe of the channel that carries the source"),
         ("source_dir", "no/such/folder", "source_dir='no/such/folder' is not a folder"),
         ("dependencies", ["no/such/folder"], "dependencies: 'no/such/folder' does not exist"),
         ("_hyperparameters", {"list": {1}}, "hyperparameter 'list' cannot be written as JSON"),
         ("_hyperparameters", {"text": "x" * 2501}, "hyperparameter 'text' is 250[0-9] characters long"),
-        ("_hyperparameters", {"sep": ":"}, "the script cannot get the argument ':'"),
         ("_hyperparameters", {"sep": "\0"}, "NUL character"),
         ("_hyperparameters", {"mp_parameters": {}}, "mp_parameters are given twice"),
     ],
@@ -100,6 +102,18 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, sealed: Any) -> Non
     (tmp_path / "source" / "data").symlink_to(tmp_path / "gone")
     with pytest.raises(ConfigError, match=r"source/data', which would be sent with the job, cannot be read"):
         PyTorch(**arguments).fit(EXAMPLE_INPUTS)
+
+
+def test_jobs_before_it_are_neither_read_nor_sent(tmp_path: Path) -> None:
+    session = LocalMPISession(tmp_path / "source" / "jobs")
+    changes = {"instance_type": "local", "distribution": None, "sagemaker_session": session}
+    estimator = PyTorch(**example(tmp_path / "source", **changes))
+    session.directory.joinpath("earlier").mkdir(parents=True)
+    session.directory.joinpath("earlier", "data").symlink_to(tmp_path / "gone")
+    estimator.dry_run()
+    (tmp_path / "source" / "data").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"source/data', which would be sent with the job, cannot be read"):
+        estimator.dry_run()
 
 
 def test_an_archive_in_s3_cannot_take_smp_lite_along(tmp_path: Path, sealed: Any) -> None:
@@ -129,14 +143,15 @@ def test_gpus_of_the_instance_type_are_counted(tmp_path: Path) -> None:
         PyTorch(**arguments | {"instance_type": "ml.c5.xlarge"})
 
 
+@pytest.mark.parametrize("instance_type", ["local", "local_gpu"])
 def test_a_local_job_needs_neither_versions_nor_an_image_nor_a_session(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    instance_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     estimator = PyTorch(
         entry_point="train.py",
         role=ROLE,
-        instance_type="local",
+        instance_type=instance_type,
         instance_count=1,
         distribution=example_distribution(),
     )
@@ -157,6 +172,19 @@ def test_a_local_job_runs_with_a_rank_for_each_partition(tmp_path: Path) -> None
     estimator.fit()
     with tarfile.open(urlsplit(estimator.model_data).path) as model:
         assert model.extractfile("size").read() == b"2"
+
+
+@pytest.mark.parametrize("name", ["hyperparameters", "instance_type", "instance_count"])
+def test_a_step_of_a_pipeline_may_have_variables(name: str, tmp_path: Path) -> None:
+    variable = ParameterString("P", default_value="ml.p3.16xlarge")
+    values = {
+        "hyperparameters": {"epochs": variable},
+        "instance_type": variable,
+        "instance_count": ParameterInteger("N"),
+    }
+    changes = {name: values[name], "sagemaker_session": PipelineSession(boto_session(), default_bucket="b")}
+    request = PyTorch(**example(tmp_path / "source", **changes)).dry_run(EXAMPLE_INPUTS)
+    assert request["HyperParameters"]["sagemaker_mpi_enabled"] == "true"
 
 
 def test_a_job_in_the_cloud_still_needs_its_versions(tmp_path: Path) -> None:

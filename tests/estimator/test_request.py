@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import sagemaker.estimator
 import sagemaker.pytorch
+from botocore.exceptions import ParamValidationError
 from botocore.validate import ParamValidator
 from sagemaker.debugger import DebuggerHookConfig
 from sagemaker.inputs import FileSystemInput, TrainingInput
@@ -172,6 +173,27 @@ def assert_accepted(request: dict[str, Any]) -> None:
     assert not report.has_errors(), report.generate_report()
 
 
+NOT_SENT = [
+    ({"environment": {"A": 1}}, EXAMPLE_INPUTS, r"type for parameter Environment\.A, value: 1"),
+    ({"max_run": None}, EXAMPLE_INPUTS, r"StoppingCondition\.MaxRuntimeInSeconds, value: None"),
+    ({"tags": [{"K": 1}]}, EXAMPLE_INPUTS, r'Missing required parameter in Tags\[0\]: "Key"'),
+    ({}, {"train": "file:///data"}, 'parameter in InputDataConfig.*"FileDataSource"'),
+]
+
+
+@pytest.mark.parametrize(("changes", "inputs", "text"), NOT_SENT)
+@pytest.mark.usefixtures("aws")
+def test_a_dry_run_refuses_what_the_client_refuses(
+    changes: dict[str, Any], inputs: Any, text: str, tmp_path: Path
+) -> None:
+    estimator = PyTorch(**example(tmp_path / "source", output_path=f"s3://{BUCKET}/", **changes))
+    with pytest.raises(ParamValidationError, match=text) as in_fit:
+        estimator.fit(inputs, job_name="refused", wait=False)
+    with pytest.raises(ParamValidationError) as in_dry_run:
+        estimator.dry_run(inputs, job_name="refused")
+    assert str(in_dry_run.value) == str(in_fit.value)
+
+
 INPUTS = [
     None,
     {"train": "s3://b/train", "test": TrainingInput("s3://b/test", content_type="text/csv")},
@@ -286,3 +308,8 @@ def test_a_dry_run_of_a_local_job_is_told_too(tmp_path: Path) -> None:
     request = PyTorch(**arguments).dry_run({"train": "file:///data"}, job_name="JOB")
     assert request["HyperParameters"]["sagemaker_mpi_num_of_processes_per_host"] == "8"
     assert not (tmp_path / "jobs" / "JOB").exists()
+    (channel,) = request["InputDataConfig"]
+    assert channel["DataSource"]["FileDataSource"]["FileUri"] == "file:///data"
+    arguments["environment"] = {"A": 1}
+    with pytest.raises(ParamValidationError, match=r"Environment\.A"):
+        PyTorch(**arguments).dry_run({"train": "file:///data"})

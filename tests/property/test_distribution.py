@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -134,6 +134,8 @@ def test_what_passes_here_passes_in_the_container(case: tuple[dict[str, Any], in
         return
     if checked.config is None:
         assert not is_on(distribution), "switched off in silence"
+        if checked.distribution.get("mpi", {}).get("enabled"):
+            plan_the_launch(mpi_alone(checked), num_hosts)
     else:
         run_the_container(checked, num_hosts)
 
@@ -154,8 +156,27 @@ def is_on(distribution: dict[str, Any]) -> bool:
 
 
 def run_the_container(checked: CheckedDistribution, num_hosts: int) -> None:
-    """All that the container does with the request before it starts mpirun, by its own functions."""
-    hyperparameters = {key: json.dumps(value) for key, value in checked.hyperparameters.items()}
+    """As the container would, with the parameters checked as it checks them."""
+    job = plan_the_launch(checked.hyperparameters, num_hosts)
+    assert job.mpi_enabled
+    assert job.mp_parameters is not None
+    assert job.processes_per_host is not None
+    Config.from_parameters(job.mp_parameters).check_world_size(job.processes_per_host * num_hosts)
+
+
+def mpi_alone(checked: CheckedDistribution) -> dict[str, Any]:
+    """The hyperparameters that the SDK makes of `mpi`."""
+    mpi = checked.distribution["mpi"]
+    return {
+        "sagemaker_mpi_enabled": True,
+        "sagemaker_mpi_num_of_processes_per_host": mpi.get("processes_per_host", 1),
+        "sagemaker_mpi_custom_mpi_options": mpi.get("custom_mpi_options", ""),
+    }
+
+
+def plan_the_launch(given: Mapping[str, Any], num_hosts: int) -> Job:
+    """All that the container does with a request before it starts mpirun, by its own functions."""
+    hyperparameters = {key: json.dumps(value) for key, value in given.items()}
     hosts = [f"algo-{number + 1}" for number in range(num_hosts)]
     with TemporaryDirectory() as root:
         config = Path(root) / "input" / "config"
@@ -164,10 +185,7 @@ def run_the_container(checked: CheckedDistribution, num_hosts: int) -> None:
         resources = {"current_host": "algo-1", "hosts": hosts, "network_interface_name": "eth0"}
         (config / "resourceconfig.json").write_text(json.dumps(resources))
         job = Job.read(root)
-    assert job.mpi_enabled
-    assert job.mp_parameters is not None
     assert job.processes_per_host is not None
-    Config.from_parameters(job.mp_parameters).check_world_size(job.processes_per_host * num_hosts)
     plan_job(
         job,
         processes_per_host=job.processes_per_host,
@@ -178,6 +196,7 @@ def run_the_container(checked: CheckedDistribution, num_hosts: int) -> None:
         script=("train.py", *script_arguments(job)),
         is_root=True,
     )
+    return job
 
 
 PATHS = [
