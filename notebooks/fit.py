@@ -5,7 +5,7 @@
 The estimator is the one that the SageMaker documentation shows for its modelparallel library. What
 differs is the session: with `LocalMPISession` the same job request is run here, as MPI processes,
 instead of being sent to AWS. Everything of the job is kept in the folder `smp_lite_jobs` beside this
-one (inside, it would be sent along with the next job's source).
+one (inside, a session with AWS would send it along with the source).
 """
 
 from __future__ import annotations
