@@ -194,7 +194,7 @@ leave_jobs_out(lambda session: session.directory if isinstance(session, LocalMPI
 
 
 class _Logs:
-    """Prints what is new in files, whole lines at a time."""
+    """Prints what is new in files, into which whole lines are written."""
 
     def __init__(self, files: list[Path]) -> None:
         self._positions = dict.fromkeys(files, 0)

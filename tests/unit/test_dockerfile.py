@@ -107,6 +107,7 @@ def test_the_entry_point_of_the_wheel_runs_a_job(wheel: Path, tmp_path: Path, ar
     assert entry_point[0] == "python"
     python = python_with(wheel, tmp_path)
     root = tmp_path / "ml"
+    root.mkdir()
     result = subprocess.run(
         [python, *entry_point[1:], *argument, "--root", str(root)],
         cwd=tmp_path,
