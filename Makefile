@@ -12,9 +12,9 @@
 # pip's own environment variables work as always: on Linux, where PyPI's torch is a large CUDA
 # build, PIP_EXTRA_INDEX_URL can point at an index with the CPU build of the same version.
 
-# The first of these that is at least 3.11 and really starts; PYTHON=... overrules.
+# The first of these that is at least 3.11.4 and really starts; PYTHON=... overrules.
 PYTHON ?= $(firstword $(foreach candidate,python3.11 python3,$(shell \
-	$(candidate) -c 'import sys; sys.version_info >= (3, 11) and print("$(candidate)")' 2>/dev/null)))
+	$(candidate) -c 'import sys; sys.version_info >= (3, 11, 4) and print("$(candidate)")' 2>/dev/null)))
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -47,8 +47,8 @@ lint: $(VENV)/test.stamp
 	$(BIN)/ruff format --check
 
 $(BIN)/python:
-	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
-	  { echo 'smp-lite needs Python 3.11 or later; name one with: make PYTHON=/path/to/python' >&2; exit 1; }
+	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11, 4))' 2>/dev/null || \
+	  { echo 'smp-lite needs Python 3.11.4 or later; name one with: make PYTHON=/path/to/python' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/train.stamp: extras := mpi,plot,sagemaker

@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+from .leftovers import belongs_to
 from .output import Source
 
 __all__ = ["Channels"]
@@ -75,10 +76,14 @@ class Channels:
             else:
                 self._selector.unregister(key.fd)
 
-    def rank_pids(self) -> list[int]:
-        """Process ids of the ranks that have come as far as to tell theirs."""
+    def told_pids(self) -> list[int]:
+        """Process ids of the ranks that have come as far as to tell theirs; they may have ended."""
         texts = (path.read_text() for path in self._directory.glob("rank*.pid"))
         return [int(text) for text in texts if text]
+
+    def rank_pids(self) -> list[int]:
+        """Those of them that run."""
+        return [pid for pid in self.told_pids() if belongs_to(pid, self._directory)]
 
     def _make_terminal(self, path: Path, like: int) -> int:
         """A terminal of the size of the one at descriptor `like`, less room for the prefix."""

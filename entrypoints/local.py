@@ -115,13 +115,16 @@ def run_local(
                 requests.append(signal.SIGPIPE)
             finally:
                 if process.poll() is None:
-                    stop_mpirun(process, channels.rank_pids(), _STOP_GRACE_S)
+                    stop_mpirun(process, (), _STOP_GRACE_S)
                 kill_ranks(channels.rank_pids())
                 kill_leftovers(directory)
+            try:
+                screen.take(channels, timeout_s=0)  # before mpirun's pipe is closed
+                screen.close()
+            except BrokenPipeError:
+                requests.append(signal.SIGPIPE)
         if signal.SIGPIPE in requests:
             return Ending(128 + signal.SIGPIPE)
-        screen.take(channels, timeout_s=0)
-        screen.close()
         if requests and not watch.ended_alone:
             return Ending(128 + requests[0], None, f"stopped by {requests[0].name}")
         others = remote.report() if remote is not None else RankReport()
@@ -153,10 +156,11 @@ class Notice:
 
     def give(self) -> bool:
         """Tell those that have come and do not know; whether all know now."""
+        all_have_come = len(self._channels.told_pids()) == self._num_ranks
         pids = set(self._channels.rank_pids()) - self._told
         notify_ranks(pids)
         self._told |= pids
-        return len(self._told) == self._num_ranks
+        return all_have_come
 
 
 class _Watch:
@@ -215,7 +219,9 @@ def stop_requests() -> Iterator[list[signal.Signals]]:
     def remember(number: int, frame: FrameType | None) -> None:
         requests.append(signal.Signals(number))
 
-    before = {number: signal.signal(number, remember) for number in _STOP_SIGNALS}
+    # What is ignored stays so: nohup ignores SIGHUP for the launcher, a shell SIGINT for a background job.
+    heard = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, remember) for number in heard}
     try:
         yield requests
     finally:

@@ -52,8 +52,9 @@ class LineMerger:
             begin = match.end()
         text = text[begin:]
         while len(text) > _LONGEST_LINE:
-            self._end_line(source, text[:_LONGEST_LINE], b"\n")
-            text = text[_LONGEST_LINE:]
+            end = _character_start(text, _LONGEST_LINE)
+            self._end_line(source, text[:end], b"\n")
+            text = text[end:]
         if text:
             self._pending[source] = text
             if source in self._live:
@@ -84,6 +85,14 @@ class LineMerger:
 
     def _wipe(self) -> bytes:
         return b"" if self._shown is None else _WIPE_LINE
+
+
+def _character_start(text: bytes, at: int) -> int:
+    """The last place up to `at` where a character of UTF-8 begins; `at` where it is something else."""
+    for place in range(at, at - 4, -1):
+        if text[place] & 0xC0 != 0x80:
+            return place
+    return at
 
 
 def _prefixed(source: Source, text: bytes) -> bytes:

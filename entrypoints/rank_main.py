@@ -53,17 +53,26 @@ def main(argv: list[str]) -> None:
         channel = os.open(run_dir / f"rank{rank}.{stream}", os.O_WRONLY | os.O_NOCTTY)
         os.dup2(channel, descriptor)
         os.close(channel)
+    process = os.getpid()
     try:
         enter_host(rank)
         if argv[0] == "-m":
             _run_module(argv[1], argv[2:])
         else:
             _run_script(argv[0], argv[1:])
-    except SystemExit as stop:
-        code, text = _exit_code(stop.code)
+    except BaseException as error:
+        if os.getpid() != process:
+            raise  # a child that the script has forked ends the normal way: it is not this rank
+        _end(error, rank)
+
+
+def _end(error: BaseException, rank: int) -> None:
+    """End this rank as `error`, which the script has let pass, wants it."""
+    if isinstance(error, SystemExit):
+        code, text = _exit_code(error.code)
         if code != 0:
             _fail(text, rank, code, text)
-    except BaseException as error:
+    else:
         _call_custom_hook(error, rank)
         _fail(_traceback_text(error), rank, 1, headline_of(error))
 
@@ -120,6 +129,8 @@ def _call_custom_hook(error: BaseException, rank: int) -> None:
     record_failure(_traceback_text(error), rank, headline=headline_of(error))
     try:
         sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit:
+        pass  # the record has the exit code of an exception
     except Exception:
         traceback.print_exc()
 
@@ -140,7 +151,7 @@ def _flush_files() -> None:
         for file in [found for found in gc.get_objects() if issubclass(type(found), kind)]:
             try:
                 file.flush()
-            except (OSError, ValueError):
+            except Exception:  # closed, half made, or its reader has gone
                 continue
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 from collections import defaultdict, deque
@@ -9,7 +10,7 @@ from collections.abc import Callable
 
 from .channels import Channels
 from .mpirun import MpirunMessages
-from .output import LineMerger
+from .output import LineMerger, Source
 
 __all__ = ["MPIRUN", "Screen"]
 
@@ -31,7 +32,20 @@ class Screen:
         out = err if len(terminals) == 2 else LineMerger(_writer(sys.stdout.fileno()), live)
         self._mergers = {"stdout": out, "stderr": err}
         self._mpirun_text = ""
-        self.last_lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=_LAST_LINES))
+        self._ended_lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=_LAST_LINES))
+        self._open_lines: dict[Source, str] = defaultdict(str)
+        self._decoders: dict[Source, codecs.IncrementalDecoder] = defaultdict(
+            lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
+        )
+
+    @property
+    def last_lines(self) -> dict[int, list[str]]:
+        """By rank, what each has printed last."""
+        lines = {rank: list(kept) for rank, kept in self._ended_lines.items()}
+        for (name, _), text in self._open_lines.items():
+            if text:
+                lines.setdefault(int(name), []).append(text)
+        return {rank: kept[-_LAST_LINES:] for rank, kept in lines.items()}
 
     def take(self, channels: Channels, timeout_s: float) -> None:
         """Show what has come, waiting up to `timeout_s` seconds for it; then all that is there."""
@@ -41,7 +55,7 @@ class Screen:
                     self._take_mpirun(data)
                 else:
                     self._mergers[source[1]].feed(source, data)
-                    self._remember(int(source[0]), data)
+                    self._remember(source, data)
             timeout_s = 0
 
     def close(self) -> None:
@@ -51,11 +65,12 @@ class Screen:
         for merger in self._mergers.values():
             merger.close()
 
-    def _remember(self, rank: int, data: bytes) -> None:
-        kept = self.last_lines[rank]
-        first, *others = data.decode(errors="replace").split("\n")
-        lines = [(kept.pop() if kept else "") + first, *others]
-        kept.extend(_last_drawn(line) for line in lines[-_LAST_LINES:])
+    def _remember(self, source: Source, data: bytes) -> None:
+        *lines, rest = (self._open_lines[source] + self._decoders[source].decode(data)).split("\n")
+        self._ended_lines[int(source[0])].extend(
+            _last_drawn(line).removesuffix("\r") for line in lines[-_LAST_LINES:]
+        )
+        self._open_lines[source] = _last_drawn(rest)
 
     def _take_mpirun(self, data: bytes) -> None:
         *lines, self._mpirun_text = (self._mpirun_text + data.decode(errors="replace")).split("\n")

@@ -17,7 +17,7 @@ import sys
 import tarfile
 import tempfile
 
-PYTHON = (3, 11)
+PYTHON = (3, 11, 4)
 PIP_LIMIT_S = 1800
 
 
@@ -52,7 +52,7 @@ def end_on_sigterm():
 def check_image():
     """Raises StartError unless this Python can run the package."""
     if sys.version_info < PYTHON:
-        needed, found = (".".join(map(str, version[:2])) for version in (PYTHON, sys.version_info))
+        needed, found = (".".join(map(str, version[:3])) for version in (PYTHON, sys.version_info))
         raise StartError(
             f"smp_lite needs Python {needed} or newer, and the image's python3 is {found}: take a newer image"
         )

@@ -97,8 +97,7 @@ def run_worker_host(
                 screen.take(channels, _POLL_S)
                 if not asked.empty():
                     screen.take(channels, 0)
-                    lines = {rank: list(kept) for rank, kept in screen.last_lines.items()}
-                    asked.get().put(RankReport(read_failures(directory), lines))
+                    asked.get().put(RankReport(read_failures(directory), screen.last_lines))
                 now = time.monotonic()
                 if requests:
                     stopped_at = min(stopped_at, now)

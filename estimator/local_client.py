@@ -6,8 +6,6 @@ once it has ended any session on the same folder can describe it.
 
 from __future__ import annotations
 
-import atexit
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ class LocalMPIClient:
         self._store = store
         self._region = region
         self._jobs: dict[str, LocalTrainingJob] = {}
-        atexit.register(self._end_all)
 
     def create_training_job(self, **request: Any) -> dict[str, str]:
         """Start the job; returns at once."""
@@ -73,16 +70,6 @@ class LocalMPIClient:
                 f"this session has started no job {name!r}, and none has ended in {self._directory}",
             )
         return record
-
-    def _end_all(self) -> None:
-        for job in self._jobs.values():
-            if not job.record.has_ended():
-                print(
-                    f"job {job.name} is stopped: a local job ends with the Python that started it; "
-                    "to wait for it, call estimator.latest_training_job.wait()",
-                    file=sys.stderr,
-                )
-                job.end_now()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

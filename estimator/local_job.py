@@ -9,6 +9,7 @@ ending, `MaxRuntimeInSeconds` is honoured, and a stop is SIGTERM now and SIGKILL
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -24,7 +25,7 @@ from typing import Any, BinaryIO
 from .local_files import collect_outputs, host_names, model_address, prepare_tree
 from .local_paths import translate_paths
 from .local_record import JobRecord
-from .local_store import Store
+from .local_store import DownloadStopped, Store
 
 __all__ = ["LocalTrainingJob", "log_files"]
 
@@ -54,19 +55,20 @@ class LocalTrainingJob:
         self.name: str = request["TrainingJobName"]
         self._request = request
         self._directory = directory
-        self._store = store
+        self._stop_asked = threading.Event()
+        self._store = store.until(self._stop_asked.is_set)
         self._region = region
         self._arn = f"arn:aws:sagemaker:{region}:000000000000:training-job/{self.name}"
         self._hosts = host_names(request)
         self._trees = [directory / "hosts" / host for host in self._hosts]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._killed: list[int] = []
-        self._stop_asked = threading.Event()
         self._end_asked = threading.Event()
         self.record = JobRecord.of_request(request, arn=self._arn, model=model_address(request, store))
         self._thread = threading.Thread(target=self._run, name=f"job {self.name}", daemon=True)
 
     def start(self) -> None:
+        _running.add(self)
         self._thread.start()
 
     def stop(self) -> None:
@@ -83,6 +85,12 @@ class LocalTrainingJob:
     # The thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._run_to_the_end()
+        finally:
+            _running.discard(self)
+
+    def _run_to_the_end(self) -> None:
         try:
             status, secondary, reason = self._train()
         except ValueError as error:
@@ -105,8 +113,11 @@ class LocalTrainingJob:
     def _train(self) -> tuple[str, str, str]:
         """Run the job; returns its status, secondary status and the reason of a failure."""
         self.record.move("InProgress", "Downloading")
-        for host, tree in zip(self._hosts, self._trees):
-            prepare_tree(self._request, host, tree, self._store)
+        try:
+            for host, tree in zip(self._hosts, self._trees):
+                prepare_tree(self._request, host, tree, self._store)
+        except DownloadStopped:
+            pass
         if self._stop_asked.is_set():
             return "Stopped", "Stopped", ""
         (self._directory / "logs").mkdir()
@@ -194,6 +205,9 @@ class LocalTrainingJob:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
 
     def _failure(self, codes: list[int]) -> str:
         """The reason that the service would give: what the first failing host left, and its exit code; a
@@ -220,6 +234,20 @@ class LocalTrainingJob:
         """What the host printed last."""
         log = log_files(self._directory, self._request)[index]
         return "\n".join(log.read_text("utf-8", errors="replace").splitlines()[-_LAST_LINES:])
+
+
+_running: set[LocalTrainingJob] = set()
+
+
+@atexit.register
+def _end_running_jobs() -> None:
+    for job in list(_running):
+        print(
+            f"job {job.name} is stopped: a local job ends with the Python that started it; "
+            "to wait for it, call estimator.latest_training_job.wait()",
+            file=sys.stderr,
+        )
+        job.end_now()
 
 
 def log_files(directory: Path, request: Mapping[str, Any]) -> list[Path]:

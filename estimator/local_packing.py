@@ -41,7 +41,7 @@ def leave_jobs_out(jobs_of: Callable[[Any], Path | None]) -> None:
                         jobs, "source_dir", estimator.source_dir, scratch / "source"
                     )
                 estimator.dependencies = [
-                    _without(jobs, "dependencies", name, scratch / str(index) / os.path.basename(name))
+                    _dependency_without(jobs, name, scratch / str(index))
                     for index, name in enumerate(estimator.dependencies or ())
                 ]
                 return original(estimator)
@@ -49,6 +49,20 @@ def leave_jobs_out(jobs_of: Callable[[Any], Path | None]) -> None:
                 estimator.source_dir, estimator.dependencies = given
 
     EstimatorBase._stage_user_code_in_s3 = stage
+
+
+def _dependency_without(jobs: Path, folder: Any, scratch: Path) -> Any:
+    """As `_without`, under the same name: the SDK packs a dependency under the last part of its path, and the
+    contents of "." and of "folder/" without a name."""
+    name = os.path.basename(folder) if isinstance(folder, (str, os.PathLike)) else ""
+    ending = {"": "/", ".": "/."}.get(str(name), "")
+    view_name = "contents" if ending or name == ".." else str(name)
+    view = _without(jobs, "dependencies", folder, scratch / view_name)
+    if view is not folder and name == "..":
+        raise ValueError(
+            f"dependencies={folder!r} holds the folder of the session's jobs: give its own name, not '..'"
+        )
+    return view if view is folder else view + ending
 
 
 def _without(jobs: Path, argument: str, folder: Any, view: Path) -> Any:
@@ -59,7 +73,9 @@ def _without(jobs: Path, argument: str, folder: Any, view: Path) -> Any:
     """
     if not isinstance(folder, (str, os.PathLike)) or not os.path.isdir(folder):
         return folder
-    source, jobs = Path(folder).resolve(), jobs.resolve()
+    source, jobs = Path(os.path.abspath(folder)), Path(os.path.abspath(jobs))
+    if not jobs.is_relative_to(source):  # as they are named; a link may lead from one to the other
+        source, jobs = source.resolve(), jobs.resolve()
     if source == jobs:
         raise ValueError(
             f"{argument}={str(folder)!r} is also the folder of LocalMPISession(directory=...): all earlier "

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from .local_bucket import LOCAL_BUCKET, path_within
 
-__all__ = ["Store"]
+__all__ = ["DownloadStopped", "Store"]
+
+
+class DownloadStopped(Exception):
+    """Nobody needs the data any more."""
 
 
 class Store:
@@ -24,6 +28,7 @@ class Store:
     def __init__(self, directory: Path, client: Any) -> None:
         self._directory = directory
         self._client = client
+        self._stopped: Callable[[], bool] = lambda: False
 
     def local_path(self, uri: str) -> Path | None:
         """Where `uri` is on this machine; None where it is in the real S3.
@@ -72,6 +77,12 @@ class Store:
         """
         self._fetch(uri, *_bucket_and_key(uri), target)
 
+    def until(self, stopped: Callable[[], bool]) -> Store:
+        """The same store, whose downloads end with DownloadStopped once `stopped` says so."""
+        store = Store(self._directory, self._client)
+        store._stopped = stopped
+        return store
+
     def upload(self, source: Path, uri: str) -> None:
         """Bring the file `source`, or all files of that folder, to `uri`."""
         local = self.local_path(uri)
@@ -87,6 +98,8 @@ class Store:
                 self._call(uri, self._client.upload_file, str(file), bucket, f"{key}{suffix}")
 
     def _fetch(self, uri: str, bucket: str, key: str, target: Path) -> None:
+        if self._stopped():
+            raise DownloadStopped
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             self._call(uri, self._client.download_file, bucket, key, str(target))

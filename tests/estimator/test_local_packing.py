@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tarfile
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests.estimator.jobs import estimator
 
 def packed(job_directory: Path) -> set[str]:
     with tarfile.open(job_directory / "source" / "sourcedir.tar.gz") as archive:
-        return {member.name for member in archive.getmembers() if member.isfile()}
+        return {os.path.normpath(member.name) for member in archive.getmembers() if member.isfile()}
 
 
 def an_earlier_job(jobs: Path, data: Path) -> None:
@@ -63,3 +64,28 @@ def test_jobs_that_lie_among_the_source_are_refused(tmp_path: Path) -> None:
     job = estimator(tmp_path, "", sagemaker_session=LocalMPISession(tmp_path / "source"))
     with pytest.raises(ValueError, match=r"source_dir=.* is also the folder of LocalMPISession"):
         job.prepare_workflow_for_training("refused")
+
+
+@pytest.mark.parametrize("name", [".", "./"])
+def test_a_dependency_without_a_name_keeps_its_place(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "helper.py").touch()
+    monkeypatch.chdir(folder)
+    session = LocalMPISession()
+    for number in range(2):  # the folder of jobs is there the second time
+        job = estimator(tmp_path, "", sagemaker_session=session, dependencies=[name])
+        job.prepare_workflow_for_training(f"packed-{number}")
+        assert packed(folder / "smp_lite_jobs" / f"packed-{number}") == {"train.py", "helper.py"}
+
+
+def test_a_folder_of_jobs_that_lies_elsewhere_is_not_followed(tmp_path: Path) -> None:
+    source, elsewhere = tmp_path / "source", tmp_path / "elsewhere"
+    source.mkdir()
+    an_earlier_job(elsewhere, tmp_path)
+    (source / "jobs").symlink_to(elsewhere, target_is_directory=True)
+    job = estimator(tmp_path, "", sagemaker_session=LocalMPISession(source / "jobs"))
+    job.prepare_workflow_for_training("packed")
+    assert packed(elsewhere / "packed") == {"train.py"}

@@ -47,6 +47,11 @@ def test_a_line_without_end_is_broken() -> None:
     assert [len(line) for line in lines] == [4 + 65_536, 4 + 65_536, 4 + 180_000 - 2 * 65_536]
 
 
+def test_a_line_is_not_broken_in_a_character() -> None:
+    lines = merged([(OUT_0, b"x" + "\u00fc".encode() * 40_000)], live=[]).decode().splitlines()
+    assert [len(line) for line in lines] == [4 + 32_768, 4 + 40_001 - 32_768]
+
+
 @pytest.mark.parametrize(
     ("feeds", "expected"),
     [

@@ -113,3 +113,26 @@ def test_a_failing_rank_whose_exit_hangs_does_not_hold_the_launch(tmp_path: Path
     assert result.returncode == 1
     assert result.stderr.endswith("RuntimeError: the cause\n")
     assert processes_mentioning(script) == []
+
+
+def test_a_forked_child_is_not_the_rank(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "script.py",
+        "child = os.fork()\nif child == 0:\n    sys.exit(3)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n",
+    )
+    result = launch(tmp_path, "--processes", "1", "script.py")
+    assert (result.returncode, result.stdout) == (0, "[0] 3\n"), result.stderr
+
+
+def test_a_half_made_file_does_not_keep_others_from_being_written(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "script.py",
+        "import gzip\nlog = open('log', 'wb')\nlog.write(b'up to then')\ngzip.open('missing.gz')\n",
+    )
+    result = launch(tmp_path, "--processes", "1", "script.py")
+    assert result.returncode == 1
+    assert (tmp_path / "log").read_bytes() == b"up to then"
+    assert "_flush_files" not in result.stderr

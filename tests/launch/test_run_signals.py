@@ -92,3 +92,28 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None
     while processes_mentioning(script):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_launch_outlives_its_terminal_where_that_is_wanted(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "script.py",
+        "import pathlib, time\npathlib.Path('up').touch()\n"
+        "while not pathlib.Path('go').exists():\n    time.sleep(0.05)\nprint('done')\n",
+    )
+    nohup = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh"]  # what nohup does
+    with subprocess.Popen(
+        [*nohup, *command("--processes", "1", str(script))], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            deadline = time.monotonic() + HANG_S
+            while not (tmp_path / "up").exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            process.send_signal(signal.SIGHUP)
+            time.sleep(0.3)  # in which it would end
+            (tmp_path / "go").touch()
+            output, _ = process.communicate(timeout=HANG_S)
+        finally:
+            process.terminate()
+    assert (process.returncode, output) == (0, "[0] done\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Client
@@ -145,3 +146,21 @@ def test_a_message_that_makes_no_sense_ends_the_connection_only(
             client.recv_bytes()
     assert "makes no sense" in capfd.readouterr().err
     assert run_daemon_on("localhost", [], KEY, service.port) == 1
+
+
+def test_a_service_that_speaks_another_language_is_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(server: socket.socket) -> None:
+        with server.accept()[0] as caller:
+            caller.sendall(b"\0\0\0\x05hello")
+
+    with socket.create_server(("localhost", 0)) as server:
+        thread = threading.Thread(target=answer, args=(server,), daemon=True)
+        thread.start()
+        with pytest.raises(TimeoutError, match="localhost did not come"):
+            OtherHosts(["localhost"], KEY, server.getsockname()[1], 0)
+
+
+def test_the_port_is_free_afterwards(service: HostService) -> None:
+    service.close()
+    again = HostService(KEY, service.port, lambda _: pytest.fail("not called"), lambda: REPORT, lambda: True)
+    again.close()
