@@ -89,7 +89,7 @@ def decide_ending(
         reason = next((line.strip() for line in mpirun_lines if line.strip(" \t-")), "")
         text = f"mpirun ended with exit code {code}" + (f": {reason}" if reason else "")
         return Ending(code, None, text, last_lines=tuple(mpirun_lines))
-    signalled = death.signal_number is not None
-    code = 128 + death.signal_number if signalled else death.exit_code or mpirun_code
+    number = death.signal_number
+    code = 128 + number if number is not None else death.exit_code or mpirun_code
     lines = tuple(last_lines.get(death.rank, ()))
     return Ending(code, death.rank, death.describe(), last_lines=lines, others=tuple(failures))

@@ -58,8 +58,9 @@ class RankReport:
 class RemoteRanks(Protocol):
     """The ranks on other hosts, as the launcher on the first one knows them."""
 
-    lost: Collection[str]
-    """The hosts that have not answered when they were asked."""
+    @property
+    def lost(self) -> Collection[str]:
+        """The hosts that have not answered when they were asked."""
 
     def give_notice(self) -> bool:
         """Tell those that have come, once each, that the job is about to be stopped; whether that is all."""

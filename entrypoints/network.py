@@ -2,8 +2,8 @@
 
 mpirun starts one daemon of its own on each other host, by a program that is ssh by default. Ours is
 `host_agent`: it hands the daemon's arguments to the `train` process that waits on that host, which
-starts the daemon with the environment of its host. So every host keeps its own `SM_CURRENT_HOST`,
-no image needs an ssh server or keys, and no variable is written anywhere.
+starts the daemon with the environment of its host (`remote_daemon`). So every host keeps its own
+`SM_CURRENT_HOST`, no image needs an ssh server or keys, and no variable is written anywhere.
 
 A `train` process that starts what it is told over the network must know by whom. Both sides prove
 that they know a key derived from the job's own files (`job_key`), by the challenge of
@@ -16,44 +16,31 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shlex
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
-from pathlib import Path
 from typing import Any
 
 from smp_lite.errors_record import FailureRecord
 
+from .host_connection import call, connect, limited_receiving, receive, send
 from .job import Job
 from .local import RankReport
 
-__all__ = [
-    "KEY_VARIABLE",
-    "PORT_VARIABLE",
-    "HostService",
-    "OtherHosts",
-    "daemon_environment",
-    "job_key",
-    "parse_daemon_command",
-    "run_daemon_on",
-    "write_agent",
-]
+__all__ = ["KEY_VARIABLE", "PORT_VARIABLE", "HostService", "OtherHosts", "job_key"]
 
 KEY_VARIABLE = "SMP_LITE_HOST_KEY"
 PORT_VARIABLE = "SMP_LITE_HOST_PORT"
 
-_DAEMONS = ("prted", "orted")
 _RETRY_S = 0.2
-_CONNECT_S = 2
+_WAKE_S = 2.0
 _ANSWER_S = 10.0
 
 
@@ -108,7 +95,7 @@ class HostService:
     def close(self) -> None:
         self._closing.set()
         with suppress(OSError):  # wakes the thread that accepts, and would keep the port
-            socket.create_connection(("localhost", self.port), timeout=_CONNECT_S).close()
+            socket.create_connection(("localhost", self.port), timeout=_WAKE_S).close()
         self._listener.close()
 
     def _accept(self) -> None:
@@ -124,24 +111,24 @@ class HostService:
         is_first_host = False
         try:
             # Here and not in accept(), where a stranger who keeps silent would keep all others out.
-            with _limited_receiving(connection):
+            with limited_receiving(connection):
                 deliver_challenge(connection, self._key)
                 answer_challenge(connection, self._key)
             while True:
-                message = _receive(connection)
+                message = receive(connection)
                 if message["call"] == "join":
                     is_first_host = self.joined = True
-                    _send(connection, {})
+                    send(connection, {})
                 elif message["call"] == "daemon":
                     with self._start(message["arguments"]) as daemon:
-                        _send(connection, {"exit_code": daemon.wait()})
+                        send(connection, {"exit_code": daemon.wait()})
                 elif message["call"] == "report":
-                    _send(connection, asdict(self._report()))
+                    send(connection, asdict(self._report()))
                 elif message["call"] == "notice":
-                    _send(connection, {"all_know": self._give_notice()})
+                    send(connection, {"all_know": self._give_notice()})
                 elif message["call"] == "end":
                     self.exit_code = message["exit_code"]
-                    _send(connection, {})
+                    send(connection, {})
                     return
         except (AuthenticationError, EOFError, OSError):
             pass
@@ -173,7 +160,7 @@ class OtherHosts:
         while absent := [name for name in names if name not in self._connections]:
             for name in absent:
                 try:
-                    connection = _connect(name, port, key)
+                    connection = connect(name, port, key)
                 except AuthenticationError:
                     strangers.add(name)
                     continue
@@ -218,111 +205,9 @@ class OtherHosts:
         for name in list(self._connections) if names is None else names:
             connection = self._connections[name]
             try:
-                answers.append(_call(connection, message, _ANSWER_S))
+                answers.append(call(connection, message, _ANSWER_S))
             except (EOFError, OSError):
                 connection.close()
                 del self._connections[name]
                 self.lost.add(name)
         return answers
-
-
-def run_daemon_on(host: str, arguments: Sequence[str], key: bytes, port: int) -> int:
-    """Have `host` start mpirun's daemon and stay until it ends; returns its exit code.
-
-    Raises:
-        ConnectionError: the host does not answer.
-    """
-    try:
-        connection = _connect(host, port, key)
-    except AuthenticationError:
-        raise ConnectionError(f"host {host} answers on port {port}, but with another key") from None
-    if connection is None:
-        raise ConnectionError(f"host {host} does not answer on port {port}")
-    with connection:
-        message = {"call": "daemon", "arguments": list(arguments)}
-        # As long as the job takes: mpirun ends this process when it has enough of it.
-        return int(_call(connection, message, None)["exit_code"])
-
-
-def parse_daemon_command(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The host and the daemon's arguments from what mpirun gives the program that it takes for ssh.
-
-    That is the host and a text for a shell: assignments, exports, and last the daemon with arguments.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    at = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
-    host = words[at] if at < len(words) else ""
-    lexer = shlex.shlex(" ".join(words[at + 1 :]), posix=True, punctuation_chars=";")
-    lexer.whitespace_split = True
-    command: list[str] = []
-    for token in lexer:
-        command = [] if set(token) == {";"} else [*command, token]
-    if not command or Path(command[0]).name not in _DAEMONS:
-        raise ValueError(f"mpirun asks to start {command[:1]} on {host}, which is not its daemon")
-    return host, command[1:]
-
-
-def write_agent(directory: Path) -> Path:
-    """The program that mpirun takes for ssh, as an executable file: mpirun wants a single word."""
-    path = directory / "host-agent"
-    python = shlex.quote(sys.executable)
-    path.write_text(f'#!/bin/sh\nexec {python} -P -m smp_lite.entrypoints.host_agent "$@"\n')
-    path.chmod(0o700)
-    return path
-
-
-def daemon_environment(mpirun: str) -> dict[str, str]:
-    """What the daemon needs to find its own files, wherever Open MPI is installed."""
-    prefix = str(Path(mpirun).parent.parent)
-    return {"PRTE_PREFIX": prefix, "PMIX_PREFIX": prefix, "OPAL_PREFIX": prefix}
-
-
-def _connect(host: str, port: int, key: bytes) -> Connection | None:
-    """A connection, or None where nobody answers (yet).
-
-    Raises:
-        AuthenticationError: who answers has another key.
-    """
-    try:
-        with socket.create_connection((host, port), timeout=_CONNECT_S) as plain:
-            plain.settimeout(None)
-            connection = Connection(os.dup(plain.fileno()))
-    except OSError:
-        return None
-    try:
-        with _limited_receiving(connection):
-            answer_challenge(connection, key)
-            deliver_challenge(connection, key)
-        return connection
-    except BaseException as error:
-        connection.close()
-        if isinstance(error, OSError | EOFError | AssertionError):  # the last: no challenge came
-            return None
-        raise
-
-
-@contextmanager
-def _limited_receiving(connection: Connection) -> Iterator[None]:
-    """Meanwhile receiving fails after a while, for something that listens or calls and then keeps silent."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as plain:
-        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _CONNECT_S, 0))
-        yield
-        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
-
-
-def _call(connection: Connection, message: Mapping[str, Any], limit_s: float | None) -> dict[str, Any]:
-    _send(connection, message)
-    if not connection.poll(limit_s):
-        raise TimeoutError(f"no answer to {message['call']!r} within {limit_s:g} s")
-    return _receive(connection)
-
-
-def _send(connection: Connection, message: Mapping[str, Any]) -> None:
-    connection.send_bytes(json.dumps(message).encode())
-
-
-def _receive(connection: Connection) -> dict[str, Any]:
-    message: dict[str, Any] = json.loads(connection.recv_bytes())
-    return message

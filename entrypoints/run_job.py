@@ -23,8 +23,9 @@ from .job import Job
 from .launch_plan import plan_job
 from .local import RemoteRanks, run_local
 from .mpirun import find_daemon, find_mpirun, installed_version
-from .network import KEY_VARIABLE, PORT_VARIABLE, OtherHosts, job_key, write_agent
+from .network import KEY_VARIABLE, PORT_VARIABLE, OtherHosts, job_key
 from .one_machine import HOSTS_VARIABLE, Host, MeetingPlace, write_hosts
+from .remote_daemon import write_agent
 from .source_code import fetch_source, install_requirements
 from .start_checks import check_start
 from .worker_host import run_worker_host

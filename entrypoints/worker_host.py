@@ -23,7 +23,8 @@ from .ending import Ending
 from .leftovers import kill_leftovers
 from .local import Notice, RankReport, stop_requests
 from .mpirun import kill_ranks
-from .network import HostService, daemon_environment
+from .network import HostService
+from .remote_daemon import daemon_environment
 from .screen import Screen
 
 __all__ = ["run_worker_host"]

@@ -13,7 +13,8 @@ from multiprocessing.connection import Client
 import pytest
 
 from smp_lite.entrypoints.local import RankReport
-from smp_lite.entrypoints.network import HostService, OtherHosts, parse_daemon_command, run_daemon_on
+from smp_lite.entrypoints.network import HostService, OtherHosts
+from smp_lite.entrypoints.remote_daemon import parse_daemon_command, run_daemon_on
 from smp_lite.errors_record import FailureRecord
 
 KEY = b"the key of the job"
@@ -116,7 +117,7 @@ def test_hosts_that_do_not_come_are_named() -> None:
 
 
 def test_something_else_that_listens_there_is_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smp_lite.entrypoints.network._CONNECT_S", 1)
+    monkeypatch.setattr("smp_lite.entrypoints.host_connection._CONNECT_S", 1)
     with (
         socket.create_server(("localhost", 0)) as silent,
         pytest.raises(TimeoutError, match="localhost did not come"),
@@ -130,7 +131,7 @@ def test_hosts_of_another_job_are_told_from_absent_ones(service: HostService) ->
 
 
 def test_silent_strangers_are_sent_away(service: HostService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smp_lite.entrypoints.network._CONNECT_S", 1)
+    monkeypatch.setattr("smp_lite.entrypoints.host_connection._CONNECT_S", 1)
     with socket.create_connection(("localhost", service.port)) as silent:
         silent.settimeout(20)
         while silent.recv(1000):  # the challenge, and then the end
