@@ -26,7 +26,7 @@ PYTEST := $(BIN)/python -m pytest
 train: $(VENV)/train.stamp
 	$(BIN)/python notebooks/fit.py
 
-# Two files at a time: most tests start several processes and leave a core idle now and then.
+# Two files at a time: most tests start processes and wait for them, which leaves a core idle now and then.
 test: $(VENV)/test.stamp
 	$(PYTEST) tests --ignore=tests/benchmarks --numprocesses 2 --dist loadfile
 

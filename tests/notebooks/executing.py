@@ -18,7 +18,7 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 
-_CELL_LIMIT_S = 90
+_CELL_LIMIT_S = 240
 """A bound against hanging; the longest cell takes some ten seconds."""
 
 

@@ -16,6 +16,9 @@ import pytest
 from tests.launch.launching import processes_mentioning
 from tests.notebooks.executing import FOLDER, execute, outputs, pictures, printed
 
+# Each runs one or two whole jobs, on cores that other tests use as well.
+pytestmark = pytest.mark.timeout(400)
+
 NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 LARGEST_PICTURE = 200_000
 """Characters of base64."""
