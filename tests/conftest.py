@@ -13,8 +13,6 @@ import pytest
 
 # Before any test module imports torch, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Ranks that wait in MPI leave their core to others: tests run more processes than there are cores.
-os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
 @pytest.fixture(autouse=True)
