@@ -174,20 +174,6 @@ class Job:
         """What lies here when the job ends becomes `output.tar.gz`."""
         return self.output_dir / "data"
 
-    @property
-    def failure_file(self) -> Path:
-        """Where the reason of a failure goes; SageMaker shows its first 1,024 characters."""
-        return self.output_dir / "failure"
-
-    @property
-    def success_file(self) -> Path:
-        return self.output_dir / "success"
-
-    @property
-    def channels(self) -> tuple[str, ...]:
-        """Names of the input channels, sorted."""
-        return tuple(sorted(self.input_data_config))
-
     def channel_dir(self, name: str) -> Path:
         """The folder of the data of channel `name`."""
         return self.input_dir / "data" / name

@@ -116,7 +116,7 @@ def run_local(
                 requests.append(signal.SIGPIPE)
             finally:
                 if process.poll() is None:
-                    stop_mpirun(process, (), _STOP_GRACE_S)
+                    stop_mpirun(process, _STOP_GRACE_S)
                 kill_ranks(channels.rank_pids())
                 kill_leftovers(directory)
             try:

@@ -45,9 +45,7 @@ _ABORTED = re.compile(
     r"due to process rank (\d+) with PID \d+ on node \S+\s+calling\s+\"abort\""
     r"|MPI_ABORT was invoked on rank (\d+) in communicator MPI_COMM_WORLD\s+with errorcode"
 )
-_IMPROPER = re.compile(
-    r"due to process rank (\d+) with PID \d+ on node \S+\s+exiting\s+improperly", re.DOTALL
-)
+_IMPROPER = re.compile(r"due to process rank (\d+) with PID \d+ on node \S+\s+exiting\s+improperly")
 _EXITED = re.compile(r"Process name:\s+\[(?:\S+@\d+|\[\d+,\d+\]),(\d+)\]\s+Exit code:\s+(\d+)")
 _ANNOUNCED = re.compile(r"Primary job\s+terminated normally, but \d+ process(es)? returned")
 """What 4.1 says before it gives the account proper."""
@@ -182,9 +180,9 @@ def find_daemon(mpirun: str) -> str:
     raise ValueError(f"neither prted nor orted is in {directory}, beside mpirun: reinstall Open MPI")
 
 
-def stop_mpirun(process: subprocess.Popen[bytes], rank_pids: Iterable[int], wait_s: float) -> None:
-    """End mpirun and its ranks: ask, wait up to `wait_s` seconds, then kill. Returns when mpirun
-    is gone."""
+def stop_mpirun(process: subprocess.Popen[bytes], wait_s: float, rank_pids: Iterable[int] = ()) -> None:
+    """End mpirun: ask, wait up to `wait_s` seconds, then kill. Returns when it is gone; the ranks of which
+    the process ids are given are then killed."""
     process.terminate()
     try:
         process.wait(wait_s)

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from .ending import Ending
+from .job import DEFAULT_ROOT
 from .run_job import run_job
 
 __all__ = ["main"]
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "command", nargs="?", choices=["train"], help="what the service passes; means no more"
     )
-    parser.add_argument("--root", default="/opt/ml", help="the job's folder (default: /opt/ml)")
+    parser.add_argument("--root", default=DEFAULT_ROOT, help=f"the job's folder (default: {DEFAULT_ROOT})")
     parser.add_argument(
         "--one-machine",
         metavar="DIR",

@@ -86,7 +86,8 @@ def run_worker_host(
         asked: SimpleQueue[SimpleQueue[RankReport]] = SimpleQueue()
 
         def report() -> RankReport:
-            """In the service's thread; the answer comes from the loop below, once all output is read."""
+            """In the service's thread; the answer comes from the loop below, once all output is read. If it
+            comes no more, this thread ends with the process, and the first host waits with a limit."""
             reply: SimpleQueue[RankReport] = SimpleQueue()
             asked.put(reply)
             return reply.get()

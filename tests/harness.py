@@ -128,7 +128,7 @@ class WorldPool:
         """End the processes now."""
         for connection in self._connections:
             connection.close()
-        stop_mpirun(self._process, self._pids, _STOP_GRACE_S)
+        stop_mpirun(self._process, _STOP_GRACE_S, self._pids)
         if not keep_logs:
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -227,7 +227,7 @@ def run_script(
             timed_out = True
         finally:
             if process.poll() is None:
-                stop_mpirun(process, _child_pids(process.pid), _STOP_GRACE_S)
+                stop_mpirun(process, _STOP_GRACE_S, _child_pids(process.pid))
         stdout, stderr = (_read_all(file) for file in (out, err))
     if timed_out:
         raise AssertionError(f"{argv[0]} took over {timeout_s} s\n{stdout}\n{stderr}")

@@ -16,6 +16,8 @@ import pytest
 import sagemaker
 from moto.server import ThreadedMotoServer
 
+from tests.example import MPI_OPTIONS, SMP_OPTIONS
+
 ACCOUNT = "123456789012"
 REGION = "us-west-2"
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/R"
@@ -27,26 +29,7 @@ EXAMPLE_REQUEST: dict[str, Any] = json.loads(
 )
 """What the SDK's own class sends for the example, recorded from version 2.257.7."""
 
-_EXAMPLE_DISTRIBUTION = {
-    "smdistributed": {
-        "modelparallel": {
-            "enabled": True,
-            "parameters": {
-                "microbatches": 4,
-                "placement_strategy": "spread",
-                "pipeline": "interleaved",
-                "optimize": "speed",
-                "partitions": 2,
-                "ddp": True,
-            },
-        }
-    },
-    "mpi": {
-        "enabled": True,
-        "processes_per_host": 8,
-        "custom_mpi_options": "--mca btl_vader_single_copy_mechanism none ",
-    },
-}
+_EXAMPLE_DISTRIBUTION = {"smdistributed": {"modelparallel": SMP_OPTIONS}, "mpi": MPI_OPTIONS}
 
 
 @functools.cache

@@ -68,6 +68,6 @@ def test_a_job_with_options_of_its_own_starts(tmp_path: Path, options: str, nccl
     finally:
         if process.poll() is None:
             pids = [int(path.read_text()) for path in tmp_path.glob("rank*.pid")]
-            stop_mpirun(process, pids, wait_s=5)
+            stop_mpirun(process, 5.0, pids)
     expected = f"2 s3cret {nccl_debug} ['--text', 'a b; $HOME', '']\n"
     assert (process.returncode, [output.read_text() for output in outputs]) == (0, [expected] * 2), said

@@ -179,7 +179,7 @@ def mpirun(script: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], li
             yield process, [pids["0"], pids["1"]]
         finally:
             if process.poll() is None:
-                stop_mpirun(process, list(pids.values()), 5.0)
+                stop_mpirun(process, 5.0, pids.values())
 
 
 @pytest.mark.parametrize("target", ["mpirun", "rank 1"])

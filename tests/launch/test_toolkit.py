@@ -18,6 +18,7 @@ import pytest
 
 from smp_lite.entrypoints.container_environment import container_environment, script_arguments
 from smp_lite.entrypoints.job import Job
+from tests.example import PARAMETERS
 
 VENV_VARIABLE = "SMP_LITE_TOOLKIT_VENV"
 PARTS = Path(__file__).parent / "toolkit"
@@ -32,14 +33,6 @@ pytestmark = [
     pytest.mark.timeout(LIMIT_S + 20),
 ]
 
-SEED_PARAMETERS = {
-    "microbatches": 4,
-    "placement_strategy": "spread",
-    "pipeline": "interleaved",
-    "optimize": "speed",
-    "partitions": 2,
-    "ddp": True,
-}
 GROUP = {"instance_group_name": "homogeneousCluster", "instance_type": "ml.c5.xlarge", "hosts": ["algo-1"]}
 ONE_HOST = {
     "current_host": "algo-1",
@@ -107,7 +100,7 @@ class TestTraining:
             "sagemaker_mpi_num_of_processes_per_host": 2,
             "sagemaker_mpi_custom_mpi_options": "",
         }
-        write_job(root, {**hyperparameters, **framework, "mp_parameters": SEED_PARAMETERS}, ONE_HOST)
+        write_job(root, {**hyperparameters, **framework, "mp_parameters": PARAMETERS}, ONE_HOST)
         with tarfile.open(archive, "w:gz") as source:
             source.add(PARTS / "train.py", "train.py")
         return subprocess.run(
@@ -151,7 +144,7 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "sagemaker_mpi_enabled": True,
             "sagemaker_mpi_num_of_processes_per_host": 8,
             "sagemaker_mpi_custom_mpi_options": "--mca btl_vader_single_copy_mechanism none ",
-            "mp_parameters": SEED_PARAMETERS,
+            "mp_parameters": PARAMETERS,
             "sagemaker_distributed_dataparallel_enabled": False,
             "sagemaker_instance_type": "ml.p3.16xlarge",
         },

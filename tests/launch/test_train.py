@@ -18,6 +18,10 @@ from tests.launch.launching import HANG_S, processes_mentioning
 START = "import os, signal, sys, time\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\nrank = world.rank\n"
 
 
+SHOW_ARGUMENTS = "import json; print(json.dumps(sys.argv[1:]))"
+ONE_STAGE = {"mp_parameters": {"partitions": 1}}
+
+
 def make_tree(root: Path, script: str, *, processes: int | None = 2, **changes: Any) -> Path:
     """A job's folder as the service leaves it, with `script` as the code."""
     source = root / "source"
@@ -171,6 +175,31 @@ while not all(os.path.exists({str(sign)!r} + number) for number in "01"):
     assert processes_mentioning(sign) == []
 
 
+@pytest.mark.parametrize(("value", "expected"), [(None, ["--epochs", "3"]), ("0", ["--epochs", "3"])])
+def test_scripts_get_no_parameters_that_strict_parsers_do_not_know(
+    value: str | None, expected: list[str], tmp_path: Path
+) -> None:
+    root = make_tree(tmp_path, SHOW_ARGUMENTS, processes=1, **ONE_STAGE, epochs=3)
+    given = {} if value is None else {"SMP_LITE_PASS_PARAMETERS": value}
+    code, output = train(root, **given)
+    assert (code, json.loads(output.removeprefix("[0] "))) == (0, expected)
+
+
+def test_scripts_get_the_parameters_where_asked(tmp_path: Path) -> None:
+    root = make_tree(tmp_path, SHOW_ARGUMENTS, processes=1, **ONE_STAGE, epochs=3)
+    code, output = train(root, SMP_LITE_PASS_PARAMETERS="1")
+    assert (code, json.loads(output.removeprefix("[0] "))) == (
+        0,
+        ["--epochs", "3", "--mp_parameters", "partitions=1"],
+    )
+
+
+def test_a_switch_that_is_none_is_named(tmp_path: Path) -> None:
+    code, output = train(make_tree(tmp_path, ""), SMP_LITE_PASS_PARAMETERS="yes")
+    assert code == 1
+    assert "SMP_LITE_PASS_PARAMETERS='yes': it must be 0 or 1" in output
+
+
 def test_an_earlier_jobs_outcome_does_not_stay(tmp_path: Path) -> None:
     root = make_tree(tmp_path, "", processes=1, mp_parameters={"partitions": 1})
     (root / "output").mkdir()
@@ -217,6 +246,16 @@ def test_a_folder_that_is_no_job_is_named(tmp_path: Path) -> None:
     assert "there is no job in" in output
 
 
+def train_and_stop(root: Path) -> tuple[int, str]:
+    """Exit code and output of a job that is sent SIGTERM once both ranks have left a sign, `up-0`, `up-1`."""
+    with start_train(root) as process:
+        wait_for(root / "model" / "up-0")
+        wait_for(root / "model" / "up-1")
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=HANG_S)
+    return process.returncode, output
+
+
 def test_sigterm_is_a_notice_and_ranks_save_in_time(tmp_path: Path) -> None:
     script = """
 import subprocess
@@ -232,12 +271,8 @@ helper.kill()
 open(os.environ["SM_MODEL_DIR"] + f"/saved-{rank}", "w").close()
 """
     root = make_tree(tmp_path, script)
-    with start_train(root) as process:
-        wait_for(root / "model" / "up-0")
-        wait_for(root / "model" / "up-1")
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=HANG_S)
-    assert process.returncode == 0, output
+    code, output = train_and_stop(root)
+    assert code == 0, output
     assert sorted(os.listdir(root / "model")) == ["saved-0", "saved-1", "up-0", "up-1"]
 
 
@@ -252,12 +287,8 @@ smp.init()
 assert smp.should_stop()
 """
     root = make_tree(tmp_path, script)
-    with start_train(root) as process:
-        wait_for(root / "model" / "up-0")
-        wait_for(root / "model" / "up-1")
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=HANG_S)
-    assert process.returncode == 0, output
+    code, output = train_and_stop(root)
+    assert code == 0, output
 
 
 @pytest.mark.parametrize("place", ["while ranks run", "while pip runs"])

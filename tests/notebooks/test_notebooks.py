@@ -13,6 +13,7 @@ from typing import Any
 import nbformat
 import pytest
 
+from tests.example import MPI_OPTIONS, PARAMETERS, SMP_OPTIONS
 from tests.launch.launching import processes_mentioning
 from tests.notebooks.executing import FOLDER, execute, outputs, pictures, printed
 
@@ -23,23 +24,8 @@ NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 LARGEST_PICTURE = 200_000
 """Characters of base64."""
 
-# The example of the SageMaker SDK's documentation, with 4 processes in the place of 8.
-EXAMPLE_PARAMETERS = {
-    "microbatches": 4,
-    "placement_strategy": "spread",
-    "pipeline": "interleaved",
-    "optimize": "speed",
-    "partitions": 2,
-    "ddp": True,
-}
-EXAMPLE_OPTIONS = {
-    "smp_options": {"enabled": True, "parameters": EXAMPLE_PARAMETERS},
-    "mpi_options": {
-        "enabled": True,
-        "processes_per_host": 4,
-        "custom_mpi_options": "--mca btl_vader_single_copy_mechanism none ",
-    },
-}
+# With 4 processes in the place of 8.
+EXAMPLE_OPTIONS = {"smp_options": SMP_OPTIONS, "mpi_options": {**MPI_OPTIONS, "processes_per_host": 4}}
 
 
 def job_outputs(directory: Path) -> list[dict[str, Any]]:
@@ -143,7 +129,7 @@ def test_a_job_is_submitted_only_when_asked(aws: Any, tmp_path: Path) -> None:
     assert "SUBMIT is not set: nothing was sent" in text
     assert aws.list_training_jobs()["TrainingJobSummaries"] == []
     request = json.loads(text[: text.index("\n}\n") + 2])
-    assert json.loads(request["HyperParameters"]["mp_parameters"]) == EXAMPLE_PARAMETERS
+    assert json.loads(request["HyperParameters"]["mp_parameters"]) == PARAMETERS
     assert request["HyperParameters"]["sagemaker_mpi_num_of_processes_per_host"] == "4"
     assert request["HyperParameters"]["steps"] == "7"
 

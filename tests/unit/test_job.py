@@ -54,9 +54,7 @@ def test_the_seeds_job_is_read_whole(tmp_path: Path) -> None:
     assert job.instance_type == "ml.p3.16xlarge"
     assert (job.hosts, job.current_host, job.network_interface) == (("algo-1", "algo-2"), "algo-2", "eth1")
     assert (job.first_host, job.is_first_host) == ("algo-1", False)
-    assert job.channels == ("test", "training")
     assert job.channel_dir("test") == tmp_path / "input" / "data" / "test"
-    assert job.failure_file == tmp_path / "output" / "failure"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +89,7 @@ def test_a_job_without_files_has_one_host_and_no_settings(tmp_path: Path) -> Non
     assert (job.hosts, job.is_first_host, job.network_interface) == (("algo-1",), True, "eth0")
     assert (job.mpi_enabled, job.processes_per_host, job.custom_mpi_options) == (False, None, "")
     assert (job.mp_parameters, job.program, job.submit_directory, job.job_name) == (None, None, None, None)
-    assert (job.instance_type, job.channels) == (None, ())
+    assert job.instance_type is None
 
 
 def test_the_services_own_hyperparameters_are_not_the_users(tmp_path: Path) -> None:
