@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from tests.programs import program
 from tests.programs.themes.side_state import Block, Stack, fit
 
-
 # Flags --------------------------------------------------------------------------------------------------
 
 

@@ -300,7 +300,7 @@ def maps_read_in_the_step(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-# Objects that blocks change -----------------------------------------------------------------------------------
+# Objects that blocks change ----------------------------------------------------------------------------
 
 
 @program(stages=(2, 3), ranks=(2,))
