@@ -463,7 +463,7 @@ def masks_grown_on_demand(smp: Any, out: Any) -> None:
 
 @program(stages=(2,), ranks=(2,))
 def batch_norm_frozen_after_a_step(smp: Any, out: Any) -> None:
-    """Detectors: train() is overridden to put batch norms into eval() and freeze them, after the first step."""
+    """Detectors: train() is overridden: it freezes batch norms, after the first step."""
 
     class Frozen(ConvNet):
         freeze = False
