@@ -542,9 +542,9 @@ def layouts_kept(smp: Any, out: Any) -> None:
     fit(smp, out, net)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), tolerance=1e-6)
 def einsum_everywhere(smp: Any, out: Any) -> None:
-    """Container code in einsum and einops' style, between blocks of bare parameters."""
+    """Container code in einsum, between blocks of bare parameters (four gradients of each x meet)."""
 
     class Bilinear(nn.Module):
         def __init__(self) -> None:
