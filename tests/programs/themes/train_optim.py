@@ -1140,7 +1140,7 @@ def autocast_alone(smp: Any, out: Any) -> None:
 
 @program(stages=(2,), ranks=(2,))
 def thaw_by_flag(smp: Any, out: Any) -> None:
-    """All parameters are in the optimizer from the start; requires_grad alone freezes, thaws, freezes again."""
+    """The optimizer has all parameters from the start; requires_grad alone freezes and thaws."""
     net = Net()
     model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.02))
