@@ -180,6 +180,10 @@ def roll_back(smp: Any, out: Any) -> None:
     for i, (x, y) in enumerate(batches(smp, 5)):
         if i == 2:
             saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+            state = saved["optimizer"]
+            out.value("states", sorted(state["state"]))
+            out.value("moments", [float(v["exp_avg"].sum()) for _, v in sorted(state["state"].items())])
+            out.value("groups", [len(g["params"]) for g in state["param_groups"]])
         if i == 4:
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
@@ -188,16 +192,12 @@ def roll_back(smp: Any, out: Any) -> None:
         optimizer.zero_grad()
         out.value("loss", train_step(model, x, y).reduce_mean())
         optimizer.step()
-    state = saved["optimizer"]
-    out.value("states", sorted(state["state"]))
-    out.value("moments", [float(v["exp_avg"].sum()) for _, v in sorted(state["state"].items())])
-    out.value("groups", [len(g["params"]) for g in state["param_groups"]])
     out.model(model)
 
 
 @program(stages=(2, 3), ranks=(2,), replicas=(1, 2))
 def load_plain_checkpoint(smp: Any, out: Any) -> None:
-    """A checkpoint that plain torch trained, weights and Adam's moments, is loaded in the midst of training."""
+    """A checkpoint that plain torch trained, weights and Adam's moments, is loaded between two steps."""
     torch.manual_seed(3)
     data = list(batches(smp, 4))
     plain = Net()
@@ -376,6 +376,57 @@ def out_of_memory_caught(smp: Any, out: Any) -> None:
         optimizer.step()
         out.value("loss", loss.reduce_mean())
     out.value("skipped", skipped)
+    out.model(model)
+
+
+class FailsWhenTold(nn.Linear):
+    fail = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fail:
+            self.fail = False
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return super().forward(x)
+
+
+@program(stages=(2,), ranks=(2,))
+def allocator_fails_once(smp: Any, out: Any) -> None:
+    """The last block runs out of memory once, whatever the data are; the batch is tried again in halves."""
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), FailsWhenTold(16, 16), nn.ReLU(), FailsWhenTold(16, 4))
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    train_step, _ = make_steps(smp)
+    for i, (x, y) in enumerate(batches(smp)):
+        net[4].fail = i == 1
+        optimizer.zero_grad()
+        try:
+            out.value("loss", train_step(model, x, y).reduce_mean())
+        except torch.OutOfMemoryError:
+            out.value("retried", i)
+            optimizer.zero_grad()
+            for half_x, half_y in zip(x.chunk(2), y.chunk(2), strict=True):
+                out.value("half", train_step(model, half_x, half_y).reduce_mean())
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad /= 2
+        optimizer.step()
+    out.model(model)
+
+
+@program(stages=(2,), ranks=(2,))
+def prune_after_wrapping(smp: Any, out: Any) -> None:
+    """prune.l1_unstructured between wrapping and the first step, then once more between two steps."""
+    net = Net()
+    model = smp.DistributedModel(net)
+    prune.l1_unstructured(net.features.fc1, "weight", amount=0.3)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.2))
+    train_step, _ = make_steps(smp)
+    for i, (x, y) in enumerate(batches(smp)):
+        if i == 1:
+            prune.l1_unstructured(net.features.fc1, "weight", amount=0.2)
+        optimizer.zero_grad()
+        out.value("loss", train_step(model, x, y).reduce_mean())
+        optimizer.step()
     out.model(model)
 
 
@@ -577,7 +628,7 @@ def numpy_in_the_batch(smp: Any, out: Any) -> None:
 
 @program(stages=(2,), ranks=(2,), static=True)
 def numpy_metrics(smp: Any, out: Any) -> None:
-    """Evaluation over an epoch: outputs to numpy, a confusion matrix, accuracy by class; the average of a meter."""
+    """Evaluation over an epoch: outputs to numpy, a confusion matrix; the average of a meter."""
     model = smp.DistributedModel(Net())
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.03))
     train_step, eval_step = make_steps(smp)
