@@ -503,7 +503,7 @@ def skip_in_the_step(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-# Loaders, metrics, logging ------------------------------------------------------------------------------------
+# Loaders, metrics, logging ----------------------------------------------------------------------------------
 
 
 class Points(Dataset):

@@ -569,7 +569,7 @@ def fgsm(smp: Any, out: Any) -> None:
 
 @program(stages=(2,), ranks=(2,))
 def free_perturbation(smp: Any, out: Any) -> None:
-    """FreeLB: a perturbation that is a leaf made in the loop, passed in, with gradients over three ascents."""
+    """FreeLB: a perturbation that is a leaf made in the loop, passed in, and ascends by its gradient."""
     model = smp.DistributedModel(mlp(8, 16, 12, 4))
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05))
 
@@ -664,7 +664,7 @@ def reptile(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-# Several tasks -----------------------------------------------------------------------------------------------
+# Several tasks ----------------------------------------------------------------------------------------------
 
 
 class TwoHeads(nn.Module):
@@ -819,7 +819,7 @@ def weighted_samples(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-# Carried states and decoding ----------------------------------------------------------------------------------
+# Carried states and decoding --------------------------------------------------------------------------------
 
 
 class LanguageModel(nn.Module):
