@@ -103,7 +103,7 @@ def _run(program: Program, api: Any) -> Notes:
     notes = Notes()
     program.function(api, notes)
     notes.value("torch's random state", torch.get_rng_state())
-    notes.value("random's state", random.getstate())
+    notes.values.append(("random's state", random.getstate()))
     return notes
 
 
@@ -117,8 +117,11 @@ def differences(found: Notes, expected: Notes, tolerance: float) -> list[str]:
         for name, value in expected.values
         if name in held or not name.startswith("gradient of ")
     ]
-    if [name for name, _ in ours] != [name for name, _ in theirs]:
-        return [f"noted {[name for name, _ in ours]} instead of {[name for name, _ in theirs]}"]
+    names, plain_names = [name for name, _ in ours], [name for name, _ in theirs]
+    if names != plain_names:
+        at = next((i for i, (a, b) in enumerate(zip(names, plain_names, strict=False)) if a != b), -1)
+        first = f"; the first that differs: {names[at]!r} instead of {plain_names[at]!r}" if at >= 0 else ""
+        return [f"noted {len(names)} values instead of {len(plain_names)}{first}"]
     for (name, mine), (_, plain) in zip(ours, theirs, strict=True):
         text = _difference(mine, plain, tolerance)
         if text:
