@@ -120,6 +120,43 @@ def gpt2_hidden_states(smp: Any, out: Any) -> None:
 
 
 @program(stages=(2,), ranks=(2,), tolerance=1e-6)
+def probed_layers(smp: Any, out: Any) -> None:
+    """The size of every hidden state is logged in training, detached: a dashboard, not a loss."""
+    net = llama()
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+
+    @smp.step
+    def train_step(model: Any, tokens: Tensor) -> tuple[Tensor, int, Tensor]:
+        o = model(tokens, labels=tokens, use_cache=False, output_hidden_states=True)
+        model.backward(o.loss)
+        sizes = [h.detach().norm() for h in o.hidden_states]
+        return o.loss, len(sizes), sum(sizes)
+
+    for tokens in tokens_for(smp, (4, 6)):
+        optimizer.zero_grad()
+        loss, count, sizes = train_step(model, tokens)
+        optimizer.step()
+        out.value("loss", loss.reduce_mean())
+        out.value("count", [int(n) for n in count])
+        out.value("sizes", sizes)
+    out.model(model)
+
+
+@program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
+def mixtral_alone(smp: Any, out: Any) -> None:
+    """Mixtral without the auxiliary loss: experts chosen by data inside the blocks."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    net = MixtralForCausalLM(
+        MixtralConfig(vocab_size=VOCAB, num_key_value_heads=2, num_local_experts=4, use_cache=False, **sizes)
+    )
+    batches = [{"input_ids": t, "labels": t} for t in tokens_for(smp, (4, 6))]
+    train(smp, out, net, batches, lambda model, b: model(**b).loss)
+
+
+@program(stages=(2,), ranks=(2,), tolerance=1e-6)
 def llama_attentions(smp: Any, out: Any) -> None:
     """The entropy of the first layer's attention is part of the loss; gradients of residuals are summed."""
 
