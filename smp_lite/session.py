@@ -23,6 +23,7 @@ from .errors import SMPError
 from .errors_record import record_failure
 from .plan.schedules import Policy
 from .plan.topology import Topology
+from .record.interception import stop_intercepting
 from .stop_notice import listen, stop_listening
 
 if TYPE_CHECKING:
@@ -237,6 +238,7 @@ def reset() -> None:
             destroy_process_groups()
         _session.world.close()
     stop_listening()
+    stop_intercepting()
     _session = None
 
 

@@ -24,7 +24,7 @@ from ..plan.actions import COMPUTE_KINDS, Action, ActionKind
 from ..plan.segments import Segment
 from ..record.placement import Placement
 from ..record.recording import Command
-from .commands import CommandRunner
+from .commands import CommandRunner, RealRun
 from .microbatch import MicrobatchState, edge_of
 from .random_streams import RandomStreams
 
@@ -116,9 +116,13 @@ class StageExecutor:
         self._to_adopt.clear()
         self._commands.undescribed.clear()
 
-    def result_of(self, command: Command) -> tuple[list[torch.Tensor], Any, bool]:
-        """(tensors given, result, whether it drew) of a command that ran before it was described."""
+    def result_of(self, command: Command) -> RealRun:
+        """What a command has shown that ran before it was described."""
         return self._commands.undescribed[command.index]
+
+    def forget(self, command: Command) -> None:
+        """The run of the command has been undone."""
+        del self._commands.undescribed[command.index]
 
     def adopt_later(self, state: MicrobatchState, command: Command) -> None:
         """The command is described now: :meth:`adopt` will store its values."""
@@ -156,6 +160,9 @@ class StageExecutor:
         leaves = {value: local[value] for value in segment.imports}
         self._commands.run_segment(recording, segment, local)
         key = segment.commands[0]
+        for value, _ in recording.inputs:
+            if value in local and value not in segment.imports:
+                state.inputs[value] = local[value]
         state.forward_done.add(key)
         if segment.has_backward or not recording.complete:
             state.leaves[key] = leaves

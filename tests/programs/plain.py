@@ -59,6 +59,7 @@ class Plain:
 
             def run(*args: Any, **kwargs: Any) -> Any:
                 outputs = []
+                self._share_buffers()
                 if self.wrapped is not None:
                     self.wrapped.had_backward = False
                 for part_args, part_kwargs in splitter.split(args, kwargs, self.microbatches):
@@ -70,6 +71,15 @@ class Plain:
             return run
 
         return decorate if function is None else decorate(function)
+
+    def _share_buffers(self) -> None:
+        """Every step begins with the buffers of the first replica, as DistributedDataParallel has it."""
+        if self.average is None or self.wrapped is None:
+            return
+        for buffer in self.wrapped.buffers():
+            if self.replica[0]:
+                buffer.zero_()
+            self.average(buffer)
 
     def _reduce(self) -> None:
         if self.average is None or self.wrapped is None or not self.wrapped.had_backward:
