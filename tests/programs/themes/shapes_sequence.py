@@ -1,4 +1,6 @@
-"""Networks over sequences, sets, graphs and sparse ids: attention of all kinds, recurrence, routing, memory."""
+"""Networks over sequences, sets, graphs and sparse ids: attention of all kinds, recurrence, routing,
+memory.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ def numbers(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# Recurrence --------------------------------------------------------------------------------------------------
+# Recurrence -------------------------------------------------------------------------------------------------
 
 
 class Encoder(nn.Module):
@@ -77,7 +79,9 @@ class Seq2Seq(nn.Module):
 
 @program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
 def seq2seq(smp: Any, out: Any) -> None:
-    """Bahdanau attention; outputs are written into a zero tensor; random() in the container chooses teacher forcing."""
+    """Bahdanau attention; outputs are written into a zero tensor; random() in the container chooses
+    teacher forcing.
+    """
     model = smp.DistributedModel(Seq2Seq())
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01))
     criterion = nn.CrossEntropyLoss(ignore_index=0)
@@ -124,7 +128,9 @@ class PackedTagger(nn.Module):
 
 @program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
 def packed_lstm(smp: Any, out: Any) -> None:
-    """pack_padded_sequence in the container around a two-layer bidirectional LSTM; lengths differ each step."""
+    """pack_padded_sequence in the container around a two-layer bidirectional LSTM; lengths differ each
+    step.
+    """
     model = smp.DistributedModel(PackedTagger())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.3))
 
@@ -188,7 +194,9 @@ class ConvLSTM(nn.Module):
     stages=(2, 3), microbatches=4, parameters={"optimize": "speed", "active_microbatches": 1}, tolerance=1e-6
 )
 def convlstm(smp: Any, out: Any) -> None:
-    """ConvLSTM cells over video, layer by layer, (h, c) as a tuple argument; the dtype of a weight is asked for."""
+    """ConvLSTM cells over video, layer by layer, (h, c) as a tuple argument; the dtype of a weight is
+    asked for.
+    """
     model = smp.DistributedModel(ConvLSTM())
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters()))
 
@@ -274,7 +282,7 @@ def state_space(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-# Attention ---------------------------------------------------------------------------------------------------
+# Attention --------------------------------------------------------------------------------------------------
 
 
 class Translator(nn.Module):
@@ -309,7 +317,9 @@ def noam(step: int) -> float:
 
 @program(stages=(2, 3), ranks=(2,), static=True, tolerance=1e-6)
 def translation(smp: Any, out: Any) -> None:
-    """torch.nn.Transformer with all its masks, split inside; greedy decoding by a growing sequence, train/eval."""
+    """torch.nn.Transformer with all its masks, split inside; greedy decoding by a growing sequence,
+    train/eval.
+    """
     model = smp.DistributedModel(Translator())
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.9, 0.98)))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, noam)
@@ -453,7 +463,9 @@ class Llama(nn.Module):
 
 @program(stages=(2, 3, 4), ranks=(2,), pipelines=("interleaved", "simple"), static=True, tolerance=1e-6)
 def rotary_gqa(smp: Any, out: Any) -> None:
-    """RoPE buffers, a relative bias shared over layers, keyword-only tensors, F.linear with embed.weight as the head."""
+    """RoPE buffers, a relative bias shared over layers, keyword-only tensors, F.linear with embed.weight
+    as the head.
+    """
     model = smp.DistributedModel(Llama())
     optimizer = smp.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=0.01, fused=False, foreach=True)
@@ -516,7 +528,9 @@ class Albert(nn.Module):
 
 @program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
 def albert(smp: Any, out: Any) -> None:
-    """One layer used at every depth, a factored embedding used again transposed, two heads, masked positions picked."""
+    """One layer used at every depth, a factored embedding used again transposed, two heads, masked
+    positions picked.
+    """
     model = smp.DistributedModel(Albert())
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01))
 
@@ -597,7 +611,7 @@ def universal_transformer(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-# Routing -----------------------------------------------------------------------------------------------------
+# Routing ----------------------------------------------------------------------------------------------------
 
 
 class Top1MoE(nn.Module):
@@ -639,7 +653,9 @@ class SwitchNet(nn.Module):
 
 @program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
 def switch_top1(smp: Any, out: Any) -> None:
-    """Tokens dispatched to experts by index_add_, some expert gets none; the aux loss is stored on the layers."""
+    """Tokens dispatched to experts by index_add_, some expert gets none; the aux loss is stored on the
+    layers.
+    """
     net = SwitchNet()
     model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -699,7 +715,9 @@ class MoEStack(nn.Module):
 
 @program(stages=(2, 3), ranks=(2,), replicas=(1, 2), tolerance=1e-6)
 def noisy_top2(smp: Any, out: Any) -> None:
-    """Noisy top-2 gating with the noise passed in, an integer buffer of loads, a list of losses in the result."""
+    """Noisy top-2 gating with the noise passed in, an integer buffer of loads, a list of losses in the
+    result.
+    """
     model = smp.DistributedModel(MoEStack())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -729,7 +747,7 @@ def noisy_top2(smp: Any, out: Any) -> None:
         out.value("weights", {n: p for n, p in model.state_dict().items() if "load" not in n})
 
 
-# Sparse ids, graphs, sets ------------------------------------------------------------------------------------
+# Sparse ids, graphs, sets -----------------------------------------------------------------------------------
 
 
 class DLRM(nn.Module):
@@ -848,7 +866,9 @@ class GIN(nn.Module):
 
 @program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
 def graphs(smp: Any, out: Any) -> None:
-    """GIN over graphs of different sizes that split themselves by smp_slice into a dataclass; scatter_reduce pools."""
+    """GIN over graphs of different sizes that split themselves by smp_slice into a dataclass;
+    scatter_reduce pools.
+    """
     model = smp.DistributedModel(GIN())
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01))
 
@@ -939,7 +959,9 @@ class PointerNet(nn.Module):
 
 @program(stages=(2, 3), tolerance=1e-6)
 def pointer_network(smp: Any, out: Any) -> None:
-    """The decoder's own choice is gathered from the input and fed back; an LSTM gives its state to an LSTMCell."""
+    """The decoder's own choice is gathered from the input and fed back; an LSTM gives its state to an
+    LSTMCell.
+    """
     model = smp.DistributedModel(PointerNet())
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01))
 
@@ -984,7 +1006,9 @@ class MemN2N(nn.Module):
 
 @program(stages=(2, 3, 4), ranks=(2,), microbatches=4, tolerance=1e-6)
 def memory_network(smp: Any, out: Any) -> None:
-    """End-to-end memory: adjacent hops share tables, found by getattr; the null word's gradient is zeroed outside."""
+    """End-to-end memory: adjacent hops share tables, found by getattr; the null word's gradient is zeroed
+    outside.
+    """
     net = MemN2N()
     model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
@@ -1033,7 +1057,9 @@ class StackRNN(nn.Module):
 
 @program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
 def stack_rnn(smp: Any, out: Any) -> None:
-    """A differentiable stack, trained by truncated backpropagation: the state goes out of one step into the next."""
+    """A differentiable stack, trained by truncated backpropagation: the state goes out of one step into
+    the next.
+    """
     model = smp.DistributedModel(StackRNN())
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.02))
 
@@ -1073,7 +1099,9 @@ class DiscreteVAE(nn.Module):
 
 @program(stages=(2, 3), ranks=(2,))
 def gumbel_softmax(smp: Any, out: Any) -> None:
-    """Gumbel noise drawn in the step function, a temperature that anneals, hard samples by straight-through."""
+    """Gumbel noise drawn in the step function, a temperature that anneals, hard samples by
+    straight-through.
+    """
     model = smp.DistributedModel(DiscreteVAE())
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01))
 
@@ -1110,7 +1138,9 @@ class Speech(nn.Module):
 
 @program(stages=(2, 3), ranks=(2,))
 def speech_ctc(smp: Any, out: Any) -> None:
-    """CTC: log-probabilities come out batch second, lengths halved by the model; greedy decoding to strings."""
+    """CTC: log-probabilities come out batch second, lengths halved by the model; greedy decoding to
+    strings.
+    """
     model = smp.DistributedModel(Speech())
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
     ctc = nn.CTCLoss(blank=0, zero_infinity=True)

@@ -1,8 +1,11 @@
-"""Networks whose data does not flow in a straight line: skips, twins, flows, fixed points, generated weights."""
+"""Networks whose data does not flow in a straight line: skips, twins, flows, fixed points, generated
+weights.
+"""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,12 +21,12 @@ def numbers(seed: int) -> torch.Generator:
 
 def mlp(*widths: int) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for before, after in zip(widths, widths[1:]):
+    for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 
 
-# Images ------------------------------------------------------------------------------------------------------
+# Images -----------------------------------------------------------------------------------------------------
 
 
 class DoubleConv(nn.Module):
@@ -133,7 +136,9 @@ class DenseNet(nn.Module):
 
 @program(stages=(2, 3), tolerance=1e-6)
 def densenet(smp: Any, out: Any) -> None:
-    """A DenseNet as in torchvision: a list of features is the argument. (Each feature has several consumers.)"""
+    """A DenseNet as in torchvision: a list of features is the argument. (Each feature has several
+    consumers.)
+    """
     model = smp.DistributedModel(DenseNet())
     optimizer = smp.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4)
@@ -202,7 +207,9 @@ class ManyNorms(nn.Module):
 
 @program(stages=(2, 3), ranks=(2,), static=True, tolerance=1e-6)
 def super_resolution(smp: Any, out: Any) -> None:
-    """Weight-standardised, depthwise and sub-pixel convolutions, every norm; x + f(x) in the container code."""
+    """Weight-standardised, depthwise and sub-pixel convolutions, every norm; x + f(x) in the container
+    code.
+    """
     model = smp.DistributedModel(ManyNorms())
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
@@ -267,7 +274,7 @@ def spatial_transformer(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-# Twins -------------------------------------------------------------------------------------------------------
+# Twins ------------------------------------------------------------------------------------------------------
 
 
 class Siamese(nn.Module):
@@ -311,7 +318,9 @@ def siamese(smp: Any, out: Any) -> None:
 
 @program(stages=(2,), tolerance=1e-6)
 def triplets(smp: Any, out: Any) -> None:
-    """The wrapped model itself is called three times in the step, and the hardest negative mined by argmin."""
+    """The wrapped model itself is called three times in the step, and the hardest negative mined by
+    argmin.
+    """
     model = smp.DistributedModel(mlp(6, 16, 16, 16, 8))
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01))
     criterion = nn.TripletMarginLoss(margin=0.5)
@@ -353,7 +362,9 @@ class Clip(nn.Module):
 
 @program(stages=(2, 3), ranks=(2,), pipelines=("interleaved", "simple"), tolerance=1e-6)
 def clip(smp: Any, out: Any) -> None:
-    """In-batch negatives over the microbatch; the temperature is a parameter of the container, clamped after each step."""
+    """In-batch negatives over the microbatch; the temperature is a parameter of the container, clamped
+    after each step.
+    """
     model = smp.DistributedModel(Clip())
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
@@ -386,7 +397,7 @@ def clip(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-# Sets, flows, fixed points -----------------------------------------------------------------------------------
+# Sets, flows, fixed points ----------------------------------------------------------------------------------
 
 
 class TNet(nn.Module):
@@ -584,7 +595,7 @@ class NeuralODE(nn.Module):
     def forward(self, x: Tensor, times: Tensor) -> Tensor:
         y = self.encoder(x)
         path = [y]
-        for t0, t1 in zip(times[:-1], times[1:]):
+        for t0, t1 in zip(times[:-1], times[1:]):  # noqa: RUF007 -- as torchdiffeq does
             h = t1 - t0
             k1 = self.func(t0, y)
             k2 = self.func(t0 + h / 2, y + h / 2 * k1)
@@ -631,7 +642,7 @@ class DEQ(nn.Module):
         injected = self.inject(x)
         with torch.no_grad():
             z = torch.zeros_like(injected)
-            for n in range(30):
+            for n in range(30):  # noqa: B007 -- it is read after the loop
                 new = torch.tanh(self.cell(z) + injected)
                 residual = ((new - z).norm() / (new.norm() + 1e-8)).item()
                 z = new
@@ -751,7 +762,7 @@ def fourier_operator(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-# Made weights, codes, dtypes ---------------------------------------------------------------------------------
+# Made weights, codes, dtypes --------------------------------------------------------------------------------
 
 
 class HyperNetwork(nn.Module):
@@ -769,7 +780,9 @@ class HyperNetwork(nn.Module):
 
 @program(stages=(2, 3), static=True)
 def hypernetwork(smp: Any, out: Any) -> None:
-    """One net makes the weights of another's last layer, chosen by a plain int, which changes over the steps."""
+    """One net makes the weights of another's last layer, chosen by a plain int, which changes over the
+    steps.
+    """
     model = smp.DistributedModel(HyperNetwork())
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01))
 
@@ -922,7 +935,9 @@ class Capsules(nn.Module):
 
 @program(stages=(2, 3), tolerance=1e-6)
 def capsules(smp: Any, out: Any) -> None:
-    """Dynamic routing between a container's own parameter and a decoder; evaluation leaves an argument out."""
+    """Dynamic routing between a container's own parameter and a decoder; evaluation leaves an argument
+    out.
+    """
     model = smp.DistributedModel(Capsules())
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01))
 
@@ -975,7 +990,9 @@ class GAN(nn.Module):
 
 @program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
 def dcgan(smp: Any, out: Any) -> None:
-    """Alternating training of two parts with an optimizer each; the discriminator's step uses fake.detach()."""
+    """Alternating training of two parts with an optimizer each; the discriminator's step uses
+    fake.detach().
+    """
     net = GAN()
     model = smp.DistributedModel(net)
     optimizer_g = smp.DistributedOptimizer(
