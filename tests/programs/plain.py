@@ -8,6 +8,7 @@ averaged over them when a step ends.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,7 +69,7 @@ class Plain:
                 self._reduce()
                 return merge_outputs(outputs)
 
-            return run
+            return functools.partial(run)  # a callable that a class body does not turn into a method
 
         return decorate if function is None else decorate(function)
 
