@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -104,11 +103,7 @@ def _run(program: Program, api: Any) -> Notes:
     notes = Notes()
     program.function(api, notes)
     notes.value("torch's random state", torch.get_rng_state())
-<<<<<<< .merge_file_pgaZCc
-    notes.value("random's state", hash(random.getstate()))
-=======
     notes.values.append(("random's state", random.getstate()))
->>>>>>> .merge_file_QmL8vl
     return notes
 
 
@@ -122,17 +117,11 @@ def differences(found: Notes, expected: Notes, tolerance: float) -> list[str]:
         for name, value in expected.values
         if name in held or not name.startswith("gradient of ")
     ]
-<<<<<<< .merge_file_pgaZCc
-    if [name for name, _ in ours] != [name for name, _ in theirs]:
-        mine, plain = Counter(name for name, _ in ours), Counter(name for name, _ in theirs)
-        return [f"noted {dict(mine - plain)} too much, {dict(plain - mine)} not, or in another order"]
-=======
     names, plain_names = [name for name, _ in ours], [name for name, _ in theirs]
     if names != plain_names:
         at = next((i for i, (a, b) in enumerate(zip(names, plain_names, strict=False)) if a != b), -1)
         first = f"; the first that differs: {names[at]!r} instead of {plain_names[at]!r}" if at >= 0 else ""
         return [f"noted {len(names)} values instead of {len(plain_names)}{first}"]
->>>>>>> .merge_file_QmL8vl
     for (name, mine), (_, plain) in zip(ours, theirs, strict=True):
         text = _difference(mine, plain, tolerance)
         if text:
