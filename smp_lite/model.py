@@ -201,7 +201,13 @@ class DistributedModel(nn.Module):
             print(report_partition(session, partition, costs), flush=True)
         placement = Placement(self.module, partition.stage_of, session.num_stages)
         self._runtime = ModelRuntime(
-            placement, peers, session.wire(), session.policy(), session.collectives(), self._options
+            placement,
+            peers,
+            session.wire(),
+            session.policy(),
+            session.collectives(),
+            self._options,
+            session.exchange_over_replicas,
         )
         self._runtime.runner.on_planned = session.on_planned
         self._timeline = StepTimeline.if_asked(session, peers.stages)
@@ -286,6 +292,11 @@ class DistributedModel(nn.Module):
     def local_modules(self) -> Iterator[nn.Module]:
         for _, module in self.local_named_modules():
             yield module
+
+    def forget_away_gradients(self) -> None:
+        """Parameters of other stages have no gradient any more; their own rank sees to its part."""
+        if self._runtime is not None:
+            self._runtime.placement.forget_gradients()
 
     # State --------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .errors import SMPError
+from .record.away import is_away
 from .record.placement import FOREIGN, SPLIT
 from .runtime.model_runtime import ModelRuntime
 from .session import Session
@@ -103,7 +104,7 @@ class ModelState:
                 f"load_state_dict: missing keys {missing[:5]}, unknown keys {unknown[:5]} "
                 "(strict=False ignores both)"
             )
-        local = {key: value for key, value in state.items() if key in own and not _is_away(own[key])}
+        local = {key: value for key, value in state.items() if key in own and not is_away(own[key])}
         result = self.module.load_state_dict(local, strict=False)
         result.missing_keys[:] = missing
         result.unexpected_keys[:] = unknown
@@ -115,7 +116,7 @@ class ModelState:
         made: dict[int, nn.Parameter] = {}
         for part in self.module.modules():
             for name, parameter in part._parameters.items():
-                if parameter is None or not _is_away(parameter):
+                if parameter is None or not is_away(parameter):
                     continue
                 if id(parameter) not in made:
                     key = next(
@@ -126,11 +127,6 @@ class ModelState:
                     made[id(parameter)] = nn.Parameter(state[key].clone(), parameter.requires_grad)
                 part._parameters[name] = made[id(parameter)]
         self.module.load_state_dict(state)
-
-
-def _is_away(value: Any) -> bool:
-    """Whether another rank holds it."""
-    return isinstance(value, torch.Tensor) and value.device.type == "meta"
 
 
 def _to_cpu(value: Any) -> Any:

@@ -16,6 +16,7 @@ import torch
 from . import session as session_module
 from .errors import SMPError
 from .model_state import PARTIAL_KEY
+from .record.away import is_away
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -82,7 +83,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for group, slots in zip(self.optimizer.param_groups, self._slots, strict=True):
             before = group["params"]
             now = [p if name is None else live[name] for name, p in zip(slots, before, strict=True)]
-            kept = [i for i, parameter in enumerate(now) if parameter.device.type != "meta"]
+            kept = [i for i, parameter in enumerate(now) if not is_away(parameter)]
             for parameter in {*before}.difference(now):
                 self.optimizer.state.pop(parameter, None)
             for key in {"params", "param_names"} & set(group):
@@ -121,6 +122,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none=set_to_none)
+        self._session.model.forget_away_gradients()
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """This rank's part, with parameters numbered as in the whole model; marked partial."""

@@ -110,6 +110,10 @@ class Session:
             return self.world.collectives("DP")
         return C10dCollectives(self.process_groups["DP"])
 
+    def exchange_over_replicas(self, item: Any) -> list[Any]:
+        """Every replica's object; collective over the dp group."""
+        return self.world.exchange(item, "DP", "how a step failed") if self.world is not None else [item]
+
     def _stage_of_mp_rank(self) -> list[int]:
         return [self.topology.coordinate(rank)["pp"] for rank in self.group("MP")]
 

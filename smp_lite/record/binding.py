@@ -65,7 +65,7 @@ class Binder:
         command.meta = meta
         command.outputs = tuple(outputs)
         command.changes = tuple(changes.items())
-        self.recording.draws |= meta.draws
+        self.recording.draws |= meta.draws and command.module is not None
         return rebuild(meta.spec, iter(leaves)), tuple(links)
 
     def _place(self, leaf: NewTensor, command: Command) -> PlacedTensor:

@@ -95,13 +95,15 @@ class ChangedArgument:
 class ResultMeta:
     """Everything that recording needs to know of a call's result.
 
-    ``buffers`` are the module's own that the call changes, by name within it.
+    ``buffers`` are the module's own that the call changes, by name within it. ``states`` are where the random
+    generators went, if the call ran for real and drew from them.
     """
 
     spec: Spec
     leaves: tuple[NewTensor | SameTensor | Repeated | Constant, ...]
     changed: tuple[ChangedArgument, ...] = ()
     buffers: tuple[str, ...] = ()
+    states: tuple[torch.Tensor, ...] = ()
     draws: bool = False
     flops: float = 0.0
     kept_bytes: int = 0

@@ -40,8 +40,8 @@ class Host(Protocol):
     def fetch(self, recording: Recording, values: list[int]) -> list[torch.Tensor]:
         """Executes all that is recorded; returns the values' data, detached, on every rank."""
 
-    def share(self, tensor: torch.Tensor, stage: int) -> None:
-        """Copies the stage's own data of a tensor that every rank holds to all of them."""
+    def share(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
+        """The tensor itself on its stage's rank, a copy of it on the others."""
 
     def share_late(self, placed: PlacedTensor) -> torch.Tensor:
         """The data of a value of the last step, on every rank."""

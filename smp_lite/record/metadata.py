@@ -195,6 +195,7 @@ def describe_result(
     *,
     draws: bool,
     buffers: tuple[str, ...] = (),
+    states: tuple[torch.Tensor, ...] = (),
 ) -> ResultMeta:
     """Describes the result of a real run.
 
@@ -204,6 +205,7 @@ def describe_result(
         leaves: for each of them its leaf in the graph, None for ordinary tensors.
         draws: whether it drew random numbers.
         buffers: those of its module that it changed.
+        states: where the random generators went.
 
     Raises:
         ValueError: the call changed an ordinary tensor in place.
@@ -218,7 +220,9 @@ def describe_result(
         for i, (leaf, tensor) in enumerate(fakes)
         if leaf is not tensor and not tensor.is_inference() and tensor._version > 0
     )
-    return ResultMeta(spec=spec, leaves=described, changed=changed, buffers=buffers, draws=draws)
+    return ResultMeta(
+        spec=spec, leaves=described, changed=changed, buffers=buffers, states=states, draws=draws
+    )
 
 
 class _Describer:

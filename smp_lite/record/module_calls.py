@@ -41,9 +41,12 @@ from .tables import plain_table
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-__all__ = ["ModuleCalls"]
+__all__ = ["DRAWS", "ModuleCalls"]
 
 Call = Callable[..., Any]
+
+DRAWS = "draws random numbers in container code"
+"""Why a stateless module is opened that draws: its torch functions draw as plain torch's would."""
 
 
 class _Subtree:
@@ -88,11 +91,15 @@ class ModuleCalls:
         self.rebound: dict[tuple[int, str], nn.Module] = {}  # buffers that placed values stand for
         self._changing: dict[tuple[int, str], nn.Module] = {}  # buffers that closed calls change
         self._exposed: dict[int | None, nn.Module] = {}  # whose buffers Python code has seen, by memory
+        self._saved: dict[tuple[int, str], tuple[nn.Module, torch.Tensor, torch.Tensor]] = {}
         self._numbers: dict[int, int] = {}
 
     # The life of a step -------------------------------------------------------------------------------------
 
     def begin_step(self, *, strict: bool) -> None:
+        self._saved.clear()
+        for (_, name), module in self._changing.items():
+            self._save_buffer(module, name)
         self.strict = strict
         self.home = None
         self._pending.clear()
@@ -103,6 +110,8 @@ class ModuleCalls:
         self._pending.clear()
         self._exposed.clear()
         self.rebound.clear()
+        for (_, name), module in self._changing.items():
+            self.placement.send_buffer_away(module, name)
 
     # Calls --------------------------------------------------------------------------------------------------
 
@@ -164,7 +173,7 @@ class ModuleCalls:
     def _call_open(
         self, subtree: _Subtree, reason: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self.recorder.tape is not None:
+        if self.recorder.tape is not None and reason != DRAWS:
             raise refuse(f"calls {subtree.name}, which {reason}")
         self._refuse_backward_hooks(subtree.module, reason)
         with self.at(subtree.home if subtree.home >= 0 else self.home):
@@ -318,9 +327,24 @@ class ModuleCalls:
         for name in names:
             prefix, _, own = name.rpartition(".")
             part = module.get_submodule(prefix)
-            self._changing[id(part), own] = part
+            if (id(part), own) not in self._changing:
+                self._changing[id(part), own] = part
+                self._save_buffer(part, own)
             touched[self._numbers.setdefault(id(part), len(self._numbers))] = None
         return tuple(touched)
+
+    def _save_buffer(self, module: nn.Module, name: str) -> None:
+        """Copies a buffer that closed calls change here, in case the step fails."""
+        buffer = plain_table(module._buffers).get(name)
+        if type(buffer) is torch.Tensor and self.placement.is_here(module):
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                self._saved[id(module), name] = (module, buffer, buffer.clone())
+
+    def restore_buffers(self) -> None:
+        """The step has failed: buffers are as they were before it."""
+        for (_, name), (module, buffer, value) in self._saved.items():
+            with torch.no_grad():
+                plain_table(module._buffers)[name] = buffer.copy_(value)
 
     def buffer_read(self, module: nn.Module, name: str, value: Any) -> Any:
         """Python code is about to see a buffer: it must be what it is after all calls before this line."""
@@ -332,7 +356,7 @@ class ModuleCalls:
             if self.recorder.tape is not None:
                 raise refuse(f"reads the buffer {name} of {self.placement.name(module)}")
             stage = self.placement.stage_of[self.placement.names[id(module)]]
-            self.recorder.bring_up_to_date(value, stage, f"{self.placement.name(module)}.{name}")
+            value = self.recorder.bring_up_to_date(value, stage, f"{self.placement.name(module)}.{name}")
         storage = storage_of(value)
         if storage is not None:
             self._exposed[storage] = module
@@ -362,8 +386,9 @@ class ModuleCalls:
 
     def _take_over_buffers(self, module: nn.Module) -> None:
         """From now on the module's own code runs on every rank, so every rank needs its buffers' values."""
-        for name, value in plain_table(module._buffers).items():
-            self.buffer_read(module, name, value)
+        table = plain_table(module._buffers)
+        for name, value in list(table.items()):
+            table[name] = self.buffer_read(module, name, value)
             self._changing.pop((id(module), name), None)
 
     def _write_buffers_of(self, subtree: _Subtree) -> None:

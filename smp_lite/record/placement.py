@@ -13,13 +13,14 @@ forward, for one), so :meth:`Placement.swap_in` puts other tables into the modul
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import SMPError
+from .away import away_buffer, is_away, send_away
 from .placed import PlacedTensor, TensorMeta
 from .tables import BufferListener, BufferTable, ParameterTable, plain_table
 
@@ -43,6 +44,7 @@ class Placement:
         self.names: dict[int, str] = {}
         self.parameter_names: dict[int, str] = {}
         self.parameter_stage: dict[str, int] = {}
+        self.local_stages = frozenset(range(num_stages))
         self.strange: set[int] = set()  # ids of modules whose parameters somebody has exchanged
         self._homes: dict[int, int] = {}
         self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
@@ -55,7 +57,6 @@ class Placement:
                     full = f"{name}.{own}" if name else own
                     self.parameter_names[id(parameter)] = full
                     self.parameter_stage[full] = stage_of[name]
-                    self._aliases[id(parameter)] = (weakref.ref(parameter), full)
         for name, module in reversed(self._modules):
             found = {
                 self.parameter_stage[self.parameter_names[id(parameter)]]
@@ -103,7 +104,7 @@ class Placement:
         return found
 
     def alias(self, tensor: torch.Tensor) -> str | None:
-        """The name of the parameter that this object is, or was before its stage's memory was freed here."""
+        """The name of the parameter that this object is."""
         found = self._aliases.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else None
 
@@ -136,23 +137,53 @@ class Placement:
         return found
 
     def free_other_stages(self, stages: frozenset[int]) -> None:
-        """Replaces parameters of stages that this process does not hold by memoryless ones."""
-        empty: dict[str, nn.Parameter] = {}
+        """Parameters of stages that this process does not hold become away ones, without memory."""
+        self.local_stages = stages
+        away: dict[str, nn.Parameter] = {}
         for table, own, full in self._entries:
-            if self.parameter_stage[full] in stages:
+            parameter = table[own]
+            assert isinstance(parameter, nn.Parameter)
+            stage = self.parameter_stage[full]
+            if stage in stages:
+                parameter.smp_stage = stage  # type: ignore[attr-defined]
                 continue
+            if full not in away:
+                away[full] = send_away(parameter, stage, full)
+            table[own] = away[full]
+        for table, own, full in self._entries:
             parameter = table[own]
             assert parameter is not None
-            if full not in empty:
-                with torch.no_grad():
-                    meta = torch.empty_like(parameter, device="meta")
-                empty[full] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
-            table[own] = empty[full]
+            self._aliases[id(parameter)] = (weakref.ref(parameter), full)
         for _, module in self._modules:
             if isinstance(module.__dict__.get("_flat_weights"), list):  # nn.RNNBase's second list
                 module.__dict__["_flat_weights"] = [
                     getattr(module, name, None) for name in module.__dict__["_flat_weights_names"]
                 ]
+
+    def is_here(self, module: nn.Module) -> bool:
+        """Whether this process plays the stage of the module's own parameters and buffers."""
+        return self.stage_of[self.names[id(module)]] in self.local_stages
+
+    def send_buffer_away(self, module: nn.Module, own: str) -> None:
+        """Its stage has changed a buffer that this process does not keep up to date."""
+        name = self.names[id(module)]
+        stage = self.stage_of[name]
+        table = plain_table(module._buffers)
+        if not self.is_here(module) and not is_away(table[own]) and table[own] is not None:
+            table[own] = away_buffer(table[own], stage, f"{name}.{own}" if name else own)
+
+    def note_gradients(self, names: Iterable[str]) -> None:
+        """These parameters have got gradients; those of other stages are away."""
+        for full in names:
+            parameter = self.parameter(full)
+            if is_away(parameter) and parameter.requires_grad and parameter.grad is None:
+                parameter.grad = away_buffer(parameter, self.parameter_stage[full], f"the gradient of {full}")
+
+    def forget_gradients(self) -> None:
+        """Parameters of other stages have no gradient any more."""
+        for table, own, _ in self._entries:
+            if is_away(table[own]):
+                table[own].grad = None  # type: ignore[union-attr]
 
     def refresh(self, recorder: Any) -> bool:
         """Makes the placed parameters; returns whether any ``requires_grad`` has changed."""

@@ -31,11 +31,13 @@ from torch import nn
 
 from ..errors import SMPError
 from .ambient import Ambient
+from .away import AwayParameter, is_away, needed
 from .binding import Binder, sharing_memory
 from .calls import Arguments, ResultMeta
 from .descriptions import Description, Descriptions, NeedsData, NotDescribed, Opened, content_token
+from .draws import Draw, Draws
 from .forced import Forced, Host
-from .module_calls import ModuleCalls, storage_of
+from .module_calls import DRAWS, ModuleCalls, storage_of
 from .placed import PlacedTensor
 from .placement import STATELESS, Placement
 from .recording import Backward, Command, Recording
@@ -48,6 +50,7 @@ from .twins import Twins
 __all__ = ["Recorder"]
 
 Function = Callable[..., Any]
+_PARAMETERS = (nn.Parameter, AwayParameter)
 
 
 class Recorder:
@@ -63,13 +66,14 @@ class Recorder:
         self.tape: Tape | None = None  # set while a step is recorded for replay
         self.num_modes = 0  # torch's own modes and ours, without the user's
         self.twins = Twins()
+        self.draws = Draws()
         self.modules = ModuleCalls(self)
         self.survivors: list[tuple[int, PlacedTensor]] = []
         self._forced = Forced(self)
         self._captured: dict[int, list[tuple[Arguments, int]]] = {}
         self._recordings: dict[int, Recording] = {}
         self._inputs: dict[int, tuple[torch.Tensor, PlacedTensor]] = {}
-        self._draws: Counter[str] = Counter()
+        self._drawn: Counter[str] = Counter()
         self._made: list[weakref.ref[PlacedTensor]] = []
 
     @property
@@ -85,6 +89,7 @@ class Recorder:
             self.descriptions.signatures.forget()
         self.descriptions.signatures.new_step()
         self.modules.begin_step(strict=strict)
+        self.draws.begin_step()
         self._recordings.clear()
         self.survivors.clear()
 
@@ -93,7 +98,7 @@ class Recorder:
         self.recording = Recording(microbatch_index)
         self._recordings[self.serial] = self.recording
         self.num_modes = Ambient.current().num_modes
-        self._draws.clear()
+        self._drawn.clear()
         self._made.clear()
         return self.recording
 
@@ -128,6 +133,11 @@ class Recorder:
             if type(placed) is PlacedTensor:
                 (value,) = self._forced.fetch_quietly([placed])
                 table[name] = value
+
+    def drew_by_itself(self) -> bool:
+        """Whether this step has drawn random numbers by ordinary calls, which are not recorded."""
+        self.draws.look()
+        return self.draws.drew_otherwise
 
     def end_step(self) -> None:
         """Forgets the step; it may have failed in the midst of a microbatch."""
@@ -188,7 +198,7 @@ class Recorder:
 
     def ordinary_function(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A torch function without placed arguments."""
-        if self.twins.among(args, kwargs) or any(type(tensor) is nn.Parameter for tensor in args):
+        if self.twins.among(args, kwargs) or any(type(tensor) in _PARAMETERS for tensor in args):
             replaced = self._stand_ins(args, kwargs)
             if replaced is not None:
                 return self.torch_function(func, *replaced)
@@ -221,7 +231,7 @@ class Recorder:
     def stand_in(self, tensor: torch.Tensor) -> PlacedTensor | None:
         """The placed value of an ordinary tensor: its twin, or the parameter that it is."""
         twin = self.twins.get(tensor)
-        if twin is None and type(tensor) is nn.Parameter:
+        if twin is None and type(tensor) in _PARAMETERS:
             full = self.placement.alias(tensor)
             return self.placement.placed_parameter(full) if full is not None else None
         return twin
@@ -325,6 +335,8 @@ class Recorder:
                     arguments.replace(i, self._from_earlier_microbatch(tensor))
             elif (found := self.stand_in(tensor)) is not None:
                 arguments.replace(i, found)
+            elif is_away(tensor):
+                raise needed("a step used it", [tensor])
         return arguments
 
     def _with_inputs(self, arguments: Arguments, stage: int | None) -> None:
@@ -367,8 +379,14 @@ class Recorder:
             self._add_twin(target, home if home >= 0 else self._stage(arguments, None))
             args, kwargs = arguments.build(arguments.tensors)
             return self.record_module(name, module, self.arguments(args, kwargs), home, bare=bare)
+        if home < 0 and isinstance(described, Description) and described.meta.draws:
+            return DRAWS, None
         command = self._command(name, arguments, described, ambient, home)
         command.module, command.bare = module, bare
+        if not isinstance(described, Description) or described.meta.draws:
+            # Neither the partition nor what else is recorded changes what is drawn.
+            command.seed_key = (name, self._drawn[name])
+            self._drawn[name] += 1
         if not isinstance(described, Description):
             assert type(described) is NotDescribed
             return self._run_for_real(command, described)
@@ -399,9 +417,16 @@ class Recorder:
         assert not isinstance(described, NeedsData | Opened)
         command = self._command(name, arguments, described, ambient, STATELESS)
         command.function = func
-        if isinstance(described, Description):
-            return self._append(command, described)
-        return self._run_for_real(command, described)[1]
+        if not isinstance(described, Description):
+            self.draws.look()
+            command.draw = Draw(func, arguments)
+            command.draw.note()
+            return self._run_for_real(command, described)[1]
+        if described.meta.draws:
+            command.draw, moved = self.draws.take(func, arguments, (func, described.content))
+            if not moved:
+                return self._run_for_real(command, NotDescribed(None))[1]
+        return self._append(command, described)
 
     @staticmethod
     def _first_changed_ordinary(described: Any, arguments: Arguments) -> torch.Tensor | None:
@@ -432,10 +457,6 @@ class Recorder:
             ambient=ambient,
             epoch=recording.epoch,
         )
-        if not isinstance(described, Description) or described.meta.draws:
-            # Neither the partition nor what else is recorded changes what is drawn.
-            command.seed_key = (label, self._draws[label])
-            self._draws[label] += 1
         return command
 
     def _append(self, command: Command, described: Description) -> Any:
@@ -496,11 +517,11 @@ class Recorder:
         self.recording.epoch += 1
         self._captured.clear()
 
-    def bring_up_to_date(self, tensor: torch.Tensor, stage: int, name: str) -> None:
-        """A tensor that only one stage keeps up to date gets its present value on every rank."""
+    def bring_up_to_date(self, tensor: torch.Tensor, stage: int, name: str) -> torch.Tensor:
+        """The present value of a tensor that only one stage keeps up to date, on every rank."""
         self._forced.warn(f"the buffer {name}")
         self.run_all_recorded()
-        self.host.share(tensor, stage)
+        return self.host.share(tensor, stage)
 
     def _run_for_real(self, command: Command, unknown: NotDescribed) -> tuple[str | None, Any]:
         """Records a call that only its execution can describe, and executes up to it."""
@@ -515,6 +536,9 @@ class Recorder:
         if isinstance(found, str):
             recording.epoch += 1
             return found, None
+        if found.states:
+            assert command.draw is not None
+            self.draws.take_over(found.states, command.draw)
         if found.buffers:
             assert command.module is not None
             command.touches = self.modules.note_buffers(command.module, found.buffers)

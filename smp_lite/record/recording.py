@@ -19,6 +19,7 @@ from torch import nn
 from ..plan.segments import CommandNode, SegmentGraph, build_graph
 from .ambient import Ambient
 from .calls import Arguments, ResultMeta
+from .draws import Draw
 from .placed import TensorMeta
 from .places import Place
 
@@ -59,6 +60,7 @@ class Command:
     touches: tuple[int, ...] = ()
     carried: list[tuple[Place, Any]] | None = None
     seed_key: tuple[str, int] | None = None
+    draw: Draw | None = None
     meta: ResultMeta | None = None
     outputs: tuple[int, ...] = ()
     changes: tuple[tuple[int, int], ...] = ()
@@ -111,6 +113,13 @@ class Recording:
         place = (command.stage_index, command.epoch, *command.touches, -2, *command.sources)
         self.digest = hash((self.digest, tokens[0], place))
         self.structure_digest = hash((self.structure_digest, tokens[1], place))
+
+    def draw_again(self) -> None:
+        """For a step that is replayed: its functions draw the next numbers."""
+        for command in self.commands:
+            if command.draw is not None:
+                command.draw.note()
+                command.draw.advance()
 
     def roots(self) -> list[int]:
         return [value for backward in self.backwards for value in backward.values]

@@ -15,6 +15,7 @@ from ..errors import SMPError
 from ..plan.segments import Segment
 from ..record.ambient import Ambient
 from ..record.calls import NewTensor
+from ..record.draws import at_states
 from ..record.effects import Buffers, Effects, NeedsOpening
 from ..record.placement import Placement
 from ..record.places import in_force
@@ -30,6 +31,7 @@ class CommandRunner:
         self.placement = placement
         self.streams = streams
         self.undescribed: dict[int, RealRun] = {}  # by command
+        self.doing = ""  # the command that runs, for errors
 
     def run_segment(self, recording: Recording, segment: Segment, local: dict[int, torch.Tensor]) -> None:
         """Runs the segment's commands; ``local`` maps its imports, and then all its values, to tensors."""
@@ -38,11 +40,13 @@ class CommandRunner:
         wanted = frozenset((*segment.exports, *segment.roots))
         for index in segment.commands:
             command = recording.commands[index]
+            self.doing = command.label
             if command.ambient == ambient:
                 self._run(recording, command, local, cut, wanted)
             else:
                 with command.ambient.entered():
                     self._run(recording, command, local, cut, wanted)
+        self.doing = ""
 
     def _run(
         self,
@@ -141,6 +145,7 @@ class RealRun:
         result: what it returned.
         drew: whether it drew random numbers.
         buffers: of its module, those that it changed.
+        states: where the generators went that it drew from.
         effect: what else it would have left behind, if anything; then all of it has been undone.
     """
 
@@ -148,6 +153,7 @@ class RealRun:
     result: Any
     drew: bool
     buffers: tuple[str, ...] = ()
+    states: tuple[torch.Tensor, ...] = ()
     effect: str | None = None
 
 
@@ -162,8 +168,7 @@ def _run_for_real(
     except NeedsOpening as reason:
         return RealRun(tensors, None, False, effect=str(reason))
     if effects is None or module is None:
-        result = _call(command, args, kwargs)
-        return RealRun(tensors, result, not torch.equal(before, torch.default_generator.get_state()))
+        return _run_function(command, tensors, args, kwargs)
     buffers = Buffers(module)
     with effects.watched():
         result = _call(command, args, kwargs)
@@ -176,10 +181,25 @@ def _run_for_real(
     return RealRun(tensors, result, drew, buffers.changed())
 
 
+def _run_function(
+    command: Command, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> RealRun:
+    assert command.function is not None and command.draw is not None
+    before = command.draw.states
+    with at_states(before):
+        result = command.function(*args, **kwargs)
+        after = tuple(generator.get_state() for generator, _ in before)
+    drew = any(not torch.equal(a, b) for (_, a), b in zip(before, after, strict=True))
+    return RealRun(tensors, result, drew, states=after if drew else ())
+
+
 def _call(command: Command, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The call itself, in the Python state that it was recorded under."""
     if command.function is not None:
-        return command.function(*args, **kwargs)
+        if command.draw is None:
+            return command.function(*args, **kwargs)
+        with at_states(command.draw.states):
+            return command.function(*args, **kwargs)
     module = command.module
     assert module is not None
     if not command.carried and not command.bare:

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 from ..comm.wires import Transfer, Wire
-from ..plan.actions import COMPUTE_KINDS, Action, ActionKind
+from ..plan.actions import COMPUTE_KINDS, RECV_KINDS, Action, ActionKind
 from ..plan.segments import Segment
 from ..record.placement import Placement
 from ..record.recording import Command
 from .commands import CommandRunner, RealRun
+from .failure import Failure
 from .microbatch import MicrobatchState, edge_of
 from .random_streams import RandomStreams
 
@@ -67,6 +68,8 @@ class StageExecutor:
         self.states: dict[int, MicrobatchState] = {}
         self.spans: list[Span] = []
         self.gradient_scale = 1.0
+        self.failure: Failure | None = None  # of the last list
+        self.error: Exception | None = None
         self._commands = CommandRunner(placement, streams)
         self._before_backward = before_backward
         self._after_backward = after_backward
@@ -82,8 +85,12 @@ class StageExecutor:
         }
 
     def run(self, actions: Sequence[Action]) -> Iterator[str]:
-        """Executes the list; yields what it waits for whenever it cannot go on."""
-        for action in actions:
+        """Executes the list; yields what it waits for whenever it cannot go on.
+
+        If an action fails, ``failure`` says so afterwards; all transfers of the list have been made.
+        """
+        self.failure = None
+        for number, action in enumerate(actions):
             state = self.states[action.microbatch_index]
             if action.kind in COMPUTE_KINDS:
                 for transfer, value, stage in self._needs(action, state):
@@ -93,8 +100,14 @@ class StageExecutor:
                             f"{action} on stage {self.stage_index} needs {kind} v{value} from stage {stage}"
                         )
                 start = time.perf_counter()
-                with _profiler_span(action):
-                    self._table[action.kind](action, state)
+                try:
+                    with _profiler_span(action):
+                        self._table[action.kind](action, state)
+                except Exception as error:
+                    self.failure = Failure.of(error, self.stage_index, action, self._commands.doing)
+                    self.error = error
+                    yield from self._transfers_only(actions[number + 1 :])
+                    break
                 self.spans.append(Span(action, start, time.perf_counter()))
             else:
                 self._table[action.kind](action, state)
@@ -103,14 +116,42 @@ class StageExecutor:
                 yield f"stage {action.peer} has not received {action}"
         self._sends.clear()
 
+    def _transfers_only(self, actions: Sequence[Action]) -> Iterator[str]:
+        """What the other stages count on, without computing: zeros for what is not there.
+
+        Both ends of a transfer stand side by side in the order of all actions (:mod:`..plan.lowering`), so each
+        receive can be waited for as soon as it is posted, and its memory freed.
+        """
+        pending = [transfer for state in self.states.values() for transfer in state.receives()]
+        for transfer in pending:
+            while not transfer.done():
+                yield f"a value for stage {self.stage_index}, which has failed, has not arrived"
+        for action in actions:
+            if action.kind in COMPUTE_KINDS:
+                continue
+            value, peer = action.value, action.peer
+            assert value is not None and peer is not None
+            state = self.states[action.microbatch_index]
+            meta = state.recording.values[value].meta
+            if action.kind in RECV_KINDS:
+                transfer = self.wire.receive(meta, peer)
+                while not transfer.done():
+                    yield f"{action} for stage {self.stage_index}, which has failed, has not arrived"
+                continue
+            tensor = state.data.get(value) if action.kind is ActionKind.SEND_FORWARD else None
+            if tensor is None:
+                tensor = torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
+            self._sends.append((action, self.wire.send(tensor, meta, peer)))
+
     def in_transit(self) -> list[Transfer]:
         """Transfers that have not ended; their memory must outlive them."""
         posted = [transfer for _, transfer in self._sends]
         for state in self.states.values():
-            posted += [*state.arriving.values(), *state.arriving_gradients.values()]
+            posted += state.receives()
         return [transfer for transfer in posted if not transfer.done()]
 
     def end_step(self) -> None:
+        self.failure = self.error = None
         self._sends.clear()
         self.states.clear()
         self._to_adopt.clear()

@@ -50,6 +50,10 @@ class MicrobatchState:
         self.by_visit = {s.visit: s for s in graph.segments if s.stage_index == stage_index}
         self._count_uses(stage_index)
 
+    def receives(self) -> list[Transfer]:
+        """Posted receives that nobody has taken the result of."""
+        return [*self.arriving.values(), *self.arriving_gradients.values()]
+
     def _count_uses(self, stage_index: int) -> None:
         """Counts the uses that are still to come of values made or received here."""
         remaining: dict[int, int] = {}

@@ -17,16 +17,18 @@ from typing import Any
 import torch
 
 from ..comm.peers import Check, Peers
-from ..errors import SMPError
+from ..errors import SMPError, SMPTimeout
 from ..plan.actions import ActionKind
 from ..plan.lowering import Schedule, lower
 from ..plan.schedules import Policy, Work, compute_order
 from ..record.calls import ResultMeta
 from ..record.metadata import describe_result
 from ..record.placed import PlacedTensor, TensorMeta
+from ..record.placement import Placement
 from ..record.recorder import Recorder
 from ..record.recording import Command, Recording, describe_command
 from .executor import StageExecutor
+from .failure import step_failure
 from .gradients import GradientBooks
 from .microbatch import MicrobatchState
 from .random_streams import RandomStreams
@@ -41,6 +43,7 @@ class Batch:
 
     works: tuple[Work, ...]
     schedule: Schedule
+    trained: frozenset[str] = frozenset()  # parameters that a backward of it reaches
 
 
 @dataclass
@@ -89,6 +92,7 @@ class StepRunner:
         self._in_transit: list[Any] = []
         self._inputs: tuple[int, Callable[[], list[str]]] = (0, list)
         self._start_state = 0
+        self.all_know = False  # whether an error that is on its way is raised on all mp ranks
 
     # The life of a step -----------------------------------------------------------------------------------
 
@@ -110,6 +114,7 @@ class StepRunner:
         recorder.begin_step(strict=inputs[0] != 0)
         self._inputs = inputs
         self._late.clear()
+        self.all_know = False
         self._start_state = self.streams.begin_step()
         for executor in self.executors.values():
             executor.gradient_scale = gradient_scale
@@ -217,10 +222,16 @@ class StepRunner:
             if not meta.requires_grad:
                 torch.autograd.backward(tensor, next(shared), retain_graph=True)
 
-    def abandon(self) -> None:
-        """The step failed: lets go of everything but the memory that a wire may still write into."""
+    def abandon(self, error: BaseException | None = None) -> None:
+        """The step failed: tells the other ranks, unless they know, and lets go of everything but the memory
+        that a wire may still write into."""
         recorder = self._recorder
         if recorder is not None:
+            if isinstance(error, Exception) and not self.all_know and not isinstance(error, SMPTimeout):
+                self.peers.fail(f"{type(error).__name__}: {error}")
+                recorder.modules.restore_buffers()
+                if self._has_run_backward():
+                    self.drop_gradients()
             self._in_transit += [executor.in_transit() for executor in self.executors.values()]
             recorder.placement.swap_out()
             recorder.placement.strange.clear()
@@ -254,6 +265,7 @@ class StepRunner:
                 run.tensors,
                 [leaves.get(s) for s in command.sources],
                 buffers=run.buffers,
+                states=run.states,
                 draws=run.drew,
             )
         found = self.peers.share_object(found, stage, f"the result of {command.label}")
@@ -266,12 +278,10 @@ class StepRunner:
             command.meta = ResultMeta(spec=("tuple",), leaves=())
         return found
 
-    def share(self, tensor: torch.Tensor, stage: int) -> None:
+    def share(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
         own = tensor if stage in self.executors else None
         (data,) = self.peers.share([(stage, TensorMeta.of(tensor)._replace(requires_grad=False), own)])
-        if own is None:
-            with torch.no_grad():
-                tensor.copy_(data)
+        return data if own is None else own
 
     def fetch(self, recording: Recording, values: list[int]) -> list[torch.Tensor]:
         m = recording.microbatch_index
@@ -323,8 +333,45 @@ class StepRunner:
             self.peers.drive(
                 {stage: executor.run(batch.schedule[stage]) for stage, executor in self.executors.items()}
             )
+        self._agree_on_outcome(batch)
         self._note(batch)
+        self._recorder.placement.note_gradients(batch.trained)
         self.last_batch = batch
+
+    def _agree_on_outcome(self, batch: Batch) -> None:
+        """Raises the same error on all ranks if an action has failed on any."""
+        own = [executor for executor in self.executors.values() if executor.failure is not None]
+        mine = min((e.failure for e in own if e.failure is not None), key=lambda f: f.time_ns, default=None)
+        if mine is not None:
+            mine.rank = self.peers.rank
+        outcomes = self.peers.outcomes(mine, "the end of a step")
+        if not outcomes:
+            return
+        self.all_know = True
+        recorder = self._recorder
+        assert recorder is not None
+        recorder.modules.restore_buffers()
+        if any(work.pending_backwards() for work in batch.works) or self._has_run_backward():
+            self.drop_gradients()
+        raise step_failure(outcomes) from next((e.error for e in own if e.failure is mine), None)
+
+    def _has_run_backward(self) -> bool:
+        return any(progress.backward_done for progress in self._progress.values())
+
+    def drop_gradients(self) -> None:
+        assert self._recorder is not None
+        self.drop_gradients_of(self._recorder.placement)
+
+    @staticmethod
+    def drop_gradients_of(placement: Placement) -> None:
+        """What a failed step has added to gradients cannot be taken out of them again."""
+        for parameter in placement.root.parameters():
+            parameter.grad = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self._recorder is not None
 
     def _plan(self, last_batch: bool) -> Batch:
         backwards_last = self.policy.pipeline == "simple" and not last_batch
@@ -367,8 +414,23 @@ class StepRunner:
             order = compute_order(works, self.policy)
             sent = {m: frozenset(progress.sent) for m, progress in self._progress.items()}
             schedule = lower(order, works, self.num_stages, sent=sent)
-            self._plans[key] = Batch(tuple(works), schedule)
+            self._plans[key] = Batch(tuple(works), schedule, self._trained(works))
         return self._plans[key]
+
+    def _trained(self, works: Sequence[Work]) -> frozenset[str]:
+        """Names of the parameters that the works' backwards reach, on whatever stage."""
+        assert self._recorder is not None
+        alias = self._recorder.placement.alias
+        found: set[str | None] = set()
+        for work in works:
+            commands = self._progress[work.microbatch_index].recording.commands
+            for segment in work.pending_backwards():
+                for index in segment.commands:
+                    command = commands[index]
+                    found.add(command.parameter)
+                    if command.module is not None:
+                        found.update([alias(parameter) for parameter in command.module.parameters()])
+        return frozenset(name for name in found if name is not None)
 
     def _note(self, batch: Batch) -> None:
         """Everything in the batch has run, on all stages."""
@@ -393,17 +455,27 @@ class StepRunner:
             ]
 
         recorded = hash(tuple(recording.digest for recording in recordings.values()))
-        checks = [Check("the recording of a step", recorded, calls)]
-        if last_batch:
-            checks.append(Check("the batch of a step", *self._inputs))
-            checks.append(
+        looks = 0 if last_batch else 1
+        self.all_know = True  # who is not alike raises, and so do the others
+        self.peers.compare(
+            [
+                Check(
+                    "what a step does",
+                    looks,
+                    lambda: [
+                        "looks at data while it records" if looks else "has recorded its step to the end"
+                    ],
+                ),
+                Check("the recording of a step", recorded, calls),
+                Check("the batch of a step", *(self._inputs if last_batch else (0, list))),
                 Check(
                     "the random numbers drawn in a step function",
-                    self._start_state if self.drew() else 0,
+                    self._start_state if last_batch and self.drew() else 0,
                     lambda: [f"has the random state {self._start_state:x}"],
-                )
-            )
-        self.peers.compare(checks)
+                ),
+            ]
+        )
+        self.all_know = False
 
     def drew(self) -> bool:
         """Whether the user's function drew random numbers in this step."""

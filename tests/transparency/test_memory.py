@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import smp_lite as smp
+from smp_lite.record.away import is_away
 from tests.harness import run_distributed
 from tests.models.layers import WIDTH, Chain, regression_batch
 from tests.transparency.conftest import OpenSession
@@ -145,7 +146,7 @@ def memory_on_rank() -> tuple[dict[str, bool], int, int]:
     module = nn.Sequential(*(Watched() for _ in range(smp.state.num_stages)))
     seen = train(module)
     gc.collect()
-    here = {name: parameter.device.type != "meta" for name, parameter in module.named_parameters()}
+    here = {name: not is_away(parameter) for name, parameter in module.named_parameters()}
     alive = sum(reference() is not None for reference in seen)
     return here, sum(part.num_alive() for part in module), alive
 
