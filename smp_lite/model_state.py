@@ -74,7 +74,13 @@ class ModelState:
         found: dict[str, Any] = {}
         for part in parts:
             found.update(part)
-        return {key: found[key] for key in self.module.state_dict() if key in found}
+        whole: dict[str, Any] = {}
+        first: dict[int, str] = {}  # a tied parameter is one again, as in a plain state dict
+        for key, value in self.module.state_dict(keep_vars=True).items():
+            if key in found:
+                tied = isinstance(value, nn.Parameter)
+                whole[key] = found[first.setdefault(id(value), key) if tied else key]
+        return whole
 
     def merged(self, state: dict[str, Any], same_partition_load: bool) -> dict[str, Any]:
         """The dict to load: partial ones of all mp ranks are merged, unless this rank's own will do."""

@@ -52,6 +52,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "loss scaling belongs to fp16, which is not supported yet: leave static_loss_scale, "
                 "dynamic_loss_scale and dynamic_loss_args at their defaults"
             )
+        if session.unread_optimizer is not None:
+            raise SMPError(
+                f"resume_from_checkpoint found the optimizer's state, {session.unread_optimizer!r}, before "
+                "there was an optimizer: call it after both wrappers exist, or with load_optimizer=False"
+            )
         self.optimizer = optimizer
         self._session = session
         self._pending: dict[str, Any] | None = None
@@ -126,6 +131,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """This rank's part, with parameters numbered as in the whole model; marked partial."""
+        if self._pending is not None:
+            raise SMPError(
+                "the optimizer's state was loaded and waits for the first step, which puts it in place: run "
+                "a step before asking for the state"
+            )
         state = self.optimizer.state_dict()
         if self._order:
             flat = [position for order in self._order for position in order]
@@ -147,11 +157,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         local = self.local_state_dict()
         local.pop(PARTIAL_KEY)
-        if self._session.world is None or not self._order:
-            return local
         world = self._session.world
-        parts = world.exchange(_to_cpu(local), "MP", "optimizer.state_dict")
-        if gather_to_rank0 and world.group_rank("MP") != 0:
+        if world is None or not self._order:
+            return local if world is None or not gather_to_rank0 or world.group_rank("MP") == 0 else {}
+        collect = world.gather if gather_to_rank0 else world.exchange
+        parts = collect(_to_cpu(local), "MP", "optimizer.state_dict")
+        if parts is None:
             return {}
         state: dict[int, Any] = {}
         for part in parts:

@@ -51,6 +51,7 @@ class Session:
         # What the layers above put here; their types are theirs.
         self.model: Any = None
         self.optimizer: Any = None
+        self.unread_optimizer: str | None = None  # the file of a state that was saved, while there was none
         self.step: Any = None
         self.steps_run = 0
         self.is_tracing = False
