@@ -25,7 +25,7 @@ class NeedsOpening(Exception):
 
 @contextlib.contextmanager
 def untouched(module: nn.Module, *given: Any) -> Iterator[None]:
-    """Puts back what a run changes on the module, on what it was given and around its code, iterators included."""
+    """Puts back what a run changes on the module, on what it was given and around its code."""
     state = PythonState()
     state.add(module, "")
     for value in given:
@@ -130,7 +130,7 @@ class Effects:
         for leaf in self._leaves:
             if not isinstance(leaf, torch.Tensor):
                 self._state.add(leaf, f"an argument of type {type(leaf).__name__}")
-        iterator = iterator_among(self._state)
+        iterator = iterator_among(self._state, *self._leaves)
         if iterator is not None:
             raise NeedsOpening(f"may take from the iterator {iterator}")
         self._watch = CodeWatch(self._state)

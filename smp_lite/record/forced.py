@@ -55,7 +55,7 @@ class Forced:
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function that needs data: fetches its placed arguments and calls it everywhere."""
-        arguments = self.recorder.arguments(args, kwargs)
+        arguments = self.recorder.arguments(args, kwargs, detached=True)
         placed = [tensor for tensor in arguments.tensors if type(tensor) is PlacedTensor]
         fetched = iter(self.fetch(placed, f"{function_name(func)}()"))
         real = [next(fetched) if type(t) is PlacedTensor else t for t in arguments.tensors]

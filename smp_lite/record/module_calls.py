@@ -350,6 +350,10 @@ class ModuleCalls:
         """Python code is about to see a buffer: it must be what it is after all calls before this line."""
         if not isinstance(value, torch.Tensor) or type(value) is PlacedTensor:
             return value
+        if self.recorder.descriptions.inferring:
+            # The modules whose code runs on fakes have other tables: this is a neighbour's.
+            self.recorder.descriptions.inference.touched_placed |= self.placement.home(module) >= 0
+            return value
         if self.placement.home(module) < 0 or self.recorder.not_listening:
             return value
         if (id(module), name) in self._changing:

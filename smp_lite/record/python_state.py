@@ -73,13 +73,14 @@ class PythonState:
         pending = [(root, where, 0)]
         while pending and len(self._seen) < MAX_OBJECTS:
             value, name, depth = pending.pop()
-            if isinstance(value, _ATOMS) or id(value) in self._seen:
+            if id(value) in self._seen or (isinstance(value, _ATOMS) and not _is_users_class(value)):
                 continue
             self._seen[id(value)] = value
             part = _part_of(value, name)
             if part is None:
                 continue
             self._parts.append(part)
+            pending += [(kind, kind.__name__, depth) for kind in _classes_of(value)]
             if depth < MAX_DEPTH:
                 pending += [
                     (inner, label, 0 if isinstance(inner, nn.Module) else depth + 1)
@@ -164,6 +165,35 @@ class _Attributes(_Part):
         if now.keys() != self.kept.keys() or any(now[key] is not item for key, item in self.kept.items()):
             now.clear()
             now.update(self.kept)
+
+
+class _ClassAttributes(_Part):
+    """What a class of the user's holds beside its methods."""
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        self.kept = {key: item for key, item in vars(value).items() if not _is_definition(key, item)}
+
+    def inner(self) -> Iterator[tuple[str, Any]]:
+        for key, item in self.kept.items():
+            yield f"{self.name}.{key}", item
+
+    def changed(self) -> str | None:
+        now = {key: item for key, item in vars(self.value).items() if not _is_definition(key, item)}
+        for key in {**self.kept, **now}:
+            old, new = self.kept.get(key, MISSING), now.get(key, MISSING)
+            if old is not new and not _equal(old, new):
+                return f"sets {self.name}.{key}"
+        return None
+
+    def restore(self) -> None:
+        for key in list(vars(self.value)):
+            item = vars(self.value)[key]
+            if not _is_definition(key, item) and key not in self.kept:
+                delattr(self.value, key)
+        for key, item in self.kept.items():
+            if vars(self.value).get(key, MISSING) is not item:
+                setattr(self.value, key, item)
 
 
 class _Slots(_Part):
@@ -345,8 +375,11 @@ class _Random(_Part):
             self.set(self.kept)
 
 
-def iterator_among(state: PythonState) -> str | None:
+def iterator_among(state: PythonState, *more: Any) -> str | None:
     """The name of an iterator among the things copied: nobody can put back what is taken out of one."""
+    for item in more:
+        if _is_iterator(item):
+            return f"that it is given, a {type(item).__name__}"
     for part in state._parts:
         for name, item in part.inner():
             if _is_iterator(item):
@@ -358,9 +391,41 @@ def _is_iterator(value: Any) -> bool:
     return hasattr(type(value), "__next__") and not isinstance(value, torch.Tensor | nn.Module)
 
 
+_DEFINITIONS = (
+    types.FunctionType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    staticmethod,
+    classmethod,
+    property,
+)
+
+
+def _is_definition(key: str, item: Any) -> bool:
+    return (
+        (key.startswith("__") and key.endswith("__")) or isinstance(item, _DEFINITIONS) or key == "_abc_impl"
+    )
+
+
+def _is_users_class(value: Any) -> bool:
+    if not isinstance(value, type) or issubclass(value, enum.Enum):
+        return False
+    first = value.__module__.partition(".")[0]
+    return _is_users(first) and first not in sys.stdlib_module_names
+
+
+def _classes_of(value: Any) -> list[type]:
+    """The user's classes of an object, whose attributes its methods may change."""
+    if isinstance(value, type):
+        return []
+    return [kind for kind in type(value).__mro__ if _is_users_class(kind)]
+
+
 def _part_of(value: Any, name: str) -> _Part | None:
     """The copy of one object; None if it holds nothing that changes."""
     kind = type(value)
+    if isinstance(value, type):
+        return _ClassAttributes(value, name)
     if isinstance(value, nn.Module):
         return _Attributes(value, name)
     if isinstance(value, list | dict | set | deque):

@@ -44,7 +44,7 @@ from .recording import Backward, Command, Recording
 from .replay import Tape, refuse
 from .signature import function_name, structure_token, tensor_meta, token
 from .source_line import CHECKPOINT_WITHOUT_EFFECT, warn_once_at_user_line
-from .torch_functions import FROM_NUMBERS, LOOKS_AT_DATA, REFUSED, changes_first
+from .torch_functions import DETACHES, FROM_NUMBERS, LOOKS_AT_DATA, REFUSED, changes_first
 from .twins import Twins
 
 __all__ = ["Recorder"]
@@ -64,6 +64,7 @@ class Recorder:
         self.serial = -1  # counts microbatches over all steps
         self.recording: Recording | None = None
         self.tape: Tape | None = None  # set while a step is recorded for replay
+        self.num_microbatches = 1
         self.num_modes = 0  # torch's own modes and ours, without the user's
         self.twins = Twins()
         self.draws = Draws()
@@ -83,8 +84,9 @@ class Recorder:
 
     # The life of a step ---------------------------------------------------------------------------
 
-    def begin_step(self, *, strict: bool) -> None:
+    def begin_step(self, num_microbatches: int, *, strict: bool) -> None:
         """A step begins; a ``strict`` one looks for changes of Python state that were not heard."""
+        self.num_microbatches = num_microbatches
         if self.placement.refresh(self):
             self.descriptions.signatures.forget()
         self.descriptions.signatures.new_step()
@@ -177,11 +179,9 @@ class Recorder:
         name = getattr(func, "__name__", "")
         if name in LOOKS_AT_DATA:
             return self._forced.call(func, args, kwargs)
+        if name == "requires_grad_":
+            return self._require_gradient(*args, **kwargs)
         if name in REFUSED:
-            if name == "requires_grad_":
-                wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-                if bool(wanted) == args[0].requires_grad:
-                    return args[0]
             raise SMPError(
                 f"{function_name(func)}() was called inside an smp.step on a value that lives on one "
                 f"stage: {REFUSED[name]}"
@@ -194,7 +194,11 @@ class Recorder:
             target = kwargs.get("out", args[0] if args else None)
             if type(target) is not PlacedTensor and isinstance(target, torch.Tensor):
                 return self._change_replicated(func, target, args, kwargs)
-        return self._function(func, self.arguments(args, kwargs))
+        arguments = self.arguments(args, kwargs, detached=name in DETACHES)
+        if any(type(tensor) is PlacedTensor for tensor in arguments.tensors):
+            return self._function(func, arguments)
+        args, kwargs = arguments.build(arguments.tensors)
+        return self.ordinary_function(func, args, kwargs)
 
     def ordinary_function(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A torch function without placed arguments."""
@@ -248,7 +252,7 @@ class Recorder:
         if len(gradients) != len(losses):
             raise ValueError(f"backward got {len(losses)} tensors and {len(gradients)} grad_tensors")
         values = []
-        for loss, gradient in zip(losses, gradients, strict=True):
+        for i, (loss, gradient) in enumerate(zip(losses, gradients, strict=True)):
             loss = self.placed_for(loss)
             if loss is None or not loss.smp_meta.requires_grad:
                 raise SMPError(
@@ -261,7 +265,7 @@ class Recorder:
                     "reduce it, or pass grad_tensors"
                 )
             if type(gradient) is PlacedTensor:
-                (gradient,) = self._forced.fetch([gradient], "a gradient given to model.backward()")
+                (gradients[i],) = self._forced.fetch([gradient], "a gradient given to model.backward()")
             elif self.tape is not None and self.tape.slot(gradient) is not None:
                 raise refuse("gives model.backward() a gradient made from its inputs")
             values.append(self.value_of(loss))
@@ -324,15 +328,21 @@ class Recorder:
         mark = token(label)
         recording.add(command, ((),), (mark, mark))
 
-    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Flattened arguments; what stands for something else is replaced by it."""
+    def arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, detached: bool = False
+    ) -> Arguments:
+        """Flattened arguments; what stands for something else is replaced by it.
+
+        Args:
+            detached: no gradient will be wanted of values of earlier microbatches.
+        """
         arguments = Arguments.of(args, kwargs)
         for i, tensor in enumerate(arguments.tensors):
             if type(tensor) is PlacedTensor:
                 if tensor.smp_recorder is not self:
                     raise SMPError("a value of another model's step was used: return it from its step first")
                 if not hasattr(tensor, "smp_parameter") and tensor.smp_microbatch != self.serial:
-                    arguments.replace(i, self._from_earlier_microbatch(tensor))
+                    arguments.replace(i, self._from_earlier_microbatch(tensor, detached=detached))
             elif (found := self.stand_in(tensor)) is not None:
                 arguments.replace(i, found)
             elif is_away(tensor):
@@ -350,11 +360,11 @@ class Recorder:
                     stage = placed[0] if placed else 0
                 arguments.replace(i, self._input(tensor, stage))
 
-    def _from_earlier_microbatch(self, tensor: PlacedTensor) -> torch.Tensor:
+    def _from_earlier_microbatch(self, tensor: PlacedTensor, *, detached: bool) -> torch.Tensor:
         recording = self._recordings.get(tensor.smp_microbatch)
         if recording is None:
             return self._forced.data_of(tensor)
-        if tensor.smp_meta.requires_grad and torch.is_grad_enabled():
+        if tensor.smp_meta.requires_grad and torch.is_grad_enabled() and not detached:
             raise SMPError(
                 "a value of one microbatch was used in another with its gradient: microbatches are "
                 "independent, so detach() it first"
@@ -410,6 +420,7 @@ class Recorder:
                 args, kwargs = numbers.build(numbers.tensors)
                 return self.ordinary_function(func, args, kwargs)
             described = NotDescribed(None)
+        self._refuse_changed_parameters(name, described, arguments)
         target = self._first_changed_ordinary(described, arguments)
         if target is not None:
             self._add_twin(target, self._stage(arguments, None))
@@ -427,6 +438,20 @@ class Recorder:
             if not moved:
                 return self._run_for_real(command, NotDescribed(None))[1]
         return self._append(command, described)
+
+    def _refuse_changed_parameters(self, name: str, described: Any, arguments: Arguments) -> None:
+        """Other microbatches' calls, recorded or still to come, use the same parameter."""
+        if not isinstance(described, Description) or self.num_microbatches == 1:
+            return
+        for changed in described.meta.changed:
+            target = arguments.tensors[changed.argument]
+            if type(target) is PlacedTensor:
+                for member in sharing_memory(target):
+                    if hasattr(member, "smp_parameter"):
+                        raise SMPError(
+                            f"{name} changes the parameter {member.smp_parameter!r} in place inside an smp.step, "
+                            "while other microbatches use it: change it between steps"
+                        )
 
     @staticmethod
     def _first_changed_ordinary(described: Any, arguments: Arguments) -> torch.Tensor | None:
@@ -565,16 +590,41 @@ class Recorder:
         result = self.torch_function(func, *self.twins.substitute(args, kwargs))
         return None if result is None else target
 
+    def _require_gradient(self, target: Any, requires_grad: bool = True) -> Any:
+        """``requires_grad_()``: a value that needs no gradient becomes a leaf from here on."""
+        if bool(requires_grad) == target.requires_grad:
+            return target
+        if hasattr(target, "smp_parameter"):
+            raise SMPError(
+                f"requires_grad of the parameter {target.smp_parameter!r} was changed inside an smp.step, where "
+                "calls of earlier lines have not run yet: change it between steps, or detach() what shall not "
+                "be trained"
+            )
+        if not requires_grad:
+            raise SMPError(
+                "requires_grad_(False) was called inside an smp.step on a result: write x = x.detach()"
+            )
+        leaf = self._function(as_leaf, self.arguments((target,), {}))
+        target.smp_meta, target.smp_value, target.smp_stage = leaf.smp_meta, leaf.smp_value, leaf.smp_stage
+        with torch._C.DisableTorchFunctionSubclass():
+            target.requires_grad_()
+        return target
+
     def _set_attribute(self, func: Function, args: tuple[Any, ...]) -> None:
         name = getattr(func.__self__, "__name__", "")  # type: ignore[attr-defined]
         target, value = args
         if name == "requires_grad" and type(target) is PlacedTensor:
-            target.requires_grad_(value)
+            self._require_gradient(target, value)
             return
         raise SMPError(
-            f"tensor.{name} = ... on a tensor that lives on one stage cannot be recorded: "
-            "move it into a module that is placed on one stage"
+            f"tensor.{name} = ... inside an smp.step, on a tensor that lives on one stage or with one, cannot be "
+            "recorded: do it between steps, or with x.copy_(...) inside a module that is placed on one stage"
         )
+
+
+def as_leaf(x: torch.Tensor) -> torch.Tensor:
+    """What ``requires_grad_()`` makes of a result without a gradient."""
+    return x.detach().requires_grad_()
 
 
 def _weight(placed: PlacedTensor) -> tuple[int, int]:

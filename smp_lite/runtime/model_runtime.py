@@ -132,7 +132,8 @@ class ModelRuntime:
             self._reduce_now = (self._passes + 1) % self.options.backward_passes_per_step == 0
         hook = self.reducer is not None and self.reducer.hook is not None
         average = self.options.average_grads_across_microbatches and not hook
-        self.runner.begin_step(self.recorder, 1.0 / num_microbatches if average else 1.0, inputs)
+        scale = 1.0 / num_microbatches if average else 1.0
+        self.runner.begin_step(self.recorder, num_microbatches, scale, inputs)
 
     def finish(
         self, outputs: Sequence[tuple[int, int]], *, has_backward: bool, keep_graph: bool
