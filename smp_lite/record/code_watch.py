@@ -125,12 +125,27 @@ class CodeWatch:
             if key not in self._globals:
                 value = namespace[name]
                 self._globals[key] = (namespace, name, value)
-                if not isinstance(value, types.FunctionType | type | types.ModuleType):
+                if isinstance(value, types.ModuleType):
+                    self._look_into(value, code)
+                elif not isinstance(value, types.FunctionType):
                     self.state.add(value, name)
         for name in code.co_freevars:
             value = frame.f_locals.get(name, MISSING)
             if value is not MISSING and not isinstance(value, type):
                 self.state.add(value, name)
+
+    def _look_into(self, module: types.ModuleType, code: types.CodeType) -> None:
+        """The code may set variables of another module of the user's."""
+        first = module.__name__.partition(".")[0]
+        if first == "torch" or first in sys.stdlib_module_names:
+            return
+        namespace = vars(module)
+        for name in code.co_names:
+            if name in namespace and not isinstance(
+                namespace[name], types.FunctionType | types.ModuleType | type
+            ):
+                self._globals.setdefault((id(namespace), name), (namespace, name, namespace[name]))
+                self.state.add(namespace[name], f"{module.__name__}.{name}")
 
     def changed(self) -> str | None:
         """A global variable that has been bound anew."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .code_watch import CodeWatch, Names
-from .python_state import PythonState, iterator_among, iterators_split
+from .python_state import PythonState, cache_among, iterator_among, iterators_split
 from .structure import Spec, flatten
 
 __all__ = ["Buffers", "Effects", "FakeTables", "NeedsOpening", "untouched"]
@@ -133,6 +133,9 @@ class Effects:
         iterator = iterator_among(self._state, *self._leaves)
         if iterator is not None:
             raise NeedsOpening(f"may take from the iterator {iterator}")
+        cache = cache_among(self._state)
+        if cache is not None:
+            raise NeedsOpening(f"may fill the cache {cache}")
         self._watch = CodeWatch(self._state)
         self.watched = self._watch.on
 

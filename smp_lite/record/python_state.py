@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["MISSING", "PythonState", "iterator_among", "iterators_split"]
+__all__ = ["MISSING", "PythonState", "cache_among", "iterator_among", "iterators_split"]
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 """In the place of an attribute that is not there."""
@@ -385,6 +385,11 @@ def iterator_among(state: PythonState, *more: Any) -> str | None:
             if _is_iterator(item):
                 return name
     return None
+
+
+def cache_among(state: PythonState) -> str | None:
+    """The name of an ``lru_cache`` among the things copied: what was in it cannot be put back."""
+    return next((part.name for part in state._parts if isinstance(part, _Cached)), None)
 
 
 def _is_iterator(value: Any) -> bool:
