@@ -8,6 +8,7 @@ other way round.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from . import session as session_module
 from .errors import SMPError
 from .model_state import PARTIAL_KEY
+from .norms import refuse_inside_step
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -72,6 +74,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # For each group, the model's name of each parameter (None: not the model's).
         self._slots = [[names.get(id(parameter)) for parameter in group["params"]] for group in groups]
 
+    @property
+    def names_in_groups(self) -> list[list[str | None]]:
+        """For each group the model's names of its parameters before partition; None: not the model's."""
+        return self._slots
+
     def after_partition(self) -> None:
         """Keeps the parameters of this rank's stage; called once by the model."""
         model = self._session.model
@@ -104,6 +111,37 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return self.optimizer.defaults
 
+    # What a GradScaler leaves here for an optimizer that unscales by itself (fused=True).
+
+    @property
+    def grad_scale(self) -> Any:
+        return self.optimizer.grad_scale  # type: ignore[attr-defined]
+
+    @grad_scale.setter
+    def grad_scale(self, value: Any) -> None:
+        if "grad_scaler" in inspect.signature(self.optimizer.step).parameters:
+            raise SMPError(
+                f"{type(self.optimizer).__name__} takes the GradScaler itself (step has an argument "
+                "grad_scaler) and would look for overflows in one stage only: use an optimizer of torch.optim"
+            )
+        self.optimizer.grad_scale = value  # type: ignore[attr-defined]
+
+    @grad_scale.deleter
+    def grad_scale(self) -> None:
+        del self.optimizer.grad_scale  # type: ignore[attr-defined]
+
+    @property
+    def found_inf(self) -> Any:
+        return self.optimizer.found_inf  # type: ignore[attr-defined]
+
+    @found_inf.setter
+    def found_inf(self, value: Any) -> None:
+        self.optimizer.found_inf = value  # type: ignore[attr-defined]
+
+    @found_inf.deleter
+    def found_inf(self) -> None:
+        del self.optimizer.found_inf  # type: ignore[attr-defined]
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; only before partition, where all ranks see the same parameters."""
         assert self._session.model is not None
@@ -114,6 +152,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
         """One optimizer step; on a rank whose stage owns no parameters only the closure is called."""
+        refuse_inside_step(self._session, "optimizer.step()")
         if not any(group["params"] for group in self.optimizer.param_groups):
             with torch.enable_grad():
                 return closure() if closure is not None else None

@@ -139,6 +139,14 @@ class ModelRuntime:
                 self.reducer.finish()
         return found
 
+    @property
+    def gradients_are_averaged(self) -> bool:
+        """Whether all replicas hold the same gradients now; what a hook of the user's makes is not known."""
+        if self.collectives is None or self.collectives.size == 1:
+            return True
+        assert self.reducer is not None
+        return self.reducer.hook is None and self._passes % self.options.backward_passes_per_step == 0
+
     def streams_drew(self) -> bool:
         """Whether the replicated random stream has moved since the step began."""
         return self.runner.drew()
