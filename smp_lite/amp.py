@@ -57,8 +57,8 @@ def overflows_of_the_whole_model(session: Session) -> Iterator[None]:
         heard = session.world.exchange(here, kind, "GradScaler.step() or unscale_()")
         if all(value is None for value in heard):
             return found  # no gradients at all: torch has an error for that
-        agreed = torch.full_like(found_inf, float(any(heard)))
-        return dict.fromkeys(found or [found_inf.device], agreed)
+        devices = list(found) or [found_inf.device]
+        return {device: torch.full_like(found_inf, float(any(heard)), device=device) for device in devices}
 
     scaler_class._unscale_grads_ = _unscale_grads_  # type: ignore[method-assign]
     try:

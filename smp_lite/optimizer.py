@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from . import session as session_module
+from .closures import step_with_closure
 from .errors import SMPError
 from .model_state import PARTIAL_KEY
 from .norms import refuse_inside_step
+from .optimizer_check import check_optimizer
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -27,7 +29,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     parameter groups and state are the inner optimizer's.
 
     Args:
-        optimizer: a ``torch.optim.Optimizer`` over parameters of the (wrapped or plain) model.
+        optimizer: a ``torch.optim.Optimizer`` over parameters of the (wrapped or plain) model. Over several
+            partitions it must treat each parameter by itself; see :mod:`.optimizer_check`.
         static_loss_scale, dynamic_loss_scale, dynamic_loss_args: for fp16, which is not supported yet; only
             their defaults are accepted.
 
@@ -53,6 +56,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "loss scaling belongs to fp16, which is not supported yet: leave static_loss_scale, "
                 "dynamic_loss_scale and dynamic_loss_args at their defaults"
             )
+        if session.num_stages > 1:
+            check_optimizer(optimizer)
         self.optimizer = optimizer
         self._session = session
         self._pending: dict[str, Any] | None = None
@@ -151,12 +156,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._note_groups()
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
-        """One optimizer step; on a rank whose stage owns no parameters only the closure is called."""
+        """One optimizer step; on a rank whose stage owns no parameters only the closure is called.
+
+        With a closure it is collective over all ranks, see :func:`.closures.step_with_closure`.
+        """
         refuse_inside_step(self._session, "optimizer.step()")
-        if not any(group["params"] for group in self.optimizer.param_groups):
-            with torch.enable_grad():
-                return closure() if closure is not None else None
-        return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+        has_parameters = any(group["params"] for group in self.optimizer.param_groups)
+        if closure is not None:
+            return step_with_closure(self._session, self.optimizer, closure, has_parameters=has_parameters)
+        return self.optimizer.step() if has_parameters else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none=set_to_none)

@@ -23,6 +23,7 @@ from .config import Config, load_config
 from .errors import SMPError
 from .errors_record import record_failure
 from .norms import norms_of_the_whole_model
+from .optimizer_check import other_optimizers_checked
 from .plan.schedules import Policy
 from .plan.topology import Topology
 from .stop_notice import listen, stop_listening
@@ -64,9 +65,10 @@ class Session:
         self.overrides = contextlib.ExitStack()  # of torch's own functions, until reset
 
     def open(self) -> Session:
-        """Makes torch's functions that look at the whole model mean all of it."""
+        """Makes what looks at all parameters at once, in torch's own functions, mean the whole model."""
         self.overrides.enter_context(norms_of_the_whole_model(self))
         self.overrides.enter_context(overflows_of_the_whole_model(self))
+        self.overrides.enter_context(other_optimizers_checked(self))
         return self
 
     @property

@@ -70,6 +70,8 @@ STAGES = {
     "unused": 1,
 }
 STAGES |= {f"blocks.{i}.linear": STAGES[f"blocks.{i}"] for i in range(6)}
+SPREAD = {name: 2 * stage for name, stage in STAGES.items()}
+"""Of three stages the middle one is empty."""
 MANUAL = {"auto_partition": False, "default_partition": 0}
 
 
