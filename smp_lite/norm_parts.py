@@ -10,7 +10,8 @@ bit. What one process would have been given is told from what the ranks were giv
   of the same optimizer groups: their union, in the model's order or the optimizer's.
 
 Anything else could also be a loop over local tensors, which runs on each rank for itself, so it is refused.
-Pure: tensors have become numbers.
+(A round of such a loop that gives everything a rank has is taken for the whole.) No processes here, and
+tensors have become numbers.
 """
 
 from __future__ import annotations

@@ -16,22 +16,16 @@ it costs some tenths of a millisecond a step.
 from __future__ import annotations
 
 import contextlib
-import functools
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._foreach_utils import (
-    _device_has_foreach_support,
-    _group_tensors_by_device_and_dtype,
-    _has_foreach_support,
-)
 
-from .errors import SMPError, SMPMismatch
-from .norm_parts import FOREIGN, Norm, Part, as_in_one_process
+from .errors import SMPError
+from .norm_exchange import Call, Item, total_norm
+from .norm_parts import FOREIGN
 from .own_parameters import OwnParameters
 
 if TYPE_CHECKING:
@@ -125,19 +119,6 @@ def _is_recording(session: Session) -> bool:
     return runtime is not None and not runtime.recorder.suspended
 
 
-@dataclass(frozen=True)
-class _Item:
-    """A tensor that a function was given.
-
-    Attributes:
-        number: of the parameter that it, or whose gradient it is; FOREIGN: not the model's.
-        tensor: itself; None: it lives on another stage.
-    """
-
-    number: int
-    tensor: torch.Tensor | None
-
-
 class _Functions:
     """What replaces torch's inner functions.
 
@@ -171,8 +152,8 @@ class _Functions:
         counted = [None if item.tensor is None else item.tensor.grad for item in items]
         arguments = {"norm_type": float(norm_type), "max_norm": float(max_norm)}
         is_single = isinstance(parameters, torch.Tensor)
-        call = _Call("clip_grad_norm_", arguments, is_single, foreach)
-        total, was_empty = self._total(call, items, counted, error_if_nonfinite)
+        call = Call("clip_grad_norm_", arguments, is_single, foreach)
+        total, was_empty = total_norm(self._session, call, items, counted, error_if_nonfinite)
         if was_empty and isinstance(parameters, types.GeneratorType):
             _warn_of_empty_generator()
         self._torch.clip_grads_with_norm_(here, max_norm, total, foreach)
@@ -191,8 +172,8 @@ class _Functions:
             given_to_torch = tensors if isinstance(tensors, torch.Tensor) else given
             return self._torch.get_total_norm(given_to_torch, norm_type, error_if_nonfinite, foreach)
         is_single = isinstance(tensors, torch.Tensor)
-        call = _Call("get_total_norm", {"norm_type": float(norm_type)}, is_single, foreach)
-        return self._total(call, items, [item.tensor for item in items], error_if_nonfinite)[0]
+        call = Call("get_total_norm", {"norm_type": float(norm_type)}, is_single, foreach)
+        return total_norm(self._session, call, items, [item.tensor for item in items], error_if_nonfinite)[0]
 
     def clip_grads_with_norm_(
         self,
@@ -221,46 +202,46 @@ class _Functions:
         model = self._session.model
         return None if model is None else model.own_parameters
 
-    def _parameters(self, what: str, given: list[torch.Tensor]) -> list[_Item]:
+    def _parameters(self, what: str, given: list[torch.Tensor]) -> list[Item]:
         if (own := self._own) is None:
-            return [_Item(FOREIGN, tensor) for tensor in given]
+            return [Item(FOREIGN, tensor) for tensor in given]
         recording = _is_recording(self._session)
         find = own.finder(recording=recording)
         items = []
         for tensor in given:
             number = find(tensor)
             if number is None:
-                items.append(_Item(FOREIGN, tensor))
+                items.append(Item(FOREIGN, tensor))
             else:
-                items.append(_Item(number, tensor if own.is_local(number) else None))
+                items.append(Item(number, tensor if own.is_local(number) else None))
         if recording and any(item.number != FOREIGN for item in items):
             refuse_inside_step(self._session, what)
         return items
 
-    def _tensors(self, what: str, given: list[torch.Tensor]) -> list[_Item]:
+    def _tensors(self, what: str, given: list[torch.Tensor]) -> list[Item]:
         """Gradients of the model by their parameters' numbers, parameters by higher ones."""
         if (own := self._own) is None:
-            return [_Item(FOREIGN, tensor) for tensor in given]
+            return [Item(FOREIGN, tensor) for tensor in given]
         if _is_recording(self._session):
             # A norm of weights may be part of the model's forward, and is recorded.
             find_kept = own.gradients(recording=True)
             if any(find_kept(tensor) is not None for tensor in given):
                 refuse_inside_step(self._session, what)
-            return [_Item(FOREIGN, tensor) for tensor in given]
+            return [Item(FOREIGN, tensor) for tensor in given]
         find, find_parameter = own.gradients(), own.finder()
         items = []
         for tensor in given:
             number, parameter = find(tensor), find_parameter(tensor)
             if number is not None:
-                items.append(_Item(number, tensor))
+                items.append(Item(number, tensor))
             elif parameter is not None:
                 here = tensor if own.is_local(parameter) else None
-                items.append(_Item(len(own.names) + parameter, here))
+                items.append(Item(len(own.names) + parameter, here))
             else:
-                items.append(_Item(FOREIGN, tensor))
+                items.append(Item(FOREIGN, tensor))
         return items
 
-    def _is_of_the_model(self, items: list[_Item]) -> bool:
+    def _is_of_the_model(self, items: list[Item]) -> bool:
         """Whether a call may be about the model, judged alike on all ranks.
 
         An empty list may be what is left of it on this rank, and so may a list of tensors that are in one
@@ -281,7 +262,7 @@ class _Functions:
         """Whether other processes hold parts of the model."""
         return self._session.world is not None and self._session.num_stages > 1
 
-    def _is_collective(self, items: list[_Item]) -> bool:
+    def _is_collective(self, items: list[Item]) -> bool:
         if not self._is_shared() or not self._is_of_the_model(items):
             return False
         if self._session.step is None:
@@ -294,117 +275,6 @@ class _Functions:
             )
         return False
 
-    # Over the group -----------------------------------------------------------------------------------------
-
-    def _total(
-        self,
-        call: _Call,
-        items: list[_Item],
-        counted: list[torch.Tensor | None],
-        error_if_nonfinite: bool,
-    ) -> tuple[torch.Tensor, bool]:
-        """The norm of what counts on all ranks, and whether all of them were given nothing."""
-        session, own = self._session, self._own
-        assert own is not None and session.world is not None
-        failure: Exception | None = None
-        part = None
-        try:
-            part = self._part(call, items, counted)
-        except Exception as error:  # raised when the others have heard of it
-            failure = error
-        said = (call.arguments, part, None if failure is None else str(failure))
-        heard = session.world.exchange(said, "MP", call.what)
-        if failure is not None:
-            raise failure
-        ranks = session.group("MP")
-        for rank, (arguments, _, error) in zip(ranks, heard, strict=True):
-            if error is not None:
-                raise SMPError(f"{call.what} failed on rank {rank}: {error}")
-            call.compare(arguments, rank, session.rank)
-
-        def describe(member: int, numbers: Sequence[int]) -> str:
-            names = [own.names[number % len(own.names)] for number in numbers]
-            more = ", ..." if len(names) > 3 else ""
-            return f"rank {ranks[member]} gave {', '.join(map(repr, names[:3]))}{more}"
-
-        parts = [heard_part for _, heard_part, _ in heard]
-        norms = as_in_one_process(call.what, parts, self._orders(), describe)
-        total = _norm_of(norms, call.arguments["norm_type"], session.device)
-        if error_if_nonfinite and not torch.isfinite(total):
-            # torch's own words (torch.nn.utils.get_total_norm).
-            raise RuntimeError(
-                f"The total norm of order {call.arguments['norm_type']} for gradients from "
-                "`parameters` is non-finite, so it cannot be clipped. To disable "
-                "this error and scale the gradients by the non-finite norm anyway, "
-                "set `error_if_nonfinite=False`"
-            )
-        return total, not any(part.named for part in parts)
-
-    def _part(self, call: _Call, items: list[_Item], counted: list[torch.Tensor | None]) -> Part:
-        own = self._own
-        assert own is not None
-        positions = [i for i, tensor in enumerate(counted) if tensor is not None]
-        tensors = [tensor for tensor in counted if tensor is not None]
-        norms = dict(zip(positions, _norms(tensors, call.arguments["norm_type"], call.foreach), strict=True))
-        mine = {items[i].number for i in positions} - {FOREIGN}
-        here = own.with_gradient()
-        weights = {len(own.names) + number for number in own.local}
-        groups = {i: members & here for i, members in enumerate(self._groups())}
-        chosen = frozenset(i for i, members in groups.items() if members and members <= mine)
-        covered = frozenset().union(*(groups[i] for i in chosen))
-        return Part(
-            named=tuple(item.number for item in items),
-            norms=norms,
-            is_single=call.is_single,
-            is_whole=mine in (here, weights),
-            groups=chosen if covered == mine else frozenset(),
-            populated=frozenset(i for i, members in groups.items() if members),
-        )
-
-    def _groups(self) -> list[frozenset[int]]:
-        """Numbers of the parameters in each of the optimizer's groups."""
-        return [frozenset(numbers) for numbers in self._numbers_in_groups()]
-
-    def _numbers_in_groups(self) -> list[list[int]]:
-        own, optimizer = self._own, self._session.optimizer
-        if own is None or optimizer is None:
-            return []
-        return [
-            [own.number(name) for name in names if name is not None] for names in optimizer.names_in_groups
-        ]
-
-    def _orders(self) -> list[Sequence[int]]:
-        own = self._own
-        assert own is not None
-        by_optimizer = [number for numbers in self._numbers_in_groups() for number in numbers]
-        return [range(2 * len(own.names)), *([by_optimizer] if by_optimizer else [])]
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What a function was asked for.
-
-    Attributes:
-        what: its name.
-        arguments: that must be the same on all ranks.
-        is_single: it was given one tensor.
-        foreach: as given.
-    """
-
-    what: str
-    arguments: dict[str, float]
-    is_single: bool
-    foreach: bool | None
-
-    def compare(self, theirs: dict[str, float], their_rank: int, rank: int) -> None:
-        """Raises SMPMismatch where another rank asked for something else."""
-        for name, mine in self.arguments.items():
-            if repr(theirs[name]) != repr(mine):
-                raise SMPMismatch(
-                    f"{self.what}: {name} is {theirs[name]} on rank {their_rank} and {mine} on rank {rank}: "
-                    "it must be the same on all ranks of the mp group"
-                )
-
 
 def _listed(given: Tensors) -> list[torch.Tensor]:
     return [given] if isinstance(given, torch.Tensor) else list(given)
@@ -415,42 +285,3 @@ def _warn_of_empty_generator() -> None:
         "`parameters` is an empty generator, no gradient clipping will occur.",
         stacklevel=4,  # the caller of torch's function
     )
-
-
-def _norms(tensors: list[torch.Tensor], norm_type: float, foreach: bool | None) -> list[Norm]:
-    """Of each tensor, by the function that torch would use (torch.nn.utils.get_total_norm)."""
-    found: dict[int, torch.Tensor] = {}
-    if not tensors:
-        return []
-    grouped = _group_tensors_by_device_and_dtype([tensors], with_indices=True)  # type: ignore[list-item]
-    for (device, _), ([group], indices) in grouped.items():
-        if (foreach is None and _has_foreach_support(group, device)) or (  # type: ignore[arg-type]
-            foreach and _device_has_foreach_support(device)
-        ):
-            norms = torch._foreach_norm(group, norm_type)  # type: ignore[arg-type]
-        elif foreach:
-            raise RuntimeError(
-                f"foreach=True was passed, but can't use the foreach API on {device.type} tensors"
-            )
-        else:
-            norms = tuple(torch.linalg.vector_norm(tensor, norm_type) for tensor in group)
-        found.update(zip(indices, norms, strict=True))
-    ordered = [found[i] for i in range(len(tensors))]
-    # Stacking goes to the widest dtype and from there to Python's doubles: both keep every bit.
-    values = torch.stack(ordered).tolist()
-    return [Norm(v, t.dtype, n.dtype) for v, t, n in zip(values, tensors, ordered, strict=True)]
-
-
-def _norm_of(norms: Sequence[Norm], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Of the norms, stacked as torch would stack them: grouped by the dtype of the tensors."""
-    if not norms:
-        return torch.tensor(0.0)
-    if len({norm.kind for norm in norms}) > 1:
-        # The order of the groups is that of a hash table of torch's, so torch is asked.
-        empty = {norm.kind: torch.empty(0, dtype=norm.kind, device=device) for norm in norms}
-        stand_ins = [empty[norm.kind] for norm in norms]
-        grouped = _group_tensors_by_device_and_dtype([stand_ins], with_indices=True)  # type: ignore[list-item]
-        norms = [norms[i] for _, indices in grouped.values() for i in indices]
-    dtype = functools.reduce(torch.promote_types, [norm.dtype for norm in norms])
-    stacked = torch.tensor([norm.value for norm in norms], dtype=dtype, device=device)
-    return torch.linalg.vector_norm(stacked, norm_type)

@@ -319,6 +319,44 @@ BEFORE = ("wrapped model", "gradients", "weights", "kept", "with another model's
 """Without any gradient ``clip_grad_value_`` is an error of torch's."""
 
 
+def many_in_one_dtype(in_memory: bool = False) -> list[str]:
+    """So many gradients that the order in which their norms are summed shows in the last bit."""
+    if not in_memory:
+        smp.init()
+
+    def chain() -> nn.Sequential:
+        torch.manual_seed(4)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(30)))
+
+    plain, net = chain(), chain()
+    model = smp.DistributedModel(net)
+    place(net, {name: int(name.partition(".")[0]) // 2 % 2 for name, _ in net.named_modules() if name})
+    kept, its_kept = list(net.parameters()), list(plain.parameters())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(groups_of(net, foreign()), lr=0.1))
+    plain_optimizer = torch.optim.SGD(groups_of(plain, foreign()), lr=0.1)
+    loose = foreign()
+    ours = Subject(model, net, optimizer, kept, model.local_parameters, loose, loose, smp.clip_grad_norm_)
+    theirs = Subject(
+        plain,
+        plain,
+        plain_optimizer,
+        its_kept,
+        plain.parameters,
+        loose,
+        loose,
+        clip_grad_norm_,
+    )
+    wrong = []
+    for step_index in range(6):
+        model.zero_grad()
+        plain.zero_grad()
+        plain_backward(plain, batch(step_index))
+        train(model, **batch(step_index))
+        spellings = ("wrapped model", "local", "gradients", "kept, reversed", "all groups", "each group")
+        wrong += [f"step {step_index}, {found}" for found in ask_all(ours, theirs, spellings)]
+    return wrong
+
+
 # What ranks run ---------------------------------------------------------------------------------------------
 
 
@@ -381,6 +419,32 @@ def not_finite() -> dict[str, str]:
         name: error_of(lambda s=s: _clip(s.model.parameters(), error_if_nonfinite=True))
         for name, s in (("ours", ours), ("plain", plain))
     }
+
+
+def by_hand() -> tuple[float, float]:
+    """The lines of the README, in the session that is open."""
+    ours = smp_subject()
+    model = ours.model
+    train(model, **batch())
+    norm = smp.clip_grad_norm_(model.parameters(), float("inf"))
+    squares = sum(p.grad.square().sum() for p in model.local_parameters() if p.grad is not None)
+    return float(norm), float(sum(smp.allgather(squares, smp.MP_GROUP)) ** 0.5)
+
+
+def by_hand_on_ranks() -> tuple[float, float]:
+    smp.init()
+    return by_hand()
+
+
+def failing() -> dict[str, str]:
+    """A gradient on stage 1 of which torch has no norm."""
+    smp.init()
+    plain, ours = plain_subject(), smp_subject()
+    train(ours.model, **batch())
+    for subject in (plain, ours):
+        if (weight := subject.own.get("head.weight")) is not None:
+            weight.grad = torch.eye(WIDTH).to_sparse()
+    return {name: error_of(lambda s=s: _clip(s.kept)) for name, s in (("ours", ours), ("plain", plain))}
 
 
 def absent_rank() -> str:

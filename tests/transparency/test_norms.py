@@ -47,6 +47,12 @@ def test_every_spelling_with_replicas() -> None:
     assert on_ranks("everything_on_ranks", 4) == [[]] * 4
 
 
+def test_many_gradients_of_one_dtype(open_session: OpenSession) -> None:
+    assert on_ranks("many_in_one_dtype") == [[], []]
+    open_session(2, **norms.MANUAL)
+    assert norms.many_in_one_dtype(in_memory=True) == []
+
+
 def test_training_with_clipping() -> None:
     assert on_ranks("training", num_steps=3) == [[], []]
 
@@ -59,6 +65,22 @@ def test_a_norm_that_is_not_finite_is_the_same_error_on_all_ranks() -> None:
     for found in on_ranks("not_finite"):
         assert found["ours"] == found["plain"]
         assert "The total norm of order 2.0 for gradients from `parameters` is non-finite" in found["ours"]
+
+
+def test_the_lines_of_the_readme(open_session: OpenSession) -> None:
+    plain = norms.plain_subject()
+    norms.plain_backward(plain.module, norms.batch())
+    wanted = float(norms.SPELLINGS["norm only"](plain))
+    open_session(2, **norms.MANUAL)
+    for norm, by_hand in (norms.by_hand(), *on_ranks("by_hand_on_ranks")):
+        assert norm == wanted
+        assert by_hand == pytest.approx(wanted, rel=1e-2)  # some gradients are in bfloat16
+
+
+def test_what_fails_on_one_rank_fails_on_all() -> None:
+    here, there = on_ranks("failing")
+    assert here["ours"].startswith("SMPError: clip_grad_norm_ failed on rank 1: ")
+    assert there["ours"] == there["plain"]
 
 
 def test_a_rank_that_does_not_call_is_named() -> None:
