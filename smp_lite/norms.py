@@ -143,19 +143,22 @@ class _Functions:
     ) -> torch.Tensor:
         given = _listed(parameters)
         items = self._parameters("clip_grad_norm_", given)
-        if not self._is_collective(items):
-            if not given and isinstance(parameters, types.GeneratorType):
-                _warn_of_empty_generator()
-            tensors = parameters if isinstance(parameters, torch.Tensor) else given
-            return self._torch.clip_grad_norm_(tensors, max_norm, norm_type, error_if_nonfinite, foreach)
         here = [item.tensor for item in items if item.tensor is not None]
-        counted = [None if item.tensor is None else item.tensor.grad for item in items]
-        arguments = {"norm_type": float(norm_type), "max_norm": float(max_norm)}
-        is_single = isinstance(parameters, torch.Tensor)
-        call = Call("clip_grad_norm_", arguments, is_single, foreach)
-        total, was_empty = total_norm(self._session, call, items, counted, error_if_nonfinite)
-        if was_empty and isinstance(parameters, types.GeneratorType):
-            _warn_of_empty_generator()
+        is_empty = not given
+        if self._is_collective(items):
+            counted = [None if item.tensor is None else item.tensor.grad for item in items]
+            arguments = {"norm_type": float(norm_type), "max_norm": float(max_norm)}
+            call = Call("clip_grad_norm_", arguments, isinstance(parameters, torch.Tensor), foreach)
+            total, is_empty = total_norm(self._session, call, items, counted, error_if_nonfinite)
+        else:
+            # Not torch's whole function, which would come back here for its parts.
+            gradients = [tensor.grad for tensor in here if tensor.grad is not None]
+            total = self._torch.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
+        if is_empty and isinstance(parameters, types.GeneratorType):
+            warnings.warn(
+                "`parameters` is an empty generator, no gradient clipping will occur.",
+                stacklevel=3,  # the caller of torch's function
+            )
         self._torch.clip_grads_with_norm_(here, max_norm, total, foreach)
         return total
 
@@ -278,10 +281,3 @@ class _Functions:
 
 def _listed(given: Tensors) -> list[torch.Tensor]:
     return [given] if isinstance(given, torch.Tensor) else list(given)
-
-
-def _warn_of_empty_generator() -> None:
-    warnings.warn(
-        "`parameters` is an empty generator, no gradient clipping will occur.",
-        stacklevel=4,  # the caller of torch's function
-    )

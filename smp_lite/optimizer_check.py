@@ -100,15 +100,15 @@ def other_optimizers_checked(session: Session) -> Iterator[None]:
         model = session.model
         if optimizer in seen or model is None or session.num_stages == 1:
             return
-        seen.add(optimizer)
-        if session.optimizer is not None and session.optimizer.optimizer is optimizer:
-            return
         own = {id(parameter) for parameter in model.module.parameters()}
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(id(parameter) in own for parameter in given) or (
-            model.own_parameters is not None and model.own_parameters.holds_any_of(given)
+        is_wrapped = session.optimizer is not None and session.optimizer.optimizer is optimizer
+        if not is_wrapped and (
+            any(id(parameter) in own for parameter in given)
+            or (model.own_parameters is not None and model.own_parameters.holds_any_of(given))
         ):
             check_optimizer(optimizer)
+        seen.add(optimizer)
 
     handle = torch_hooks.register_optimizer_step_pre_hook(before_step)
     try:

@@ -436,6 +436,22 @@ def by_hand_on_ranks() -> tuple[float, float]:
     return by_hand()
 
 
+def alone() -> dict[str, str]:
+    """What one rank may ask for without the others."""
+    smp.init()
+    ours = smp_subject()
+    train(ours.model, **batch())
+    other = nn.Linear(2, 2)
+    if smp.rank() == 1:
+        return {}
+    found = {"no gradients": error_of(lambda: _clip(other.parameters()))}
+    other(torch.ones(1, 2)).sum().backward()
+    found["other model"] = error_of(lambda: _clip(other.parameters()))
+    found["tensors"] = error_of(lambda: get_total_norm([torch.ones(2), torch.ones(3)]))
+    found["value"] = error_of(lambda: clip_grad_value_(other.parameters(), 1.0))
+    return found
+
+
 def failing() -> dict[str, str]:
     """A gradient on stage 1 of which torch has no norm."""
     smp.init()

@@ -77,6 +77,11 @@ def test_the_lines_of_the_readme(open_session: OpenSession) -> None:
         assert by_hand == pytest.approx(wanted, rel=1e-2)  # some gradients are in bfloat16
 
 
+def test_one_rank_may_ask_alone_for_what_is_not_the_models() -> None:
+    found, _ = on_ranks("alone")
+    assert set(found.values()) == {"no error"}
+
+
 def test_what_fails_on_one_rank_fails_on_all() -> None:
     here, there = on_ranks("failing")
     assert here["ours"].startswith("SMPError: clip_grad_norm_ failed on rank 1: ")
