@@ -238,7 +238,7 @@ def _copy(optimizer: torch.optim.Optimizer, small: dict[int, nn.Parameter]) -> t
         optimizer: to copy; its state must be empty where it matters, since that is not copied.
         small: takes a parameter's place, by the parameter's id; the others are left out.
     """
-    memo: dict[int, Any] = {id(optimizer): None}
+    memo: dict[int, Any] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             # Where else the optimizer keeps it: one without a gradient, which is not stepped.
