@@ -20,6 +20,7 @@ from torch import nn
 from . import session as session_module
 from .errors import SMPError
 from .model_state import PARTIAL_KEY, ModelState
+from .own_parameters import OwnParameters
 from .partitioning import decide_partition, load_partition, report_partition
 from .plan.partition import ModuleCost, Partition
 from .record.placement import Placement
@@ -98,6 +99,7 @@ class DistributedModel(nn.Module):
         self._measure_times = trace_execution_times
         self._session = session
         self._runtime: ModelRuntime | None = None
+        self.own_parameters: OwnParameters | None = None  # after partition
         self._partition: tuple[Partition, ModuleCost] | None = None
         self._stored_partition: Partition | None = None
         self._post_partition_hooks: dict[int, Hook] = {}
@@ -200,6 +202,7 @@ class DistributedModel(nn.Module):
         if session.num_stages > 1 and session.rank == 0:
             print(report_partition(session, partition, costs), flush=True)
         placement = Placement(self.module, partition.stage_of, session.num_stages)
+        self.own_parameters = OwnParameters(placement, peers.stages)
         self._runtime = ModelRuntime(
             placement,
             peers,

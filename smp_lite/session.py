@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .amp import overflows_of_the_whole_model
 from .comm.collectives import C10dCollectives, Collectives
 from .comm.peers import OneProcess, Peers, RankPeers
 from .comm.wires import C10dWire, Wire
 from .config import Config, load_config
 from .errors import SMPError
 from .errors_record import record_failure
+from .norms import norms_of_the_whole_model
+from .optimizer_check import other_optimizers_checked
 from .plan.schedules import Policy
 from .plan.topology import Topology
 from .record.interception import stop_intercepting
@@ -61,6 +64,14 @@ class Session:
         self.on_planned: Callable[..., None] | None = None
         self.assigned_stages: dict[int, tuple[Any, int]] = {}  # id(module) -> (module, stage)
         self.partition_stack: list[int] = []
+        self.overrides = contextlib.ExitStack()  # of torch's own functions, until reset
+
+    def open(self) -> Session:
+        """Makes what looks at all parameters at once, in torch's own functions, mean the whole model."""
+        self.overrides.enter_context(norms_of_the_whole_model(self))
+        self.overrides.enter_context(overflows_of_the_whole_model(self))
+        self.overrides.enter_context(other_optimizers_checked(self))
+        return self
 
     @property
     def num_stages(self) -> int:
@@ -180,7 +191,7 @@ def init(config: Mapping[str, Any] | str | None = None) -> None:
         session.process_groups = init_process_groups(
             session.world, backend=validated.ddp_dist_backend, port=validated.ddp_port
         )
-    _session = session
+    _session = session.open()
 
 
 def _check_needs_of_mpi(config: Config, transport: Transport) -> None:
@@ -213,7 +224,7 @@ def init_in_memory(config: Mapping[str, Any]) -> None:
 
 def _in_memory(config: Config) -> Session:
     topology = Topology.from_placement(config.partitions, config.partitions, 1, "cluster")
-    return Session(config, topology, None)
+    return Session(config, topology, None).open()
 
 
 @contextlib.contextmanager
@@ -236,6 +247,8 @@ def planning(parameters: Mapping[str, Any] | None, on_planned: Callable[..., Non
 def reset() -> None:
     """Forgets the session, so that :func:`init` can be called again in this process (tests, notebooks)."""
     global _session
+    if _session is not None:
+        _session.overrides.close()
     if _session is not None and _session.world is not None:
         if _session.process_groups:
             from .comm.gloo import destroy_process_groups

@@ -180,6 +180,14 @@ class ModelRuntime:
                 kind, f"another replica failed, so gradients were not averaged: rank {rank}: {text}"
             )
 
+    @property
+    def gradients_are_averaged(self) -> bool:
+        """Whether all replicas hold the same gradients now; what a hook of the user's makes is not known."""
+        if self.collectives is None or self.collectives.size == 1:
+            return True
+        assert self.reducer is not None
+        return self.reducer.hook is None and self._passes % self.options.backward_passes_per_step == 0
+
     def _on_final(self, parameter: nn.Parameter) -> None:
         if self.reducer is not None and self._reduce_now:
             self.reducer.on_final(parameter)
