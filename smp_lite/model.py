@@ -212,6 +212,7 @@ class DistributedModel(nn.Module):
             self._options,
             session.exchange_over_replicas,
         )
+        self.own_parameters.after_partition()
         self._runtime.runner.on_planned = session.on_planned
         self._timeline = StepTimeline.if_asked(session, peers.stages)
         if self._comm_hook is not None and self._runtime.reducer is not None:

@@ -209,7 +209,7 @@ class _Functions:
         if (own := self._own) is None:
             return [Item(FOREIGN, tensor) for tensor in given]
         recording = _is_recording(self._session)
-        find = own.finder(recording=recording)
+        find = own.finder()
         items = []
         for tensor in given:
             number = find(tensor)
@@ -227,7 +227,7 @@ class _Functions:
             return [Item(FOREIGN, tensor) for tensor in given]
         if _is_recording(self._session):
             # A norm of weights may be part of the model's forward, and is recorded.
-            find_kept = own.gradients(recording=True)
+            find_kept = own.gradients()
             if any(find_kept(tensor) is not None for tensor in given):
                 refuse_inside_step(self._session, what)
             return [Item(FOREIGN, tensor) for tensor in given]
@@ -236,7 +236,7 @@ class _Functions:
         for tensor in given:
             number, parameter = find(tensor), find_parameter(tensor)
             if number is not None:
-                items.append(Item(number, tensor))
+                items.append(Item(number, tensor if own.is_local(number) else None))
             elif parameter is not None:
                 here = tensor if own.is_local(parameter) else None
                 items.append(Item(len(own.names) + parameter, here))

@@ -1,8 +1,8 @@
 """Which tensors are the model's parameters and gradients, whatever object a script has kept of them.
 
-After partition there are three kinds of parameter objects: those of this rank's stage, the memoryless ones
-that stand for the others in the modules' tables, and the objects that stood there before, which a list made
-before the first step may still hold. All are told by identity, and numbered as in the whole model.
+After partition a parameter is the object that it was before, here or away (:mod:`.record.away`). Only where
+somebody held weak references to it is there a new one, and a list made before the first step still holds the
+former. All are told by identity, and numbered as in the whole model.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .record.away import is_away, root_of
 from .record.placed import PlacedTensor
 from .record.placement import Placement
 
@@ -36,10 +37,15 @@ class OwnParameters:
         self._placement = placement
         self._numbers = {name: i for i, name in enumerate(self.names)}
         self._is_local = frozenset(self.local)
-        # Weakly: they hold the memory that partition gives back.
-        self._before = WeakTensorKeyDictionary()
-        for number, name in enumerate(self.names):
-            self._before[placement.parameter(name)] = number
+        self._before = [placement.parameter(name) for name in self.names]
+        self._replaced = WeakTensorKeyDictionary()
+
+    def after_partition(self) -> None:
+        """The model has been cut: keeps only the objects that have been replaced, and those weakly."""
+        for number, parameter in enumerate(self._before):
+            if parameter is not self.parameter(number):
+                self._replaced[parameter] = number
+        self._before.clear()
 
     def is_local(self, number: int) -> bool:
         return number in self._is_local
@@ -51,44 +57,40 @@ class OwnParameters:
         """The object that stands in the model now."""
         return self._placement.parameter(self.names[number])
 
-    def finder(self, *, recording: bool = False) -> Callable[[torch.Tensor], int | None]:
-        """A function from a tensor to the number of the parameter that it is; valid until the model changes.
-
-        Args:
-            recording: placed values stand in the model now, and the real parameters are told as well.
-        """
+    def finder(self) -> Callable[[torch.Tensor], int | None]:
+        """A function from a tensor to the number of the parameter that it is; valid until the model changes."""
         numbers = {id(self.parameter(i)): i for i in range(len(self.names))}
 
         def find(tensor: torch.Tensor) -> int | None:
             if type(tensor) is PlacedTensor:
                 return self._numbers.get(getattr(tensor, "smp_parameter", ""))
             number = numbers.get(id(tensor))
-            if number is None:
-                number = self._before.get(tensor)
+            if number is None and self._replaced:
+                number = self._replaced.get(tensor)
                 # One of this stage that no longer stands in the model: the script has replaced it.
-                if number is not None and self.is_local(number) and not recording:
+                if number is not None and self.is_local(number):
                     return None
             return number
 
         return find
 
-    def gradients(self, *, recording: bool = False) -> Callable[[torch.Tensor], int | None]:
-        """A function from a tensor to the number of the local parameter whose gradient it is.
+    def gradients(self) -> Callable[[torch.Tensor], int | None]:
+        """A function from a tensor to the number of the parameter whose gradient it is, here or away.
 
-        A view of all of it counts as well: ``p.grad.detach()``, ``p.grad.data``.
-
-        Args:
-            recording: placed values stand in the model now; the parameters are those from before partition.
+        A view of all of a local one counts as well: ``p.grad.detach()``, ``p.grad.data``.
         """
-        if recording:
-            parameters = [(i, p) for p, i in self._before.items() if self.is_local(i)]
-        else:
-            parameters = [(i, self.parameter(i)) for i in self.local]
+        parameters = [(i, self.parameter(i)) for i in range(len(self.names))]
         # With the object itself, so that its id stays valid.
         by_object = {id(p.grad): (i, p.grad) for i, p in parameters if p.grad is not None}
-        by_memory = {key: i for i, gradient in by_object.values() if (key := _memory(gradient)) is not None}
+        by_memory = {
+            key: i
+            for i, gradient in by_object.values()
+            if self.is_local(i) and (key := _memory(gradient)) is not None
+        }
 
         def find(tensor: torch.Tensor) -> int | None:
+            if is_away(tensor):
+                tensor = root_of(tensor)
             if id(tensor) in by_object:
                 return by_object[id(tensor)][0]
             key = _memory(tensor)
@@ -108,6 +110,6 @@ class OwnParameters:
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int, torch.dtype] | None:
     """Tells tensors that are all of the same memory; None: it cannot be told."""
-    if type(tensor) is PlacedTensor or tensor.layout is not torch.strided or tensor.is_meta:
+    if type(tensor) is PlacedTensor or is_away(tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     return (tensor.data_ptr(), tensor.numel(), tensor.dtype) if tensor.numel() else None

@@ -25,7 +25,7 @@ from .signature import function_name
 from .structure import flatten, rebuild
 from .torch_functions import METADATA_FUNCTIONS, METADATA_PROPERTIES, changes_first
 
-__all__ = ["AwayParameter", "AwayTensor", "away_buffer", "is_away", "needed", "send_away"]
+__all__ = ["AwayParameter", "AwayTensor", "away_buffer", "is_away", "needed", "root_of", "send_away"]
 
 _NEEDS_DATA = frozenset(
     """
@@ -46,6 +46,7 @@ class _Away:
 
     smp_stage: int
     smp_name: str
+    smp_root: Any = None  # the away tensor that this is another view of
 
     @classmethod
     def __torch_function__(
@@ -66,6 +67,10 @@ class _Away:
                 return -1
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if name == "detach":
+            return _wrap_like(args[0])
+        if "_foreach_" in name:
+            return _for_each(func, args, kwargs)
         return _compute(func, name, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -181,7 +186,14 @@ def _attribute(func: Any, args: tuple[Any, ...]) -> Any:
 
 def _wrap_like(away: Any) -> AwayTensor:
     with torch.no_grad(), torch._C.DisableTorchFunction():
-        return _wrap(torch.empty_like(away, device="meta"), away.smp_stage, away.smp_name)
+        found = _wrap(torch.empty_like(away, device="meta"), away.smp_stage, away.smp_name)
+    found.smp_root = root_of(away)
+    return found
+
+
+def root_of(away: Any) -> Any:
+    """The away tensor that this one is, or was detached from."""
+    return away if away.smp_root is None else away.smp_root
 
 
 def _set_attribute(func: Any, args: tuple[Any, ...]) -> None:
@@ -252,6 +264,26 @@ def _compute(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
             ]
         ),
     )
+
+
+def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of lists, tensor by tensor: for those that are here it runs, the others are away."""
+    length = len(args[0])
+    lists = [isinstance(arg, list | tuple) and len(arg) == length for arg in args]
+    away = [i for i in range(length) if any(is_away(arg[i]) for arg, each in zip(args, lists) if each)]
+    for i in away:
+        for arg, each in zip(args, lists):
+            if each and isinstance(arg[i], torch.Tensor) and not is_away(arg[i]) and arg[i].dim():
+                raise needed(f"{function_name(func)}() of tensors of several stages", _aways(args, kwargs))
+    here = [i for i in range(length) if i not in away]
+    result = None
+    if here:
+        chosen = [[arg[i] for i in here] if each else arg for arg, each in zip(args, lists)]
+        result = func(*chosen, **kwargs)
+    if changes_first(func.__name__, kwargs):
+        return None
+    found = iter(result or ())
+    return tuple(_wrap_like(args[0][i]) if i in away else next(found) for i in range(length))
 
 
 def _take_in(target: Any, stage: int, func: Any) -> None:

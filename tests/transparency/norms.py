@@ -552,13 +552,15 @@ def clipped_values_of_a_frozen_stage() -> list[str]:
     return ask_all(ours, plain)
 
 
-def vectors() -> dict[str, str]:
-    """Parameters as one vector: none without an error, since most have no memory here."""
+def vectors() -> tuple[str, bool]:
+    """Parameters as one vector: what becomes of its numbers, and whether a whole one is taken over here."""
     smp.init()
     ours = smp_subject()
     train(ours.model, **batch())
-    vector = torch.zeros(sum(p.numel() for p in ours.module.parameters()), dtype=torch.float64)
-    return {
-        "to": error_of(lambda: torch.nn.utils.parameters_to_vector(ours.model.parameters())),
-        "from": error_of(lambda: torch.nn.utils.vector_to_parameters(vector, ours.model.parameters())),
-    }
+    parameters = list(ours.model.parameters())
+    vector = torch.arange(sum(p.numel() for p in parameters), dtype=torch.float64)
+    read = error_of(lambda: torch.nn.utils.parameters_to_vector(parameters).norm().item())
+    torch.nn.utils.vector_to_parameters(vector, parameters)
+    local = {id(p) for p in ours.model.local_parameters()}
+    pieces = vector.split([p.numel() for p in parameters])
+    return read, all(torch.equal(p.flatten(), v) for p, v in zip(parameters, pieces) if id(p) in local)
