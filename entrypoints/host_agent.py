@@ -1,4 +1,4 @@
-"""What mpirun runs in place of ssh to start its daemon on another host (see `remote_daemon`).
+"""What mpirun runs in place of ssh to start its daemon on another host (see `hosts.remote_daemon`).
 
 python -m smp_lite.entrypoints.host_agent HOST "...; .../prted ARGUMENTS"
 """
@@ -9,8 +9,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .network import KEY_VARIABLE, PORT_VARIABLE
-from .remote_daemon import parse_daemon_command, run_daemon_on
+from .hosts.network import KEY_VARIABLE, PORT_VARIABLE
+from .hosts.remote_daemon import parse_daemon_command, run_daemon_on
 
 __all__ = ["main"]
 

@@ -3,11 +3,11 @@
 The contract is that of AWS's images, by which `SM_*`, the folders and the two files in
 `/opt/ml/output` are as scripts and the service expect them: `success`, or `failure` with the text
 of which the service shows the first 1,024 characters, so the cause comes first. The exit code is
-that of the rank which failed first. What happens in between is `run_job`.
+that of the rank which failed first. What happens in between is `hosts.run_job`.
 
 The service stops a job with SIGTERM and 120 seconds later with SIGKILL. SIGTERM becomes a notice to
-all ranks (see `local`), which have `SMP_LITE_GRACE_S` seconds (100) to save and end; a script asks
-for it with `smp.should_stop()`.
+all ranks (see `this_machine.launcher`), which have `SMP_LITE_GRACE_S` seconds (100) to save and end; a
+script asks for it with `smp.should_stop()`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from .ending import Ending
-from .job import DEFAULT_ROOT
-from .run_job import run_job
+from .container.job import DEFAULT_ROOT
+from .hosts.run_job import run_job
+from .this_machine.ending import Ending
 
 __all__ = ["main"]
 

@@ -22,9 +22,9 @@ from typing import Any
 
 from pydantic import Field, PrivateAttr, StrictInt, field_validator, model_validator
 
-from smp_lite.estimator.distribution import check_parameters
-from smp_lite.estimator.rehearsal import rehearse_launch
-from smp_lite.estimator.shipping import package_directory
+from .request.distribution import check_parameters
+from .request.rehearsal import rehearse_launch
+from .request.shipping import package_directory
 
 try:
     from sagemaker.train.distributed import DistributedConfig

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from smp_lite.entrypoints.job import Job
-from smp_lite.entrypoints.launch_plan import plan_job
+from smp_lite.entrypoints.container.job import Job
+from smp_lite.entrypoints.mpi.launch_plan import plan_job
 from smp_lite.estimator import package_directory
 from tests.estimator.aws import BUCKET, REGION, ROLE, boto_session, moto_server
 

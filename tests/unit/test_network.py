@@ -12,9 +12,9 @@ from multiprocessing.connection import Client
 
 import pytest
 
-from smp_lite.entrypoints.local import RankReport
-from smp_lite.entrypoints.network import HostService, OtherHosts
-from smp_lite.entrypoints.remote_daemon import parse_daemon_command, run_daemon_on
+from smp_lite.entrypoints.hosts.network import HostService, OtherHosts
+from smp_lite.entrypoints.hosts.remote_daemon import parse_daemon_command, run_daemon_on
+from smp_lite.entrypoints.this_machine.launcher import RankReport
 from smp_lite.errors_record import FailureRecord
 
 KEY = b"the key of the job"
@@ -94,7 +94,7 @@ def test_a_host_that_does_not_answer_is_asked_no_more(
     service: HostService, answers: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = OtherHosts(["localhost"], KEY, service.port, 20)
-    monkeypatch.setattr("smp_lite.entrypoints.network._ANSWER_S", 0.1)
+    monkeypatch.setattr("smp_lite.entrypoints.hosts.network._ANSWER_S", 0.1)
     monkeypatch.setattr(service, "_give_notice", lambda: time.sleep(1))
     assert others.give_notice()  # nobody is left who does not know
     assert others.report() == RankReport([], {})
@@ -117,7 +117,7 @@ def test_hosts_that_do_not_come_are_named() -> None:
 
 
 def test_something_else_that_listens_there_is_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smp_lite.entrypoints.host_connection._CONNECT_S", 1)
+    monkeypatch.setattr("smp_lite.entrypoints.hosts.connection._CONNECT_S", 1)
     with (
         socket.create_server(("localhost", 0)) as silent,
         pytest.raises(TimeoutError, match="localhost did not come"),
@@ -131,7 +131,7 @@ def test_hosts_of_another_job_are_told_from_absent_ones(service: HostService) ->
 
 
 def test_silent_strangers_are_sent_away(service: HostService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smp_lite.entrypoints.host_connection._CONNECT_S", 1)
+    monkeypatch.setattr("smp_lite.entrypoints.hosts.connection._CONNECT_S", 1)
     with socket.create_connection(("localhost", service.port)) as silent:
         silent.settimeout(20)
         while silent.recv(1000):  # the challenge, and then the end

@@ -17,17 +17,17 @@ from pathlib import Path
 
 from smp_lite.config import Config
 
-from .container_environment import container_environment, script_arguments
-from .ending import Ending
-from .job import Job
-from .launch_plan import plan_job
-from .local import RemoteRanks, run_local
-from .mpirun import find_daemon, find_mpirun, installed_version
+from ..container.environment import container_environment, script_arguments
+from ..container.job import Job
+from ..container.source_code import fetch_source, install_requirements
+from ..container.start_checks import check_start
+from ..mpi.launch_plan import plan_job
+from ..mpi.mpirun import find_daemon, find_mpirun, installed_version
+from ..this_machine.ending import Ending
+from ..this_machine.launcher import RemoteRanks, run_local
 from .network import KEY_VARIABLE, PORT_VARIABLE, OtherHosts, job_key
 from .one_machine import HOSTS_VARIABLE, Host, MeetingPlace, write_hosts
 from .remote_daemon import write_agent
-from .source_code import fetch_source, install_requirements
-from .start_checks import check_start
 from .worker_host import run_worker_host
 
 __all__ = ["run_job"]

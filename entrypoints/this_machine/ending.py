@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from smp_lite.errors_record import FailureRecord
 
-from .mpirun import Death
+from ..mpi.mpirun import Death
 
 __all__ = ["Ending", "decide_ending"]
 

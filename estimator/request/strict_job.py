@@ -19,11 +19,12 @@ from sagemaker.workflow import is_pipeline_variable
 
 from smp_lite.config import ConfigError
 from smp_lite.config.errors import complaint
-from smp_lite.estimator.distribution import CheckedDistribution, check_distribution
-from smp_lite.estimator.dry_run import request_of
-from smp_lite.estimator.local_session import LocalMPISession
-from smp_lite.estimator.rehearsal import rehearse_launch
-from smp_lite.estimator.shipping import ARCHIVE, CONTAINER_ENTRY_POINT, check_source, package_directory
+
+from ..local.session import LocalMPISession
+from .distribution import CheckedDistribution, check_distribution
+from .dry_run import request_of
+from .rehearsal import rehearse_launch
+from .shipping import ARCHIVE, CONTAINER_ENTRY_POINT, check_source, package_directory
 
 __all__ = ["StrictJob", "hosts_of"]
 

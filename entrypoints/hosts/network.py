@@ -30,9 +30,9 @@ from typing import Any
 
 from smp_lite.errors_record import FailureRecord
 
-from .host_connection import call, connect, limited_receiving, receive, send
-from .job import Job
-from .local import RankReport
+from ..container.job import Job
+from ..this_machine.launcher import RankReport
+from .connection import call, connect, limited_receiving, receive, send
 
 __all__ = ["KEY_VARIABLE", "PORT_VARIABLE", "HostService", "OtherHosts", "job_key"]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from multiprocessing import AuthenticationError
 from pathlib import Path
 
-from .host_connection import call, connect
+from .connection import call, connect
 
 __all__ = ["daemon_environment", "parse_daemon_command", "run_daemon_on", "write_agent"]
 
