@@ -26,7 +26,7 @@ from types import FrameType
 
 from .container.job import DEFAULT_ROOT
 from .hosts.run_job import run_job
-from .this_machine.ending import Ending
+from .this_machine.ending import Ending, shortened
 
 __all__ = ["main"]
 
@@ -84,22 +84,12 @@ def _leave_outcome(output: Path, ending: Ending) -> None:
         return
     lines = [ending.headline]
     if "\n" in ending.text.strip():
-        lines += ["", _shortened(ending.text.rstrip())]
+        lines += ["", shortened(ending.text.rstrip(), _LONGEST_TEXT)]
     if ending.last_lines:
         who = "mpirun" if ending.rank is None else f"rank {ending.rank}"
         lines += ["", f"{who} printed last:", *ending.last_lines]
     text = "\n".join(lines).rstrip("\n")
     (output / "failure").write_text(text, "utf-8", errors="backslashreplace")
-
-
-def _shortened(text: str) -> str:
-    """A text without its middle if it is very long: a traceback says who called at its start, and the error
-    at its end."""
-    left_out = len(text) - _LONGEST_TEXT
-    if left_out <= 0:
-        return text
-    half = _LONGEST_TEXT // 2
-    return f"{text[:half]}\n... {left_out} characters left out ...\n{text[-half:]}"
 
 
 @contextmanager
