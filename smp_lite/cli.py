@@ -94,9 +94,9 @@ def _add_script_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from smp_lite.config import Config
-    from smp_lite.entrypoints.launch_plan import plan_launch
-    from smp_lite.entrypoints.local import run_local
-    from smp_lite.entrypoints.mpirun import find_mpirun
+    from smp_lite.entrypoints.mpi.launch_plan import plan_launch
+    from smp_lite.entrypoints.mpi.mpirun import find_mpirun
+    from smp_lite.entrypoints.this_machine.launcher import run_local
 
     if not args.module and not Path(args.script).is_file():
         raise ValueError(f"script {args.script!r} is not a file (working directory: {os.getcwd()})")
@@ -120,7 +120,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _launch(args: argparse.Namespace) -> str:
     """The text that the cluster wants."""
-    from smp_lite.entrypoints.cluster_job import ClusterJob, job_name
+    from smp_lite.entrypoints.clusters.cluster_job import ClusterJob, job_name
 
     job = ClusterJob(
         name=args.name if args.name is not None else job_name(args.script),
@@ -133,13 +133,13 @@ def _launch(args: argparse.Namespace) -> str:
         time_limit=args.time,
     )
     if args.on == "slurm":
-        from smp_lite.entrypoints.slurm_script import slurm_script
+        from smp_lite.entrypoints.clusters.slurm_script import slurm_script
 
         if args.image is not None:
             raise ValueError("--image is for --on kubernetes: a Slurm job runs in the cluster's own Python")
         return slurm_script(job, partition=args.partition)
 
-    from smp_lite.entrypoints.kubernetes_manifest import kubernetes_manifest
+    from smp_lite.entrypoints.clusters.kubernetes_manifest import kubernetes_manifest
 
     if args.partition is not None:
         raise ValueError("--partition is for --on slurm: Kubernetes has none")

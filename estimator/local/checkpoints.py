@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .local_paths import CONTAINER_ROOT, translate_paths
-from .local_store import Store
+from .paths import CONTAINER_ROOT, translate_paths
+from .store import Store
 
 __all__ = ["bring_checkpoints", "keep_checkpoints"]
 

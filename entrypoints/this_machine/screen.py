@@ -8,8 +8,8 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Callable
 
+from ..mpi.mpirun import MpirunMessages
 from .channels import Channels
-from .mpirun import MpirunMessages
 from .output import LineMerger, Source
 
 __all__ = ["MPIRUN", "Screen"]

@@ -19,11 +19,13 @@ from sagemaker.workflow import is_pipeline_variable
 
 from smp_lite.config import ConfigError
 from smp_lite.config.errors import complaint
-from smp_lite.estimator.distribution import CheckedDistribution, check_distribution
-from smp_lite.estimator.dry_run import request_of
-from smp_lite.estimator.local_session import LocalMPISession
-from smp_lite.estimator.rehearsal import rehearse_launch
-from smp_lite.estimator.shipping import ARCHIVE, CONTAINER_ENTRY_POINT, check_source, package_directory
+from smp_lite.entrypoints.hosts.secret import SECRET_VARIABLE, check_secret, new_secret
+
+from ..local.session import LocalMPISession
+from .distribution import CheckedDistribution, check_distribution
+from .dry_run import request_of
+from .rehearsal import rehearse_launch
+from .shipping import ARCHIVE, CONTAINER_ENTRY_POINT, check_source, package_directory
 
 __all__ = ["StrictJob", "hosts_of"]
 
@@ -36,10 +38,14 @@ class StrictJob(EstimatorBase):
 
     distribution: as the SDK's; it may be changed until `fit`.
     ship_package: whether smp_lite goes with the job.
+    environment: as the SDK's. A job over several hosts, in an image that smp_lite may start, gets a new
+        `SMP_LITE_JOB_SECRET` with each request, unless there is one already.
     """
 
     distribution: Mapping[str, Any] | None
     ship_package: bool
+    environment: dict[str, Any] | None
+    _own_secret: str | None = None
 
     def dry_run(self, inputs: Any = None, job_name: str | None = None) -> dict[str, Any]:
         """Returns the request that ``fit(inputs, job_name=job_name)`` would send; sends nothing.
@@ -74,6 +80,7 @@ class StrictJob(EstimatorBase):
             self.container_entry_point = list(CONTAINER_ENTRY_POINT)
             self.code_uri = self.uploaded_code.s3_prefix
             self._script_mode_hyperparam_update(ARCHIVE, self.uploaded_code.script_name)
+        self._settle_secret()
 
     def _package(self, folder: Path) -> list[str]:
         """What goes to the dependencies: a copy of smp_lite, if the job leaves this machine."""
@@ -90,6 +97,25 @@ class StrictJob(EstimatorBase):
             and not self.sagemaker_session.local_mode
             and self.container_entry_point in (None, list(CONTAINER_ENTRY_POINT))
             and self._checked().config is not None
+        )
+
+    def _settle_secret(self) -> None:
+        """Give the job's hosts what they prove themselves by; each job its own."""
+        if self._own_secret is not None and self._given_secret() == self._own_secret:
+            self.environment = {k: v for k, v in self.environment.items() if k != SECRET_VARIABLE} or None
+        if self._needs_secret() and self._given_secret() is None:
+            self._own_secret = new_secret()
+            self.environment = {**(self.environment or {}), SECRET_VARIABLE: self._own_secret}
+
+    def _given_secret(self) -> Any:
+        return (self.environment or {}).get(SECRET_VARIABLE)
+
+    def _needs_secret(self) -> bool:
+        """Whether smp_lite's entry point may be what starts the job, over several hosts of a network."""
+        return (
+            self.image_uri is not None
+            and not self.sagemaker_session.local_mode
+            and _known_count(self.instance_count) != 1
         )
 
     def _check_before_upload(self, own_entry_point: bool) -> None:
@@ -113,6 +139,12 @@ class StrictJob(EstimatorBase):
                 "input_mode='Pipe' would make a pipe of the channel that carries the source: use 'File' or "
                 "'FastFile', and TrainingInput(input_mode='Pipe') for the channels that need it"
             )
+        secret = self._given_secret()
+        if self._needs_secret() and secret is not None and not is_pipeline_variable(secret):
+            try:
+                check_secret(secret)
+            except ValueError as error:
+                raise ConfigError(f"environment: {error}") from None
         self.training_image_uri()
         checked = self._checked()
         _check_json(self._hyperparameters)

@@ -5,7 +5,7 @@ the request of `fit` by construction, the estimator stays as it was, and nothing
 source is packed, which finds what cannot be read, and the archive is thrown away.
 
 The client of a session with AWS compares each request with its model of the service before it sends it.
-So does a dry run, for a local session too (`service_model`).
+So does a dry run, for a local session too (`local.service_model`).
 
 What the SDK would ask AWS for is taken from what is known. The account is part of the role's ARN (a role
 of another account cannot be passed to a job), and gives the name of the default bucket. What cannot be
@@ -22,9 +22,9 @@ from sagemaker.session import Session
 from sagemaker.utils import check_and_get_run_experiment_config
 from sagemaker.workflow.pipeline_context import PipelineSession
 
-from .local_request import check_request
-from .local_session import LocalMPISession
-from .service_model import check_form
+from ..local.request import check_request
+from ..local.service_model import check_form
+from ..local.session import LocalMPISession
 
 __all__ = ["request_of"]
 

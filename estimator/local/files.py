@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .local_checkpoints import bring_checkpoints, keep_checkpoints
-from .local_paths import translate_paths
-from .local_store import Store
+from .checkpoints import bring_checkpoints, keep_checkpoints
+from .paths import translate_paths
+from .store import Store
 
 __all__ = ["collect_outputs", "host_names", "model_address", "prepare_tree"]
 

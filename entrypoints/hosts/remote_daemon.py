@@ -6,15 +6,15 @@ mpirun runs the program of `write_agent` for each other host. That hands the dae
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Sequence
-from multiprocessing import AuthenticationError
 from pathlib import Path
 
-from .host_connection import call, connect
+from .connection import StrangerError, connect
 
-__all__ = ["daemon_environment", "parse_daemon_command", "run_daemon_on", "write_agent"]
+__all__ = ["daemon_environment", "parse_daemon_command", "read_settings", "run_daemon_on", "write_agent"]
 
 _DAEMONS = ("prted", "orted")
 
@@ -27,14 +27,14 @@ def run_daemon_on(host: str, arguments: Sequence[str], key: bytes, port: int) ->
     """
     try:
         connection = connect(host, port, key)
-    except AuthenticationError:
+    except StrangerError:
         raise ConnectionError(f"host {host} answers on port {port}, but with another key") from None
     if connection is None:
         raise ConnectionError(f"host {host} does not answer on port {port}")
     with connection:
         message = {"call": "daemon", "arguments": list(arguments)}
         # As long as the job takes: mpirun ends this process when it has enough of it.
-        return int(call(connection, message, None)["exit_code"])
+        return int(connection.call(message, limit_s=None)["exit_code"])
 
 
 def parse_daemon_command(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -57,13 +57,29 @@ def parse_daemon_command(words: Sequence[str]) -> tuple[str, list[str]]:
     return host, command[1:]
 
 
-def write_agent(directory: Path) -> Path:
-    """The program that mpirun takes for ssh, as an executable file: mpirun wants a single word."""
+def write_agent(directory: Path, key: bytes, port: int) -> Path:
+    """The program that mpirun takes for ssh, as an executable file: mpirun wants a single word.
+
+    Args:
+        directory: which only this user can read.
+        key: of the job. It stays in a file beside the program: a command line, every user of a machine can
+            read, and what stands in mpirun's environment goes to the ranks.
+        port: on which the other hosts listen.
+    """
+    settings = directory / "host-agent.json"
+    settings.touch(mode=0o600)
+    settings.write_text(json.dumps({"key": key.hex(), "port": port}))
     path = directory / "host-agent"
-    python = shlex.quote(sys.executable)
-    path.write_text(f'#!/bin/sh\nexec {python} -P -m smp_lite.entrypoints.host_agent "$@"\n')
+    words = (sys.executable, "-P", "-m", "smp_lite.entrypoints.host_agent", str(settings))
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     path.chmod(0o700)
     return path
+
+
+def read_settings(path: Path) -> tuple[bytes, int]:
+    """The key and the port that `write_agent` has left."""
+    settings = json.loads(path.read_text())
+    return bytes.fromhex(settings["key"]), settings["port"]
 
 
 def daemon_environment(mpirun: str) -> dict[str, str]:

@@ -22,10 +22,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .local_files import collect_outputs, host_names, model_address, prepare_tree
-from .local_paths import translate_paths
-from .local_record import JobRecord
-from .local_store import DownloadStopped, Store
+from .files import collect_outputs, host_names, model_address, prepare_tree
+from .paths import translate_paths
+from .record import JobRecord
+from .store import DownloadStopped, Store
 
 __all__ = ["LocalTrainingJob", "log_files"]
 

@@ -5,54 +5,39 @@ mpirun starts one daemon of its own on each other host, by a program that is ssh
 starts the daemon with the environment of its host (`remote_daemon`). So every host keeps its own
 `SM_CURRENT_HOST`, no image needs an ssh server or keys, and no variable is written anywhere.
 
-A `train` process that starts what it is told over the network must know by whom. Both sides prove
-that they know a key derived from the job's own files (`job_key`), by the challenge of
-`multiprocessing.connection`; what is started is the Open MPI daemon of this host, whatever the
-message says; and messages are JSON, never pickles.
+A `train` process that starts what it is told over the network must know by whom: by a host that has the
+job's secret (`secret`), which it proves before it is heard (`connection`, `door`). What is started is the
+Open MPI daemon of this host, whatever the message says.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from typing import Any
 
 from smp_lite.errors_record import FailureRecord
 
-from .host_connection import call, connect, limited_receiving, receive, send
-from .job import Job
-from .local import RankReport
+from ..this_machine.ending import shortened
+from ..this_machine.launcher import RankReport
+from .connection import Connection, StrangerError, connect
+from .door import Door
+from .secret import SECRET_VARIABLE
 
-__all__ = ["KEY_VARIABLE", "PORT_VARIABLE", "HostService", "OtherHosts", "job_key"]
+__all__ = ["PORT_VARIABLE", "HostService", "OtherHosts"]
 
-KEY_VARIABLE = "SMP_LITE_HOST_KEY"
 PORT_VARIABLE = "SMP_LITE_HOST_PORT"
 
 _RETRY_S = 0.2
-_WAKE_S = 2.0
 _ANSWER_S = 10.0
-
-
-def job_key(job: Job) -> bytes:
-    """What the hosts of a job know and others do not: a digest of all of its hyperparameters and its ARN."""
-    known = [
-        dict(job.hyperparameters),
-        dict(job.framework_parameters),
-        job.hosts,
-        os.environ.get("TRAINING_JOB_ARN", ""),
-    ]
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest().encode()
+_CALLS_AT_ONCE = 32
+_LONGEST_REPORT = 1_000_000
+"""Characters of all tracebacks together; what they make of JSON is far below the limit of a message."""
 
 
 class HostService:
@@ -74,63 +59,51 @@ class HostService:
         report: Callable[[], RankReport],
         give_notice: Callable[[], bool],
     ) -> None:
-        self._key = key
-        self._listener = Listener(("", port), family="AF_INET", backlog=8)
         self._start = start
         self._report = report
         self._give_notice = give_notice
         self._ended = threading.Event()
-        self._closing = threading.Event()
-        self.port: int = self._listener.address[1]
         self.joined = False
         """Whether the first host has come."""
         self.exit_code: int | None = None
         """The first host's, once it has told it; None where it went away without."""
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._door = Door(key, port, self._serve)
+
+    @property
+    def port(self) -> int:
+        return self._door.port
 
     def ended(self) -> bool:
         """Whether the first host has told its exit code, or has gone."""
         return self._ended.is_set()
 
     def close(self) -> None:
-        self._closing.set()
-        with suppress(OSError):  # wakes the thread that accepts, and would keep the port
-            socket.create_connection(("localhost", self.port), timeout=_WAKE_S).close()
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while not self._closing.is_set():
-            try:
-                connection = self._listener.accept()
-            except OSError:  # closed, or out of descriptors because of strangers, who do not stay long
-                self._closing.wait(_RETRY_S)
-                continue
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+        self._door.close()
 
     def _serve(self, connection: Connection) -> None:
         is_first_host = False
         try:
-            # Here and not in accept(), where a stranger who keeps silent would keep all others out.
-            with limited_receiving(connection):
-                deliver_challenge(connection, self._key)
-                answer_challenge(connection, self._key)
             while True:
-                message = receive(connection)
+                message = connection.receive()
                 if message["call"] == "join":
                     is_first_host = self.joined = True
-                    send(connection, {})
+                    connection.send({})
                 elif message["call"] == "daemon":
                     with self._start(message["arguments"]) as daemon:
-                        send(connection, {"exit_code": daemon.wait()})
+                        connection.send({"exit_code": daemon.wait()})
                 elif message["call"] == "report":
-                    send(connection, asdict(self._report()))
+                    connection.send(asdict(_short_enough(self._report())))
                 elif message["call"] == "notice":
-                    send(connection, {"all_know": self._give_notice()})
+                    connection.send({"all_know": self._give_notice()})
                 elif message["call"] == "end":
                     self.exit_code = message["exit_code"]
-                    send(connection, {})
+                    connection.send({})
                     return
-        except (AuthenticationError, EOFError, OSError):
+                else:
+                    raise ValueError(f"there is no call {message['call']!r}")
+        except StrangerError as error:
+            print(f"smp-lite: a connection with another host is closed: {error}", file=sys.stderr)
+        except (EOFError, OSError):
             pass
         except (ValueError, KeyError, TypeError) as error:
             print(f"smp-lite: a message of another host makes no sense: {error!r}", file=sys.stderr)
@@ -138,6 +111,12 @@ class HostService:
             connection.close()
             if is_first_host:
                 self._ended.set()
+
+
+def _short_enough(report: RankReport) -> RankReport:
+    longest = _LONGEST_REPORT // max(len(report.failures), 1)
+    failures = [replace(failure, text=shortened(failure.text, longest)) for failure in report.failures]
+    return replace(report, failures=failures)
 
 
 class OtherHosts:
@@ -158,28 +137,37 @@ class OtherHosts:
         strangers: set[str] = set()
         deadline = time.monotonic() + limit_s
         while absent := [name for name in names if name not in self._connections]:
-            for name in absent:
-                try:
-                    connection = connect(name, port, key)
-                except AuthenticationError:
-                    strangers.add(name)
-                    continue
-                if connection is not None:
-                    self._connections[name] = connection
-                    self._ask({"call": "join"}, [name])
-                    self.lost.clear()  # they are asked again
-            if time.monotonic() > deadline and len(self._connections) < len(names):
-                absent = [name for name in names if name not in self._connections]
+            strangers |= self._call_on(absent, key, port)
+            self.lost.clear()  # they are asked again
+            absent = [name for name in absent if name not in self._connections]
+            if absent and time.monotonic() > deadline:
                 known = strangers & set(absent)
                 reason = (
-                    f"; {', '.join(sorted(known))} answered, but with the key of another job: all hosts need "
-                    "the same hyperparameters, hosts and TRAINING_JOB_ARN"
+                    f"; {', '.join(sorted(known))} answered, but with another key: all hosts need the same "
+                    f"{SECRET_VARIABLE}, hyperparameters, hosts and TRAINING_JOB_ARN"
                 )
                 raise TimeoutError(
                     f"host(s) {', '.join(absent)} did not come within {limit_s:g} s (port {port})"
                     + (reason if known else "")
                 )
-            time.sleep(_RETRY_S if len(self._connections) < len(names) else 0)
+            time.sleep(_RETRY_S if absent else 0)
+
+    def _call_on(self, names: Sequence[str], key: bytes, port: int) -> set[str]:
+        """Call on these hosts, all at once because each may be slow; the names of those with another key."""
+
+        def call_on(name: str) -> Connection | StrangerError | None:
+            try:
+                return connect(name, port, key)
+            except StrangerError as error:
+                return error
+
+        with ThreadPoolExecutor(_CALLS_AT_ONCE) as pool:
+            answers = dict(zip(names, pool.map(call_on, names)))
+        for name, answer in answers.items():
+            if isinstance(answer, Connection):
+                self._connections[name] = answer
+                self._ask({"call": "join"}, [name])
+        return {name for name, answer in answers.items() if isinstance(answer, StrangerError)}
 
     def report(self) -> RankReport:
         """How all ranks on these hosts have fared; a host that has gone says nothing."""
@@ -205,7 +193,7 @@ class OtherHosts:
         for name in list(self._connections) if names is None else names:
             connection = self._connections[name]
             try:
-                answers.append(call(connection, message, _ANSWER_S))
+                answers.append(connection.call(message, _ANSWER_S))
             except (EOFError, OSError):
                 connection.close()
                 del self._connections[name]

@@ -26,12 +26,12 @@ from sagemaker.exceptions import UnexpectedStatusException
 from sagemaker.local import LocalSession
 from sagemaker.session import _check_job_status
 
-from .local_bucket import LOCAL_BUCKET, LocalS3Client, LocalS3Resource
-from .local_client import LocalMPIClient
-from .local_packing import leave_jobs_out
-from .local_record import ENDED
-from .local_store import Store
-from .quiet import TELEMETRY_OPT_OUT, quieten_telemetry
+from ..quiet import TELEMETRY_OPT_OUT, quieten_telemetry
+from .bucket import LOCAL_BUCKET, LocalS3Client, LocalS3Resource
+from .client import LocalMPIClient
+from .packing import leave_jobs_out
+from .record import ENDED
+from .store import Store
 
 __all__ = ["LocalMPISession"]
 

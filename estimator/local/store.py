@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from .local_bucket import LOCAL_BUCKET, path_within
+from .bucket import LOCAL_BUCKET, path_within
 
 __all__ = ["DownloadStopped", "Store"]
 

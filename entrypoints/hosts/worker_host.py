@@ -18,14 +18,14 @@ from queue import SimpleQueue
 
 from smp_lite.errors_record import ERROR_DIR_VARIABLE, read_failures
 
-from .channels import Channels
-from .ending import Ending
-from .leftovers import kill_leftovers
-from .local import Notice, RankReport, stop_requests
-from .mpirun import kill_ranks
+from ..mpi.mpirun import kill_ranks
+from ..this_machine.channels import Channels
+from ..this_machine.ending import Ending
+from ..this_machine.launcher import Notice, RankReport, stop_requests
+from ..this_machine.leftovers import kill_leftovers
+from ..this_machine.screen import Screen
 from .network import HostService
 from .remote_daemon import daemon_environment
-from .screen import Screen
 
 __all__ = ["run_worker_host"]
 

@@ -29,11 +29,11 @@ from typing import Protocol
 
 from smp_lite.errors_record import ERROR_DIR_VARIABLE, FailureRecord, read_failures
 
+from ..mpi.launch_plan import LaunchPlan
+from ..mpi.mpirun import kill_ranks, notify_ranks, stop_mpirun
 from .channels import Channels
 from .ending import Ending, decide_ending
-from .launch_plan import LaunchPlan
 from .leftovers import kill_leftovers
-from .mpirun import kill_ranks, notify_ranks, stop_mpirun
 from .screen import MPIRUN, Screen
 
 __all__ = ["Notice", "RankReport", "RemoteRanks", "run_local", "stop_requests"]

@@ -1,7 +1,7 @@
 """A launch as data: the argument list of mpirun and the environment of the ranks.
 
 The functions below read no environment variable and ask the machine nothing, so a plan can be
-printed, compared and tested whole; `local.run_local` is the part that acts.
+printed, compared and tested whole; `this_machine.launcher` is the part that acts.
 
 Why these flags:
 
@@ -29,9 +29,9 @@ from typing import Any
 
 from smp_lite.config import PARAMETERS_VARIABLE
 
-from .job import Job
-from .mpi_options import MpiOption, export, flag, mca, merge_options, parse_options
-from .rank_main import ENCODED
+from ..container.job import Job
+from .options import MpiOption, export, flag, mca, merge_options, parse_options
+from .rank_command import rank_command
 
 __all__ = ["LaunchPlan", "plan_job", "plan_launch", "plan_mpirun"]
 
@@ -97,7 +97,7 @@ def plan_launch(
         environment[PARAMETERS_VARIABLE] = json.dumps(parameters)
     return plan_mpirun(
         processes=processes,
-        command=_rank_command(python, (*target, *args)),
+        command=rank_command(python, (*target, *args)),
         mpirun=mpirun,
         environment=environment,
         is_root=is_root,
@@ -177,7 +177,7 @@ def plan_job(
     options += [export(name).as_default() for name in defaults if name not in same_everywhere]
     merged = merge_options(options, parse_options(job.custom_mpi_options, mpi_version[0]))
     return LaunchPlan(
-        argv=(mpirun, *_words(merged), *_rank_command(python, script)),
+        argv=(mpirun, *_words(merged), *rank_command(python, script)),
         environment={**same_everywhere, **_root_environment(is_root)},
         environment_defaults=defaults,
     )
@@ -229,12 +229,6 @@ def _num_processes(num_ranks: int) -> MpiOption:
 
 def _words(options: Iterable[MpiOption]) -> tuple[str, ...]:
     return tuple(word for option in options for word in option.words)
-
-
-def _rank_command(python: str, script: Sequence[str]) -> tuple[str, ...]:
-    # mpirun cuts its command line at a lone colon, so where there is one the words travel as one.
-    words = (ENCODED, json.dumps(script)) if ":" in script else script
-    return (python, "-P", "-m", "smp_lite.entrypoints.rank_main", *words)
 
 
 def _root_environment(is_root: bool) -> dict[str, str]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .local_job import LocalTrainingJob, log_files
-from .local_record import JobRecord
-from .local_request import check_request, client_error, is_job_name
-from .local_store import Store
+from .job import LocalTrainingJob, log_files
+from .record import JobRecord
+from .request import check_request, client_error, is_job_name
+from .store import Store
 
 __all__ = ["LocalMPIClient"]
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from smp_lite.errors_record import FailureRecord
 
-from .mpirun import Death
+from ..mpi.mpirun import Death
 
-__all__ = ["Ending", "decide_ending"]
+__all__ = ["Ending", "decide_ending", "shortened"]
 
 
 @dataclass(frozen=True)
@@ -93,3 +93,13 @@ def decide_ending(
     code = 128 + number if number is not None else death.exit_code or mpirun_code
     lines = tuple(last_lines.get(death.rank, ()))
     return Ending(code, death.rank, death.describe(), last_lines=lines, others=tuple(failures))
+
+
+def shortened(text: str, longest: int) -> str:
+    """`text`, without its middle if it has more than `longest` characters: a traceback says who called at its
+    start, and the error at its end."""
+    left_out = len(text) - longest
+    if left_out <= 0:
+        return text
+    half = longest // 2
+    return f"{text[:half]}\n... {left_out} characters left out ...\n{text[-half:]}"

@@ -27,7 +27,8 @@ from typing import Any
 
 from smp_lite.config import Config, ConfigError, parse_parameters
 from smp_lite.config.errors import complaint
-from smp_lite.estimator.rehearsal import rehearse_launch
+
+from .rehearsal import rehearse_launch
 
 __all__ = ["CheckedDistribution", "check_distribution", "check_parameters"]
 

@@ -4,7 +4,7 @@ What stands between a job's hyperparameters and mpirun is pure (`Job`, `plan_job
 would find wrong it finds before the upload. Only one thing about the container is unknown: the version of
 Open MPI. An option passes if one version takes it.
 
-What only our entry point refuses (`start_checks`) is checked where it will start the job.
+What only our entry point refuses (`container.start_checks`) is checked where it will start the job.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from smp_lite.config import Config, ConfigError
-from smp_lite.entrypoints.container_environment import container_environment, script_arguments
-from smp_lite.entrypoints.job import Job, decode_value
-from smp_lite.entrypoints.launch_plan import plan_job
-from smp_lite.entrypoints.start_checks import check_start
+from smp_lite.entrypoints.container.environment import container_environment, script_arguments
+from smp_lite.entrypoints.container.job import Job, decode_value
+from smp_lite.entrypoints.container.start_checks import check_start
+from smp_lite.entrypoints.mpi.launch_plan import plan_job
 
 __all__ = ["rehearse_launch"]
 

@@ -4,7 +4,7 @@ On every host: read the job (`Job`), fetch the code, install its requirements. O
 wait for the others, start one mpirun, follow it. On the others: stay until the first host is done.
 
 Hosts are waited for at most `SMP_LITE_HOST_LIMIT_S` seconds (600); they find each other on port
-`SMP_LITE_HOST_PORT` (7790).
+`SMP_LITE_HOST_PORT` (7790), if they have a secret in common (`secret`).
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from pathlib import Path
 
 from smp_lite.config import Config
 
-from .container_environment import container_environment, script_arguments
-from .ending import Ending
-from .job import Job
-from .launch_plan import plan_job
-from .local import RemoteRanks, run_local
-from .mpirun import find_daemon, find_mpirun, installed_version
-from .network import KEY_VARIABLE, PORT_VARIABLE, OtherHosts, job_key
+from ..container.environment import container_environment, script_arguments
+from ..container.job import Job
+from ..container.source_code import fetch_source, install_requirements
+from ..container.start_checks import check_start
+from ..mpi.launch_plan import plan_job
+from ..mpi.mpirun import find_daemon, find_mpirun, installed_version
+from ..this_machine.ending import Ending
+from ..this_machine.launcher import RemoteRanks, run_local
+from .network import PORT_VARIABLE, OtherHosts
 from .one_machine import HOSTS_VARIABLE, Host, MeetingPlace, write_hosts
 from .remote_daemon import write_agent
-from .source_code import fetch_source, install_requirements
-from .start_checks import check_start
+from .secret import job_key, take_secret
 from .worker_host import run_worker_host
 
 __all__ = ["run_job"]
@@ -54,8 +55,11 @@ def run_job(root: Path, meeting_place: Path | None) -> Ending:
         ValueError: the job or the environment is wrong.
         TimeoutError: a host did not come; names it.
     """
+    secret = take_secret(os.environ)
     limit_s = _seconds(HOST_LIMIT_VARIABLE, 600.0)
     job = Job.read(root)
+    on_network = meeting_place is None and len(job.hosts) > 1
+    key = job_key(job, secret) if on_network else None
     meeting = MeetingPlace(meeting_place, job.hosts) if meeting_place is not None else None
     try:
         check_start(job)
@@ -65,11 +69,11 @@ def run_job(root: Path, meeting_place: Path | None) -> Ending:
         if meeting is not None:
             meeting.announce_failure(job.current_host, str(error))
         raise
-    if len(job.hosts) == 1:
-        return _launch(job, processes, host.environment)
-    if meeting is not None:
+    if key is not None:
+        return _run_on_network(job, processes, host, key, limit_s)
+    if meeting is not None and len(job.hosts) > 1:
         return _run_on_one_machine(job, processes, host, meeting, limit_s)
-    return _run_on_network(job, processes, host, limit_s)
+    return _launch(job, processes, host.environment)
 
 
 def _run_on_one_machine(
@@ -91,8 +95,8 @@ def _run_on_one_machine(
         meeting.announce_outcome(ending.exit_code)
 
 
-def _run_on_network(job: Job, processes: int, host: Host, limit_s: float) -> Ending:
-    key, port = job_key(job), _port()
+def _run_on_network(job: Job, processes: int, host: Host, key: bytes, limit_s: float) -> Ending:
+    port = _port()
     if not job.is_first_host:
         first_rank = job.hosts.index(job.current_host) * processes
         return run_worker_host(
@@ -109,9 +113,8 @@ def _run_on_network(job: Job, processes: int, host: Host, limit_s: float) -> End
     ending = Ending(1)
     try:
         with tempfile.TemporaryDirectory(prefix="smp-lite-") as directory:
-            environment = {**host.environment, KEY_VARIABLE: key.decode(), PORT_VARIABLE: str(port)}
-            agent = write_agent(Path(directory))
-            ending = _launch(job, processes, environment, agent=str(agent), remote=others)
+            agent = write_agent(Path(directory), key, port)
+            ending = _launch(job, processes, host.environment, agent=str(agent), remote=others)
         return ending
     finally:
         others.end(ending.exit_code)
