@@ -19,10 +19,12 @@ from torch import nn
 
 from . import session as session_module
 from .errors import SMPError
+from .lazy_modules import has_lazy_modules, initialise_lazy_modules
 from .model_state import PARTIAL_KEY, ModelState
 from .own_parameters import OwnParameters
 from .partitioning import decide_partition, load_partition, report_partition
 from .plan.partition import ModuleCost, Partition
+from .record.ambient import refuse_transformations
 from .record.placement import Placement
 from .runtime.model_runtime import ModelRuntime, ReductionOptions
 from .step_timeline import StepTimeline
@@ -111,7 +113,7 @@ class DistributedModel(nn.Module):
         self._loaded_keys: set[str] = set()
         self._pending_state: list[tuple[dict[str, Any], bool]] = []
         session.model = self
-        if session.num_stages == 1:
+        if session.num_stages == 1 and not has_lazy_modules(module):
             self._partition_now(None)
 
     # Running ------------------------------------------------------------------------------------------------
@@ -124,6 +126,7 @@ class DistributedModel(nn.Module):
                 "the DistributedModel was called outside a function decorated with @smp.step: "
                 "move the call into one (for evaluation too; use model.eval() and torch.no_grad() around it)"
             )
+        refuse_transformations()
         if self._runtime is None:
             self._partition_now((args, kwargs))
         if context.runtime is None:
@@ -149,8 +152,9 @@ class DistributedModel(nn.Module):
             )
         if context.runtime is None:
             raise SMPError(
-                "model.backward(): the loss does not depend on any parameter of the model (the model was "
-                "not called in this step)"
+                "model.backward(): the loss does not depend on any parameter of the model: the "
+                "DistributedModel was not called in this step. Call it in the first step at least, not only "
+                "modules inside it"
             )
         context.recorder.backward(tensors, grad_tensors)
 
@@ -189,6 +193,8 @@ class DistributedModel(nn.Module):
 
     def _partition_now(self, example: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
         session = self._session
+        if example is not None:
+            initialise_lazy_modules(self.module, *example)
         peers = session.peers()
         self._partition = decide_partition(
             session,

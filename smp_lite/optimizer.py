@@ -173,6 +173,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.optimizer.step() if has_parameters else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        step = self._session.step
+        if step is not None and (step.microbatch_index > 0 or step.has_recorded_backward):
+            raise SMPError(
+                "optimizer.zero_grad() was called inside an smp.step after its first microbatch or backward: "
+                "call it before the step"
+            )
         self.optimizer.zero_grad(set_to_none=set_to_none)
         self._session.model.forget_away_gradients()
 

@@ -98,7 +98,11 @@ def other_optimizers_checked(session: Session) -> Iterator[None]:
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         model = session.model
-        if optimizer in seen or model is None or session.num_stages == 1:
+        if model is None:
+            return
+        if session.step is not None and session.step.runtime is not None:
+            _refuse_inside_step(session, optimizer)
+        if optimizer in seen or session.num_stages == 1:
             return
         own = {id(parameter) for parameter in model.module.parameters()}
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -115,6 +119,18 @@ def other_optimizers_checked(session: Session) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def _refuse_inside_step(session: Session, optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer of the model steps while a step function runs, or while its backwards do (in a hook)."""
+    placement = session.model.runtime.placement
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if placement.alias(parameter) is not None:
+                raise SMPError(
+                    f"{type(optimizer).__name__}.step() was called while an smp.step runs, whose microbatches "
+                    "still use the weights as they are: call it when the step function has returned"
+                )
 
 
 class _CannotTell(Exception):

@@ -110,6 +110,11 @@ class OwnParameters:
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int, torch.dtype] | None:
     """Tells tensors that are all of the same memory; None: it cannot be told."""
-    if type(tensor) is PlacedTensor or is_away(tensor) or tensor.layout is not torch.strided or tensor.is_meta:
+    if (
+        type(tensor) is PlacedTensor
+        or is_away(tensor)
+        or tensor.layout is not torch.strided
+        or tensor.is_meta
+    ):
         return None
     return (tensor.data_ptr(), tensor.numel(), tensor.dtype) if tensor.numel() else None

@@ -41,6 +41,12 @@ class StepContext:
         self._stack = contextlib.ExitStack()
 
     @property
+    def has_recorded_backward(self) -> bool:
+        """Whether the step function has called model.backward by now."""
+        recording = self.runtime.recorder.recording if self.runtime is not None else None
+        return self.has_backward or (recording is not None and bool(recording.backwards))
+
+    @property
     def recorder(self) -> Recorder:
         assert self.runtime is not None
         return self.runtime.recorder
@@ -227,6 +233,8 @@ def _input_tensors(inputs: list[Any]) -> Iterator[tuple[int, int, torch.Tensor]]
 
 
 def _bytes_digest(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        tensor = tensor.detach().to_dense()
     data = tensor.detach().cpu().contiguous()
     hasher = hashlib.blake2b(str((data.dtype, tuple(data.shape))).encode(), digest_size=8)
     hasher.update(data.reshape(-1).view(torch.uint8).numpy())

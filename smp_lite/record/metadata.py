@@ -85,6 +85,11 @@ class MetadataInference:
         fakes = []
         for tensor in tensors:
             meta = tensor.smp_meta if type(tensor) is PlacedTensor else TensorMeta.of(tensor)
+            if type(tensor) is not PlacedTensor and tensor.layout is not torch.strided:
+                # Sparse: fake tensors are made of it by torch, which does not know all kinds.
+                sparse = self.mode.from_tensor(tensor.detach())
+                fakes.append((sparse, sparse))
+                continue
             leaf = self._fake(meta)
             if meta.requires_grad:
                 leaf.requires_grad_()
@@ -141,6 +146,8 @@ class MetadataInference:
         kept_storages: dict[int, torch.UntypedStorage] = {}
 
         def pack(tensor: torch.Tensor) -> None:
+            if tensor.layout is not torch.strided:
+                return
             # The storage alone: a kept tensor, if it is an output, would be a circle that is never freed,
             # and a freed storage's address would soon be another's.
             storage = tensor.untyped_storage()

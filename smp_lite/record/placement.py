@@ -187,7 +187,15 @@ class Placement:
 
     def refresh(self, recorder: Any) -> bool:
         """Makes the placed parameters; returns whether any ``requires_grad`` has changed."""
-        flags = tuple(table[own].requires_grad for table, own, _ in self._entries)  # type: ignore[union-attr]
+        try:
+            flags = tuple([table[own].requires_grad for table, own, _ in self._entries])  # type: ignore[union-attr]
+        except (KeyError, AttributeError):
+            gone = next(full for table, own, full in self._entries if table.get(own) is None)
+            raise SMPError(
+                f"the parameter {gone!r} was removed from the model after the first step: the partition is made "
+                "once, so change the model before it (nn.utils.prune.remove and the like), or after training on "
+                "the whole state: model.state_dict()"
+            ) from None
         if flags == self._requires_grad:
             return False
         self._requires_grad = flags

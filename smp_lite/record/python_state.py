@@ -19,7 +19,7 @@ import itertools
 import random
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -254,10 +254,17 @@ class _Items(_Part):
         if isinstance(self.value, list):
             self.value[:] = self.kept
             return
-        self.value.clear()
-        if isinstance(self.value, deque):
+        if isinstance(self.value, dict):
+            # The methods of the built-in class: a subclass may forbid its own (ModelOutput of transformers).
+            base = OrderedDict if isinstance(self.value, OrderedDict) else dict
+            base.clear(self.value)
+            for key, item in self.kept.items():
+                base.__setitem__(self.value, key, item)
+        elif isinstance(self.value, deque):
+            self.value.clear()
             self.value.extend(self.kept)
         else:
+            self.value.clear()
             self.value.update(self.kept)
 
 

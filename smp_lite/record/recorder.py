@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from ..errors import SMPError
-from .ambient import Ambient
+from .ambient import FUNCTORCH, Ambient, refuse_transformations
 from .away import AwayParameter, is_away, needed
 from .binding import Binder, sharing_memory
 from .calls import Arguments, ResultMeta
@@ -373,6 +373,17 @@ class Recorder:
             raise refuse("uses a tensor of one microbatch in another")
         return self._forced.fetch_from(recording, tensor)
 
+    def ambient(self) -> Ambient:
+        """The torch state around the line that runs now.
+
+        Raises:
+            SMPError: it is inside a transformation of torch.func.
+        """
+        ambient = Ambient.current()
+        if ambient.num_modes >= FUNCTORCH:
+            refuse_transformations()
+        return ambient
+
     # Recording one command ------------------------------------------------------------------------------
 
     def record_module(
@@ -380,7 +391,7 @@ class Recorder:
     ) -> tuple[str | None, Any]:
         """Records a closed call; (None, its result), or (why the module has to be opened, None)."""
         self._with_inputs(arguments, home if home >= 0 else None)
-        ambient = Ambient.current()
+        ambient = self.ambient()
         described = self.descriptions.describe(name, module, arguments, ambient)
         if type(described) is Opened:
             return described.reason, None
@@ -409,7 +420,7 @@ class Recorder:
     def _function(self, func: Function, arguments: Arguments) -> Any:
         """Records a torch function."""
         self._with_inputs(arguments, self.modules.home)
-        ambient = Ambient.current()
+        ambient = self.ambient()
         name = function_name(func)
         described = self.descriptions.describe(name, func, arguments, ambient)
         if type(described) is NeedsData:
@@ -590,6 +601,22 @@ class Recorder:
         result = self.torch_function(func, *self.twins.substitute(args, kwargs))
         return None if result is None else target
 
+    def gradient_of(self, placed: PlacedTensor) -> torch.Tensor | None:
+        """``placed.grad``: of a parameter, what earlier steps have left.
+
+        Raises:
+            SMPError: this step has a backward already, which has not run yet.
+        """
+        full = getattr(placed, "smp_parameter", None)
+        if full is None:
+            return None
+        if any(recording.backwards for recording in self._recordings.values()):
+            raise SMPError(
+                f"the gradient of the parameter {full!r} was looked at inside an smp.step after "
+                "model.backward(): gradients are there when the step function has returned"
+            )
+        return self.placement.parameter(full).grad
+
     def _require_gradient(self, target: Any, requires_grad: bool = True) -> Any:
         """``requires_grad_()``: a value that needs no gradient becomes a leaf from here on."""
         if bool(requires_grad) == target.requires_grad:
@@ -615,6 +642,10 @@ class Recorder:
         target, value = args
         if name == "requires_grad" and type(target) is PlacedTensor:
             self._require_gradient(target, value)
+            return
+        if name == "grad" and value is None and hasattr(target, "smp_parameter"):
+            self.gradient_of(target)
+            self.placement.parameter(target.smp_parameter).grad = None
             return
         raise SMPError(
             f"tensor.{name} = ... inside an smp.step, on a tensor that lives on one stage or with one, cannot be "
