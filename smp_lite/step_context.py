@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .record.effects import Effects, NeedsOpening
 from .record.interception import listening
 from .record.microbatch import merge_outputs
 from .record.recorder import Recorder
@@ -86,7 +87,10 @@ class StepContext:
 
     def _record(self, function: Callable[..., Any], detach_outputs: bool, kept: StaticStep | None) -> Any:
         outputs: list[tuple[list[Any], Any]] = []
+        effects = None if kept is None else self._effects_of(function)
         with self._stack:
+            if effects is not None:
+                self._stack.enter_context(effects.watched())
             model = self.session.model
             if model is not None and model.runtime is not None:
                 self.start_recording(model.runtime)
@@ -103,9 +107,19 @@ class StepContext:
                 if self.recorder.drew_by_itself():
                     raise refuse("draws random numbers itself")
                 kept.outputs, kept.has_backward = outputs, self.has_backward
+        if effects is not None and (found := effects.found()) is not None:
+            raise refuse(f"does more than compute: it {found}")
         if self.runtime is None:
             return merge_outputs([rebuild(spec, iter(leaves)) for leaves, spec in outputs])
         return self._finish(outputs, detach_outputs, [{} for _ in outputs])
+
+    def _effects_of(self, function: Callable[..., Any]) -> Effects:
+        """What the model's own code leaves behind, which a replay would not. The step function is known not to
+        run again."""
+        try:
+            return Effects(self.session.model.module, (), {}, (function,))
+        except NeedsOpening as reason:
+            raise refuse(f"runs code that {reason}") from None
 
     def _replay(self, kept: StaticStep, runtime: ModelRuntime, detach_outputs: bool) -> Any:
         """Executes a recorded step again with this step's inputs."""

@@ -12,7 +12,7 @@ import contextlib
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +92,11 @@ class CodeWatch:
 
     Args:
         state: takes copies of globals and of variables around functions before the code first runs.
+        passed_over: functions whose own doings do not count.
     """
 
-    def __init__(self, state: PythonState) -> None:
+    def __init__(self, state: PythonState, passed_over: Iterable[Any] = ()) -> None:
+        self._passed_over = {getattr(function, "__code__", None) for function in passed_over}
         self.state = state
         self.names = Names()
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
@@ -103,7 +105,7 @@ class CodeWatch:
     def on(self) -> Iterator[None]:
         before = sys.getprofile()
         thread = threading.get_ident()
-        seen: set[types.CodeType] = set()
+        seen: set[types.CodeType | None] = set(self._passed_over)
 
         def entered(frame: types.FrameType, event: str, argument: Any) -> None:
             if event == "call" and frame.f_code not in seen and threading.get_ident() == thread:

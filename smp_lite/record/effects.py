@@ -6,7 +6,7 @@ A call is *closed* if its result is all that the lines after it can see of it, b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -116,12 +116,19 @@ class Effects:
     Args:
         module: the one that runs; it must not have fake tables yet.
         args, kwargs: what it is given.
+        passed_over: functions whose own doings do not count.
 
     Raises:
         NeedsOpening: it holds an iterator, which could not be put back.
     """
 
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        passed_over: Iterable[Any] = (),
+    ) -> None:
         self._state = PythonState()
         self._given = (args, kwargs)
         self._leaves: list[Any] = []
@@ -136,7 +143,7 @@ class Effects:
         cache = cache_among(self._state)
         if cache is not None:
             raise NeedsOpening(f"may fill the cache {cache}")
-        self._watch = CodeWatch(self._state)
+        self._watch = CodeWatch(self._state, passed_over)
         self.watched = self._watch.on
 
     @property

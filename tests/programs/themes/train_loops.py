@@ -106,27 +106,7 @@ def best_in_memory(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
-def best_without_copy(smp: Any, out: Any) -> None:
-    """The well-known mistake: the best state dict is kept without a copy, so that it follows the training."""
-    model = smp.DistributedModel(Net())
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
-    train_step, eval_step = make_steps(smp)
-    best = None
-    for i, (x, y) in enumerate(batches(smp, 3)):
-        optimizer.zero_grad()
-        train_step(model, x, y)
-        optimizer.step()
-        if i == 0:
-            best = model.state_dict()
-    out.value("kept", dict(best))
-    model.load_state_dict(best)
-    with torch.no_grad():
-        out.value("logits", eval_step(model, x).concat())
-    out.model(model)
-
-
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="a script can have one")
 def save_and_resume(smp: Any, out: Any) -> None:
     """torch.save of model, optimizer and schedule in one dict, loaded into fresh ones."""
     torch.manual_seed(2)
@@ -934,7 +914,7 @@ def lora(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="was removed from the model")
 def pruned(smp: Any, out: Any) -> None:
     """torch.nn.utils.prune before training, iterative pruning between steps, made permanent at the end."""
     net = Net()

@@ -193,7 +193,7 @@ class MoCo(nn.Module):
         return logits, labels
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="cannot be recorded")
 def momentum_contrast(smp: Any, out: Any) -> None:
     """MoCo: the momentum update and the queue happen within forward, with p.data assigned."""
     model = smp.DistributedModel(MoCo())
@@ -237,7 +237,7 @@ class QueueOnly(nn.Module):
         return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
 
 
-@program(stages=(2,), ranks=(2,), static=True)
+@program(stages=(2,), ranks=(2,), static=True, refused_static="static_mode: True")
 def queue_of_keys(smp: Any, out: Any) -> None:
     """A memory bank in the container's buffers, written in forward for each microbatch."""
     net = QueueOnly()
@@ -425,7 +425,7 @@ def gan_with_frozen_critic(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="is the only backward")
 def gradient_penalty(smp: Any, out: Any) -> None:
     """WGAN-GP: the gradient of the critic by its input, with create_graph."""
     net = GAN()
@@ -494,7 +494,7 @@ def vae(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,), static=True)
+@program(stages=(2,), ranks=(2,), static=True, refused_static="static_mode: True")
 def diffusion(smp: Any, out: Any) -> None:
     """DDPM: time steps and noise drawn in the step function, the table outside; then sampling."""
 
@@ -591,7 +591,7 @@ def free_perturbation(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="is the only backward")
 def virtual_adversarial(smp: Any, out: Any) -> None:
     """VAT: torch.autograd.grad of a KL divergence by the noise, within the step function."""
     model = smp.DistributedModel(mlp(8, 16, 12, 4))
@@ -617,7 +617,7 @@ def virtual_adversarial(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="was not called in this step")
 def maml(smp: Any, out: Any) -> None:
     """An inner loop by functional_call with adapted weights, second order."""
     net = mlp(8, 12, 12, 4)

@@ -359,7 +359,7 @@ def layerwise_rates(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="add_param_group after partition")
 def freeze_and_thaw(smp: Any, out: Any) -> None:
     """fast.ai's way: the head alone first, then the backbone is unfrozen and added to the optimizer."""
     net = Net()
@@ -546,7 +546,7 @@ def lookahead(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="while an smp.step runs")
 def optimizer_in_backward(smp: Any, out: Any) -> None:
     """torch's tutorial: one optimizer for each parameter, stepped by a hook after its gradient."""
     model = smp.DistributedModel(Net())
@@ -564,7 +564,7 @@ def optimizer_in_backward(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="a hook changed the parameter")
 def descent_in_backward(smp: Any, out: Any) -> None:
     """The same idea without an optimizer: the hook takes its step of gradient descent through p.data."""
     model = smp.DistributedModel(Net())
