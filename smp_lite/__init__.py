@@ -21,6 +21,7 @@ _HOMES = {
     "session": "init init_in_memory is_initialized reset",
     "step_function": "step",
     "stopping": "should_stop",
+    "gathering": "gathered",
     "model": "DistributedModel",
     "optimizer": "DistributedOptimizer",
     "norms": "clip_grad_norm_",
@@ -40,7 +41,7 @@ __all__ = sorted([*_HOME_OF, *_MODULES, "state"])
 
 def __getattr__(name: str) -> Any:
     if name == "state":
-        return importlib.import_module(".session", __name__).current()
+        return importlib.import_module(".state", __name__).STATE
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
     home = _HOME_OF.get(name)

@@ -108,6 +108,7 @@ class DistributedModel(nn.Module):
         self._post_step_hooks: dict[int, Hook] = {}
         self._hook_keys = itertools.count()
         self._steps_done = 0
+        self.is_gathered = False  # whether smp.gathered() holds the whole model now
         self._timeline: StepTimeline | None = None
         self._comm_hook: tuple[Any, Any] | None = None
         self._loaded_keys: set[str] = set()
@@ -121,6 +122,8 @@ class DistributedModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the wrapped module; only inside a function decorated with ``@smp.step``."""
         context = self._session.step
+        if context is None and self.is_gathered:
+            return self.module(*args, **kwargs)
         if context is None:
             raise SMPError(
                 "the DistributedModel was called outside a function decorated with @smp.step: "
@@ -263,6 +266,13 @@ class DistributedModel(nn.Module):
         key = next(self._hook_keys)
         hooks[key] = hook
         return RemovableHandle(hooks, key)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy of the wrapped module: averages of weights and frozen twins are plain modules.
+
+        What is away here is away in the copy too; ``smp.gathered(copy)`` makes it whole.
+        """
+        return copy.deepcopy(self.module, memo)
 
     # What is here -------------------------------------------------------------------------------------------
 

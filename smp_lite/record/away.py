@@ -67,8 +67,11 @@ class _Away:
                 return -1
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if name == "detach":
+        if name in ("detach", "cpu"):
             return _wrap_like(args[0])
+        if name == "to" and not any(is_away(other) for other in args[1:]):
+            _, dtype, _, _ = torch._C._nn._parse_to(*args[1:], **kwargs)
+            return _wrap_like(args[0]) if dtype is None else args[0].type(dtype)
         if "_foreach_" in name:
             return _for_each(func, args, kwargs)
         return _compute(func, name, args, kwargs)

@@ -12,7 +12,6 @@ forward, for one), so :meth:`Placement.swap_in` puts other tables into the modul
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -47,7 +46,8 @@ class Placement:
         self.local_stages = frozenset(range(num_stages))
         self.strange: set[int] = set()  # ids of modules whose parameters somebody has exchanged
         self._homes: dict[int, int] = {}
-        self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        # With the objects themselves, so that their ids stay theirs. (Weak references would forbid swapping.)
+        self._aliases: dict[int, tuple[torch.Tensor, str]] = {}
         self._modules = list(root.named_modules())  # keeps them alive, so ids stay valid
         stages: dict[int, set[int]] = {}
         for name, module in self._modules:
@@ -106,7 +106,7 @@ class Placement:
     def alias(self, tensor: torch.Tensor) -> str | None:
         """The name of the parameter that this object is."""
         found = self._aliases.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else None
+        return found[1] if found is not None else None
 
     def home(self, module: nn.Module) -> int:
         """The stage that owns the module, or SPLIT, STATELESS, FOREIGN."""
@@ -153,7 +153,7 @@ class Placement:
         for table, own, full in self._entries:
             parameter = table[own]
             assert parameter is not None
-            self._aliases[id(parameter)] = (weakref.ref(parameter), full)
+            self._aliases[id(parameter)] = (parameter, full)
         for _, module in self._modules:
             if isinstance(module.__dict__.get("_flat_weights"), list):  # nn.RNNBase's second list
                 module.__dict__["_flat_weights"] = [
