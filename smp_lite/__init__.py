@@ -41,7 +41,7 @@ __all__ = sorted([*_HOME_OF, *_MODULES, "state"])
 
 def __getattr__(name: str) -> Any:
     if name == "state":
-        return importlib.import_module(".state", __name__).STATE
+        return importlib.import_module(".session_state", __name__).STATE
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
     home = _HOME_OF.get(name)
