@@ -12,6 +12,7 @@ says what the tensor is and how to get it.
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -290,17 +291,52 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _take_in(target: Any, stage: int, func: Any) -> None:
-    """An ordinary tensor that is changed by an away one is away from now on."""
+    """An ordinary tensor that is changed by an away one is away from now on, and so is all of its memory."""
     for tensor in target if isinstance(target, list | tuple) else [target]:
         if is_away(tensor):
             continue
-        if hasattr(tensor, "smp_stage"):
-            raise needed(f"{function_name(func)}() on a parameter of stage {tensor.smp_stage}", [tensor])
-        make = away_parameter if isinstance(tensor, nn.Parameter) else away_buffer
-        try:
-            torch.utils.swap_tensors(tensor, make(tensor, stage, ""))
-        except RuntimeError:
-            raise SMPError(
-                f"{function_name(func)}() takes a tensor of stage {stage}, which lives in another process, into "
-                "one that is here and is held elsewhere: use 'with smp.gathered(model)' around it"
-            ) from None
+        holders = _sharing(tensor)
+        for holder in holders:
+            if id(holder) in LOCAL or any(holder is parameter.grad for parameter in LOCAL.values()):
+                raise SMPError(
+                    f"{function_name(func)}() takes a tensor of stage {stage}, which lives in another process, into "
+                    "a parameter (or its gradient) of this one: put both on one stage with smp.partition, or use "
+                    "'with smp.gathered(model)' around it, on all ranks"
+                )
+        for holder in holders:
+            make = away_parameter if isinstance(holder, nn.Parameter) else away_buffer
+            try:
+                torch.utils.swap_tensors(holder, make(holder, stage, ""))
+            except RuntimeError:
+                raise SMPError(
+                    f"{function_name(func)}() takes a tensor of stage {stage}, which lives in another process, "
+                    "into one that is here and cannot be marked: use 'with smp.gathered(model)' around it"
+                ) from None
+
+
+LOCAL: dict[int, nn.Parameter] = {}
+"""The parameters of this process's stages, by id, while others are away."""
+
+_by_memory: dict[int, list[Any]] = {}
+"""Tensor objects by their memory, from one look at all objects; forgotten when a step begins."""
+
+
+def forget_memory() -> None:
+    """Lets go of the tensors that were looked at."""
+    _by_memory.clear()
+
+
+def _sharing(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """All tensor objects that share its memory: ``ema.data.add_(...)`` changes ``ema``."""
+    with torch._C.DisableTorchFunction():
+        memory = tensor.untyped_storage()._cdata
+        known = [
+            t for t in _by_memory.get(memory, ()) if not is_away(t) and t.untyped_storage()._cdata == memory
+        ]
+        if not known:
+            _by_memory.clear()
+            for other in gc.get_objects():
+                if type(other) in (torch.Tensor, nn.Parameter) and other.layout is torch.strided:
+                    _by_memory.setdefault(other.untyped_storage()._cdata, []).append(other)
+            known = _by_memory.get(memory, [])
+    return [tensor, *[other for other in known if other is not tensor]]

@@ -70,6 +70,7 @@ class FakeTables:
                 ):
                     continue
                 if is_buffers:
+                    _refuse_another_form(name, old, new)
                     found.append(f"{prefix}.{name}" if prefix else name)
         return tuple(found)
 
@@ -79,7 +80,9 @@ class Buffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._tables = [
-            (prefix, part._buffers, dict(part._buffers)) for prefix, part in module.named_modules()
+            (prefix, part._buffers, dict(part._buffers))
+            for prefix, part in module.named_modules()
+            if isinstance(part._buffers, dict)  # TorchScript keeps its own, and does not bind them anew
         ]
         self._values = {
             id(buffer): (buffer, buffer._version, buffer.detach().clone())
@@ -89,7 +92,17 @@ class Buffers:
         }
 
     def changed(self) -> tuple[str, ...]:
-        """Names of those that were bound anew, or that hold other values."""
+        """Names of those that were bound anew, or that hold other values.
+
+        Raises:
+            NeedsOpening: buffers were added, removed, or bound anew in another form.
+        """
+        for _, table, before in self._tables:
+            if table.keys() != before.keys():
+                raise NeedsOpening("adds or removes buffers")
+            for name, buffer in table.items():
+                if buffer is not before[name]:
+                    _refuse_another_form(name, before[name], buffer)
         return tuple(
             f"{prefix}.{name}" if prefix else name
             for prefix, table, before in self._tables
@@ -98,6 +111,8 @@ class Buffers:
         )
 
     def _differs(self, buffer: torch.Tensor) -> bool:
+        if id(buffer) not in self._values:
+            return True
         _, version, value = self._values[id(buffer)]
         return buffer._version != version or not torch.equal(buffer, value)
 
@@ -108,6 +123,16 @@ class Buffers:
         with torch.no_grad():
             for buffer, _, value in self._values.values():
                 buffer.copy_(value)
+
+
+def _refuse_another_form(name: str, old: torch.Tensor | None, new: Any) -> None:
+    """Other ranks describe later calls by the buffer that they have, so its form must stay.
+
+    Raises:
+        NeedsOpening: it does not.
+    """
+    if old is None or new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+        raise NeedsOpening(f"binds the buffer {name} anew in another form")
 
 
 class Effects:

@@ -65,8 +65,17 @@ class MetadataInference:
         effects = Effects(module, args, kwargs)
         tables = self.install_fakes(module)
         try:
-            with effects.watched():
-                meta = self._run(lambda: module.forward(*args, **kwargs), fakes, tables)
+            try:
+                with effects.watched():
+                    meta = self._run(lambda: module.forward(*args, **kwargs), fakes, tables)
+            except NeedsOpening:
+                raise
+            except Exception:
+                # An error of the module's own, perhaps: what it does before it raises must happen as well.
+                found = effects.found()
+                if found is not None:
+                    raise NeedsOpening(found) from None
+                raise
             reason = effects.found()
             if self.touched_placed:
                 reason = "uses a value of the step that is not among its arguments"

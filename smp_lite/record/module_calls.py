@@ -93,6 +93,7 @@ class ModuleCalls:
         self._exposed: dict[int | None, nn.Module] = {}  # whose buffers Python code has seen, by memory
         self._saved: dict[tuple[int, str], tuple[nn.Module, torch.Tensor, torch.Tensor]] = {}
         self._numbers: dict[int, int] = {}
+        self._stateful: dict[int, nn.Module] = {}  # modules with parameters that are changed between calls
 
     # The life of a step -------------------------------------------------------------------------------------
 
@@ -321,17 +322,35 @@ class ModuleCalls:
 
     # Buffers ------------------------------------------------------------------------------------------------
 
-    def note_buffers(self, module: nn.Module, names: tuple[str, ...]) -> tuple[int, ...]:
-        """A closed call changes these buffers; returns numbers for the modules that hold them."""
+    def touched(self, module: nn.Module, buffers: tuple[str, ...]) -> tuple[int, ...]:
+        """A closed call changes these buffers: numbers for the modules whose state it changes or depends on."""
+        if not buffers and not self._stateful:
+            return ()
         touched: dict[int, None] = {}
-        for name in names:
+        for name in buffers:
             prefix, _, own = name.rpartition(".")
             part = module.get_submodule(prefix)
             if (id(part), own) not in self._changing:
                 self._changing[id(part), own] = part
                 self._save_buffer(part, own)
-            touched[self._numbers.setdefault(id(part), len(self._numbers))] = None
+            touched[self._number(part)] = None
+        for part in self._stateful.values():
+            if id(part) in self._subtrees[id(module)].ids:
+                touched[self._number(part)] = None
         return tuple(touched)
+
+    def note_parameter(self, full: str) -> list[int]:
+        """A parameter is changed in place between calls: from now on calls of its modules are in order with that."""
+        found = []
+        for part in self.placement.holders(full):
+            if id(part) not in self._stateful:
+                self._stateful[id(part)] = part
+                self.recorder.touch_earlier(part, self._number(part))
+            found.append(self._number(part))
+        return found
+
+    def _number(self, part: nn.Module) -> int:
+        return self._numbers.setdefault(id(part), len(self._numbers))
 
     def _save_buffer(self, module: nn.Module, name: str) -> None:
         """Copies a buffer that closed calls change here, in case the step fails."""

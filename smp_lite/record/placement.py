@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..errors import SMPError
-from .away import away_buffer, is_away, send_away
+from .away import LOCAL, away_buffer, forget_memory, is_away, send_away
 from .placed import PlacedTensor, TensorMeta
 from .tables import BufferListener, BufferTable, ParameterTable, plain_table
 
@@ -84,6 +84,9 @@ class Placement:
             for own, parameter in module._parameters.items()
             if parameter is not None
         }
+        self._names_in: dict[int, set[str]] = {}
+        for (module_id, _), full in self._own_names.items():
+            self._names_in.setdefault(module_id, set()).add(full)
         self._slots = {full: (table, own) for table, own, full in self._entries}
         self._metas = {
             full: _meta_of(table[own])  # type: ignore[arg-type]
@@ -129,6 +132,14 @@ class Placement:
                     found.append((f"{name}.{own}" if name else own, buffer))
         return found
 
+    def holders(self, full: str) -> list[nn.Module]:
+        """The modules that hold the parameter of that name directly."""
+        return [
+            module
+            for _, module in self._modules
+            if (table := self._names_in.get(id(module))) and full in table
+        ]
+
     def parameter(self, full: str) -> torch.Tensor:
         """The live parameter of that name."""
         table, own = self._slots[full]
@@ -140,12 +151,14 @@ class Placement:
         """Parameters of stages that this process does not hold become away ones, without memory."""
         self.local_stages = stages
         away: dict[str, nn.Parameter] = {}
+        LOCAL.clear()
         for table, own, full in self._entries:
             parameter = table[own]
             assert isinstance(parameter, nn.Parameter)
             stage = self.parameter_stage[full]
             if stage in stages:
                 parameter.smp_stage = stage  # type: ignore[attr-defined]
+                LOCAL[id(parameter)] = parameter
                 continue
             if full not in away:
                 away[full] = send_away(parameter, stage, full)
@@ -222,6 +235,7 @@ class Placement:
         """Python code sees placed parameters from here on, and its use of buffers is heard."""
         if not self._is_swapped:
             self._is_swapped = True
+            forget_memory()
             for swapped in self._swapped:
                 swapped.enter()
 

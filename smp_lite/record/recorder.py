@@ -411,8 +411,7 @@ class Recorder:
         if not isinstance(described, Description):
             assert type(described) is NotDescribed
             return self._run_for_real(command, described)
-        if described.meta.buffers:
-            command.touches = self.modules.note_buffers(module, described.meta.buffers)
+        command.touches = self.modules.touched(module, described.meta.buffers)
         result = self._append(command, described)
         self.modules.note(command)
         return None, result
@@ -431,7 +430,6 @@ class Recorder:
                 args, kwargs = numbers.build(numbers.tensors)
                 return self.ordinary_function(func, args, kwargs)
             described = NotDescribed(None)
-        self._refuse_changed_parameters(name, described, arguments)
         target = self._first_changed_ordinary(described, arguments)
         if target is not None:
             self._add_twin(target, self._stage(arguments, None))
@@ -448,21 +446,40 @@ class Recorder:
             command.draw, moved = self.draws.take(func, arguments, (func, described.content))
             if not moved:
                 return self._run_for_real(command, NotDescribed(None))[1]
+        if described.meta.changed:
+            command.touches = self._changed_parameters(name, described, arguments)
         return self._append(command, described)
 
-    def _refuse_changed_parameters(self, name: str, described: Any, arguments: Arguments) -> None:
-        """Other microbatches' calls, recorded or still to come, use the same parameter."""
-        if not isinstance(described, Description) or self.num_microbatches == 1:
-            return
+    def touch_earlier(self, part: nn.Module, number: int) -> None:
+        """Calls of this microbatch that use the module come before what is about to change it."""
+        assert self.recording is not None
+        for command in self.recording.commands:
+            if command.module is not None and any(inner is part for inner in command.module.modules()):
+                command.touches = (*command.touches, number)
+                self.recording.structure_digest = hash(
+                    (self.recording.structure_digest, command.index, number)
+                )
+
+    def _changed_parameters(self, name: str, described: Any, arguments: Arguments) -> tuple[int, ...]:
+        """Numbers for the state of modules whose parameters a torch function changes in place.
+
+        Raises:
+            SMPError: a parameter that is trained, which other microbatches' backwards still need as it is.
+        """
+        touched: dict[int, None] = {}
         for changed in described.meta.changed:
             target = arguments.tensors[changed.argument]
-            if type(target) is PlacedTensor:
-                for member in sharing_memory(target):
-                    if hasattr(member, "smp_parameter"):
-                        raise SMPError(
-                            f"{name} changes the parameter {member.smp_parameter!r} in place inside an smp.step, "
-                            "while other microbatches use it: change it between steps"
-                        )
+            for member in sharing_memory(target) if type(target) is PlacedTensor else ():
+                full = getattr(member, "smp_parameter", None)
+                if full is None:
+                    continue
+                if member.smp_meta.requires_grad and self.num_microbatches > 1:
+                    raise SMPError(
+                        f"{name} changes the parameter {full!r} in place inside an smp.step, while other "
+                        "microbatches use it: change it between steps"
+                    )
+                touched.update(dict.fromkeys(self.modules.note_parameter(full)))
+        return tuple(touched)
 
     @staticmethod
     def _first_changed_ordinary(described: Any, arguments: Arguments) -> torch.Tensor | None:
@@ -575,9 +592,8 @@ class Recorder:
         if found.states:
             assert command.draw is not None
             self.draws.take_over(found.states, command.draw)
-        if found.buffers:
-            assert command.module is not None
-            command.touches = self.modules.note_buffers(command.module, found.buffers)
+        if command.module is not None:
+            command.touches = self.modules.touched(command.module, found.buffers)
         self.descriptions.learn(unknown, command.label, command.arguments, found)
         returned, links = self._bind(command, found)
         recording.links[-1] = links

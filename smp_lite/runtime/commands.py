@@ -173,12 +173,17 @@ def _run_for_real(
     with effects.watched():
         result = _call(command, args, kwargs)
     drew = not torch.equal(before, torch.default_generator.get_state())
-    found = effects.found()
+    found, changed = effects.found(), ()
+    if found is None:
+        try:
+            changed = buffers.changed()
+        except NeedsOpening as reason:
+            found = str(reason)
     if found is not None:
         effects.undo()
         buffers.restore()
         return RealRun(tensors, None, drew, effect=found)
-    return RealRun(tensors, result, drew, buffers.changed())
+    return RealRun(tensors, result, drew, changed)
 
 
 def _run_function(

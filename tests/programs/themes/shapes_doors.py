@@ -556,7 +556,7 @@ def gradients_like_outputs(smp: Any, out: Any) -> None:
 # Targets, queues, buffers -----------------------------------------------------------------------------------
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,), tolerance=1e-6, refused_on_ranks="lives on stage")
 def byol_target(smp: Any, out: Any) -> None:
     """A target network outside the model, called in the step, moved after each step by zip(parameters(),
     ...).
