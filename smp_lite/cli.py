@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="smp-lite", description="Run, launch and plan SMP training scripts."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,launch,plan}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,launch,plan,check}")
     run = commands.add_parser("run", help="run a script on several processes of this machine")
     _add_run_arguments(run)
     launch = commands.add_parser("launch", help="print what starts a script on a cluster; start nothing")
@@ -36,8 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         from smp_lite import preview
 
         preview.add_plan_arguments(plan)
+    check = commands.add_parser("check", help="compare a script's first steps with one process's, to the bit")
+    if arguments[:1] == ["check"]:
+        from smp_lite.check.command import add_check_arguments, run_check
+
+        add_check_arguments(check)
     args = parser.parse_args(arguments)
     try:
+        if args.command == "check":
+            args.parameters = None if args.parameters is None else _read_parameters(args.parameters)
+            return run_check(args)
         if args.command == "run":
             return _run(args)
         if args.command == "launch":

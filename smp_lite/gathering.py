@@ -24,13 +24,14 @@ def gathered(model: nn.Module | None = None, rank: int | None = None) -> Iterato
     evaluation, weight statistics. Parameters of other stages take their memory for that time.
 
     Args:
-        model: the ``DistributedModel`` (None: the session's), or a copy of its module, such as an average made
+        model: the ``DistributedModel`` (None: the session's), or a copy of its module, such as an average
+        made
             by ``copy.deepcopy`` or ``torch.optim.swa_utils.AveragedModel``.
         rank: mp rank that gets the whole model; None: all of them. The others get what they have.
 
     Yields:
-        The user's module. What all ranks change in it alike stays, since each keeps its own part; with ``rank``,
-        changes of other stages' parameters would be lost and are refused at the end.
+        The user's module. What all ranks change in it alike stays, since each keeps its own part; with
+        ``rank``, changes of other stages' parameters would be lost and are refused at the end.
 
     Raises:
         SMPError: inside a step, or a rank does not take part.
@@ -58,7 +59,8 @@ def gathered(model: nn.Module | None = None, rank: int | None = None) -> Iterato
             torch.utils.swap_tensors(tensor, away)
     if changed and rank is not None:
         raise SMPError(
-            f"{', '.join(changed[:5])} changed within smp.gathered(rank={rank}), where only that rank saw it, so "
+            f"{', '.join(changed[:5])} changed within smp.gathered(rank={rank}), where only that rank saw "
+            f"it, so "
             "the change is lost: change the model on all ranks, with smp.gathered(model)"
         )
 

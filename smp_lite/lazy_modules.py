@@ -1,10 +1,10 @@
 """Lazy modules (``nn.LazyLinear``), which learn their shapes from the first batch: made before the partition.
 
-In plain torch the first forward makes their parameters, drawing from the generator as it goes. Here the model is
-cut before its first forward runs, so a copy of the model runs that forward, and its lazy modules are taken over;
-whatever else the run leaves behind stays with the copy. The generator goes on from where the initialisation left
-it, as in plain torch; if the forward draws other numbers as well, the two cannot be told apart and the dry run is
-left to the user.
+In plain torch the first forward makes their parameters, drawing from the generator as it goes. Here the
+model is cut before its first forward runs, so a copy of the model runs that forward, and its lazy modules
+are taken over; whatever else the run leaves behind stays with the copy. The generator goes on from where the
+initialisation left it, as in plain torch; if the forward draws other numbers as well, the two cannot be told
+apart and the dry run is left to the user.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def has_lazy_modules(root: nn.Module) -> bool:
 
 
 def initialise_lazy_modules(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Makes the parameters of lazy modules, as the call with these arguments would; nothing if there are none.
+    """Makes the parameters of lazy modules, as the call with these arguments would; nothing if there are
+    none.
 
     Raises:
         SMPError: the call draws random numbers for other things too.
@@ -70,11 +71,12 @@ def _watch(module: Any, states: list[torch.Tensor]) -> None:
 
 
 def _take_over(module: Any, made: Any, name: str) -> None:
-    """The module becomes what its twin has become; parameter objects stay, since an optimizer may hold them."""
+    """The module becomes what its twin has become; its parameters stay, since an optimizer may hold them."""
     if _is_waiting(made):
         raise SMPError(
             f"the lazy module {name} is not called in the first forward, so its shape is not known when the "
-            "model is cut: give it its sizes, or run the model before smp.DistributedModel so that it is called"
+            "model is cut: give it its sizes, or run the model before smp.DistributedModel so that it is "
+            "called"
         )
     module._initialize_hook.remove()
     module._load_hook.remove()

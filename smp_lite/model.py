@@ -129,6 +129,8 @@ class DistributedModel(nn.Module):
                 "the DistributedModel was called outside a function decorated with @smp.step: "
                 "move the call into one (for evaluation too; use model.eval() and torch.no_grad() around it)"
             )
+        if context.runs_plainly:
+            return self.module(*args, **kwargs)
         refuse_transformations()
         if self._runtime is None:
             self._partition_now((args, kwargs))
@@ -153,7 +155,7 @@ class DistributedModel(nn.Module):
                 "model.backward() was called outside a function decorated with @smp.step: "
                 "call it in the function that computes the loss"
             )
-        if context.runtime is None:
+        if context.runtime is None and not context.runs_plainly:
             raise SMPError(
                 "model.backward(): the loss does not depend on any parameter of the model: the "
                 "DistributedModel was not called in this step. Call it in the first step at least, not only "
@@ -223,6 +225,7 @@ class DistributedModel(nn.Module):
         )
         self.own_parameters.after_partition()
         self._runtime.runner.on_planned = session.on_planned
+        self._runtime.runner.observer = lambda: session.observer
         self._timeline = StepTimeline.if_asked(session, peers.stages)
         if self._comm_hook is not None and self._runtime.reducer is not None:
             self._runtime.reducer.hook = self._comm_hook

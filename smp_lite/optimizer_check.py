@@ -128,7 +128,8 @@ def _refuse_inside_step(session: Session, optimizer: torch.optim.Optimizer) -> N
         for parameter in group["params"]:
             if placement.alias(parameter) is not None:
                 raise SMPError(
-                    f"{type(optimizer).__name__}.step() was called while an smp.step runs, whose microbatches "
+                    f"{type(optimizer).__name__}.step() was called while an smp.step runs, whose "
+                    f"microbatches "
                     "still use the weights as they are: call it when the step function has returned"
                 )
 

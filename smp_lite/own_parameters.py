@@ -58,7 +58,7 @@ class OwnParameters:
         return self._placement.parameter(self.names[number])
 
     def finder(self) -> Callable[[torch.Tensor], int | None]:
-        """A function from a tensor to the number of the parameter that it is; valid until the model changes."""
+        """A function from a tensor to the number of the parameter that it is, until the model changes."""
         numbers = {id(self.parameter(i)): i for i in range(len(self.names))}
 
         def find(tensor: torch.Tensor) -> int | None:

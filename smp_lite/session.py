@@ -62,6 +62,8 @@ class Session:
         self.process_groups: dict[str, Any] = {}
         # Called with each step's plan and recordings before it is executed; ``smp-lite plan`` listens.
         self.on_planned: Callable[..., None] | None = None
+        self.checker: Any = None  # of ``smp-lite check``: runs each step
+        self.observer: Any = None  # of the same: sees each command that runs
         self.assigned_stages: dict[int, tuple[Any, int]] = {}  # id(module) -> (module, stage)
         self.partition_stack: list[int] = []
         self.overrides = contextlib.ExitStack()  # of torch's own functions, until reset
@@ -131,7 +133,7 @@ class Session:
 
 
 _session: Session | None = None
-_planning: tuple[Mapping[str, Any] | None, Callable[..., None]] | None = None
+_rehearsal: tuple[Mapping[str, Any] | None, Callable[[Session], None]] | None = None
 
 
 def current() -> Session:
@@ -164,12 +166,12 @@ def init(config: Mapping[str, Any] | str | None = None) -> None:
     global _session
     if _session is not None:
         raise SMPError("smp.init() was called twice: call it once, first thing in the script")
-    if _planning is not None:
-        given, on_planned = _planning
+    if _rehearsal is not None:
+        given, prepare = _rehearsal
         _session = _in_memory(
             load_config(config if given is None else given, os.environ if given is None else {})
         )
-        _session.on_planned = on_planned
+        prepare(_session)
         return
     from .comm.connect import connect
     from .comm.world import World
@@ -235,12 +237,38 @@ def planning(parameters: Mapping[str, Any] | None, on_planned: Callable[..., Non
         parameters: win over the environment and over what the script gives; None: as in :func:`init`.
         on_planned: called with a batch of work and the recordings before it would be executed.
     """
-    global _planning
-    _planning = (parameters, on_planned)
+
+    def prepare(session: Session) -> None:
+        session.on_planned = on_planned
+
+    with _rehearsing(parameters, prepare):
+        yield
+
+
+@contextlib.contextmanager
+def checking(parameters: Mapping[str, Any] | None, checker: Any) -> Iterator[None]:
+    """Within: :func:`init` plays all stages in this process, and ``checker`` runs each step.
+
+    Args:
+        parameters: as in :func:`planning`.
+        checker: a :class:`smp_lite.check.stepping.StepChecker`.
+    """
+
+    def prepare(session: Session) -> None:
+        session.checker = checker
+
+    with _rehearsing(parameters, prepare):
+        yield
+
+
+@contextlib.contextmanager
+def _rehearsing(parameters: Mapping[str, Any] | None, prepare: Callable[[Session], None]) -> Iterator[None]:
+    global _rehearsal
+    _rehearsal = (parameters, prepare)
     try:
         yield
     finally:
-        _planning = None
+        _rehearsal = None
         reset()
 
 

@@ -32,6 +32,8 @@ CHECK_EVERY_STEPS = 100
 class StepContext:
     """The step that is running now."""
 
+    runs_plainly = False
+
     def __init__(self, session: Session, inputs: list[Any], step_index: int) -> None:
         self.session = session
         self.inputs = inputs
@@ -114,7 +116,8 @@ class StepContext:
         return self._finish(outputs, detach_outputs, [{} for _ in outputs])
 
     def _effects_of(self, function: Callable[..., Any]) -> Effects:
-        """What the model's own code leaves behind, which a replay would not. The step function is known not to
+        """What the model's own code leaves behind, which a replay would not. The step function is known not
+        to
         run again."""
         try:
             return Effects(self.session.model.module, (), {}, (function,))

@@ -45,7 +45,15 @@ class StepFunction:
         context = StepContext(session, inputs, session.steps_run)
         session.step = context
         try:
-            result = context.run(self.function, self.detach_outputs, self._static)
+            if session.checker is None:
+                result = context.run(self.function, self.detach_outputs, self._static)
+            else:
+                result = session.checker.run(
+                    session,
+                    self.function,
+                    inputs,
+                    lambda: context.run(self.function, self.detach_outputs, self._static),
+                )
         except BaseException as error:
             context.abandon(error)
             raise

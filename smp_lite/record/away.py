@@ -1,13 +1,14 @@
 """Tensors that live on another rank: what a parameter of another stage is here, after the partition.
 
-An *away* tensor has a shape, a dtype and a stage, and no data. Every rank runs the same script, so whatever is
-computed with it here is computed for real on its stage's rank: an average of weights, a clamp, a copy. So
-functions of away tensors give away tensors, changes in place of them do nothing here, and an ordinary tensor that
-takes one in (an average that was copied before the partition) becomes one: the number is on the other rank.
-Random numbers drawn for one are drawn here too and thrown away, so that the ranks' generators stay together.
+An *away* tensor has a shape, a dtype and a stage, and no data. Every rank runs the same script, so whatever
+is computed with it here is computed for real on its stage's rank: an average of weights, a clamp, a copy. So
+functions of away tensors give away tensors, changes in place of them do nothing here, and an ordinary tensor
+that takes one in (an average that was copied before the partition) becomes one: the number is on the other
+rank. Random numbers drawn for one are drawn here too and thrown away, so that the ranks' generators stay
+together.
 
-Whatever wants the data here (``.item()``, printing numbers, saving, a sum over several stages) is an error that
-says what the tensor is and how to get it.
+Whatever wants the data here (``.item()``, printing numbers, saving, a sum over several stages) is an error
+that says what the tensor is and how to get it.
 """
 
 from __future__ import annotations
@@ -29,15 +30,33 @@ from .torch_functions import METADATA_FUNCTIONS, METADATA_PROPERTIES, changes_fi
 __all__ = ["AwayParameter", "AwayTensor", "away_buffer", "is_away", "needed", "root_of", "send_away"]
 
 _NEEDS_DATA = frozenset(
-    """
-    item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __array__ __contains__ is_nonzero equal
-    allclose __reduce_ex__ __reduce__ __dlpack__ data_ptr untyped_storage storage _typed_storage __setstate__
-    """.split()
+    [
+        "item",
+        "tolist",
+        "numpy",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__complex__",
+        "__array__",
+        "__contains__",
+        "is_nonzero",
+        "equal",
+        "allclose",
+        "backward",
+        "__reduce_ex__",
+        "__reduce__",
+        "__dlpack__",
+        "data_ptr",
+        "untyped_storage",
+        "storage",
+        "_typed_storage",
+        "__setstate__",
+    ]
 )
 _ON_PLACEHOLDER = frozenset(
-    """
-    requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad _use_count
-    """.split()
+    ["requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "_use_count"]
 )
 _HOME_DEVICE = torch.device("cpu")
 
@@ -253,7 +272,7 @@ def _compute(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
         if watch.draws:
             Draw(func, arguments).advance()
     if changes_first(name, kwargs):
-        target = kwargs.get("out", args[0])
+        target = kwargs["out"] if "out" in kwargs else args[0] if args else kwargs["tensor"]
         _take_in(target, stage, func)
         return target
     leaves: list[Any] = []
@@ -299,8 +318,10 @@ def _take_in(target: Any, stage: int, func: Any) -> None:
         for holder in holders:
             if id(holder) in LOCAL or any(holder is parameter.grad for parameter in LOCAL.values()):
                 raise SMPError(
-                    f"{function_name(func)}() takes a tensor of stage {stage}, which lives in another process, into "
-                    "a parameter (or its gradient) of this one: put both on one stage with smp.partition, or use "
+                    f"{function_name(func)}() takes a tensor of stage {stage}, which lives in another "
+                    f"process, into "
+                    "a parameter (or its gradient) of this one: put both on one stage with smp.partition, "
+                    "or use "
                     "'with smp.gathered(model)' around it, on all ranks"
                 )
         for holder in holders:
@@ -309,7 +330,8 @@ def _take_in(target: Any, stage: int, func: Any) -> None:
                 torch.utils.swap_tensors(holder, make(holder, stage, ""))
             except RuntimeError:
                 raise SMPError(
-                    f"{function_name(func)}() takes a tensor of stage {stage}, which lives in another process, "
+                    f"{function_name(func)}() takes a tensor of stage {stage}, which lives in another "
+                    f"process, "
                     "into one that is here and cannot be marked: use 'with smp.gathered(model)' around it"
                 ) from None
 

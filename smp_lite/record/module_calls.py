@@ -10,7 +10,8 @@ is always right, and costs recording time. A module is opened
 - while its parameters are exchanged for others (``torch.func.functional_call``);
 - while a mode of the user's sees every torch function.
 
-A module with hooks of its own and none inside stays a closed call: the hooks run around it, where it is called.
+A module with hooks of its own and none inside stays a closed call: the hooks run around it, where it is
+called.
 
 A closed call runs later than it is recorded, so it carries what has changed in between: attributes set on its
 modules (setting one is heard), and plain values that its code reads elsewhere (:mod:`.places`).
@@ -248,7 +249,8 @@ class ModuleCalls:
     def _refuse_backward_hooks(self, module: nn.Module, reason: str) -> None:
         if module._backward_hooks or module._backward_pre_hooks:
             raise SMPError(
-                f"module {self.placement.name(module)!r} has backward hooks and {reason}, so that its code runs "
+                f"module {self.placement.name(module)!r} has backward hooks and {reason}, so that its code "
+                f"runs "
                 "on every rank: register them on modules that lie on one stage, or place it whole with "
                 "smp.partition"
             )
@@ -315,7 +317,8 @@ class ModuleCalls:
                 if text is not None:
                     raise SMPError(
                         f"{pending.subtree.name}: {text}. It changed after the module was called and before "
-                        "the call ran, in a way that cannot be carried (module.__dict__, or an object that is "
+                        "the call ran, in a way that cannot be carried (module.__dict__, or an object that "
+                        "is "
                         "changed in place): set attributes of modules by module.name = value"
                     )
         self._pending.clear()
@@ -323,7 +326,7 @@ class ModuleCalls:
     # Buffers ------------------------------------------------------------------------------------------------
 
     def touched(self, module: nn.Module, buffers: tuple[str, ...]) -> tuple[int, ...]:
-        """A closed call changes these buffers: numbers for the modules whose state it changes or depends on."""
+        """A closed call changes these buffers: numbers for modules whose state it changes or depends on."""
         if not buffers and not self._stateful:
             return ()
         touched: dict[int, None] = {}
@@ -340,7 +343,7 @@ class ModuleCalls:
         return tuple(touched)
 
     def note_parameter(self, full: str) -> list[int]:
-        """A parameter is changed in place between calls: from now on calls of its modules are in order with that."""
+        """A parameter is changed in place between calls: from now on calls of its modules keep their order."""
         found = []
         for part in self.placement.holders(full):
             if id(part) not in self._stateful:

@@ -205,8 +205,10 @@ class Placement:
         except (KeyError, AttributeError):
             gone = next(full for table, own, full in self._entries if table.get(own) is None)
             raise SMPError(
-                f"the parameter {gone!r} was removed from the model after the first step: the partition is made "
-                "once, so change the model before it (nn.utils.prune.remove and the like), or after training on "
+                f"the parameter {gone!r} was removed from the model after the first step: the partition is "
+                f"made "
+                "once, so change the model before it (nn.utils.prune.remove and the like), or after "
+                "training on "
                 "the whole state: model.state_dict()"
             ) from None
         if flags == self._requires_grad:

@@ -65,9 +65,8 @@ class _Finder:
         self._seen[id(holder), key] = holder
         value = holder[key]
         # Functions and classes at the top of a module are as good as constant; elsewhere anything may change.
-        if isinstance(value, PLAIN) or depth > 0:
-            if not key.startswith("__"):
-                self.places.append(Item(holder, key, name))
+        if (isinstance(value, PLAIN) or depth > 0) and not key.startswith("__"):
+            self.places.append(Item(holder, key, name))
         if not isinstance(value, PLAIN):
             self.into(value, name, depth)
 

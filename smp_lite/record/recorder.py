@@ -6,13 +6,14 @@ values. Where a call lands:
 
 - a module that is called whole (:mod:`.module_calls`): on its stage;
 - a torch function in an opened module's code: on that module's stage;
-- any other torch function, a stateless module: on the stage of its largest input, so that residual sums, views
+- any other torch function, a stateless module: on the stage of its largest input, so that residual sums,
+views
   and the loss go where the data is; among equals on that of the latest value, whose consumers follow there;
 - a change in place of a value that views share memory with: where that memory is.
 
-What Python needs to know now (:mod:`.forced`) is asked of the *host*, which executes what has been recorded so
-far on all ranks and shares the answer. That is right for any control flow and costs overlap, so it warns once a
-source line.
+What Python needs to know now (:mod:`.forced`) is asked of the *host*, which executes what has been recorded
+so far on all ranks and shares the answer. That is right for any control flow and costs overlap, so it warns
+once a source line.
 
 A replicated tensor changed in place with a placed operand (``total += loss``) gets a placed twin
 (:mod:`.twins`), which stands in for it until the microbatch ends. An ordinary tensor that requires a gradient
@@ -639,8 +640,10 @@ class Recorder:
             return target
         if hasattr(target, "smp_parameter"):
             raise SMPError(
-                f"requires_grad of the parameter {target.smp_parameter!r} was changed inside an smp.step, where "
-                "calls of earlier lines have not run yet: change it between steps, or detach() what shall not "
+                f"requires_grad of the parameter {target.smp_parameter!r} was changed inside an smp.step, "
+                f"where "
+                "calls of earlier lines have not run yet: change it between steps, or detach() what shall "
+                "not "
                 "be trained"
             )
         if not requires_grad:
@@ -664,7 +667,8 @@ class Recorder:
             self.placement.parameter(target.smp_parameter).grad = None
             return
         raise SMPError(
-            f"tensor.{name} = ... inside an smp.step, on a tensor that lives on one stage or with one, cannot be "
+            f"tensor.{name} = ... inside an smp.step, on a tensor that lives on one stage or with one, "
+            f"cannot be "
             "recorded: do it between steps, or with x.copy_(...) inside a module that is placed on one stage"
         )
 

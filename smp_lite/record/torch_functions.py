@@ -55,10 +55,12 @@ DETACHES = _words("detach")
 
 REFUSED = {
     "backward": "call model.backward(loss)",
-    "grad": "model.backward(loss) is the only backward. Gradients of inputs are in input.grad after the step; "
+    "grad": "model.backward(loss) is the only backward. Gradients of inputs are in input.grad after the "
+    "step; "
     "gradients of gradients are not supported",
     "detach_": "write x = x.detach()",
-    "retain_grad": "gradients exist only after the step; x.register_hook(function) sees them when they are made",
+    "retain_grad": "gradients exist only after the step; x.register_hook(function) sees them when they are "
+    "made",
     "apply_": "use torch functions",
     "map_": "use torch functions",
     "map2_": "use torch functions",

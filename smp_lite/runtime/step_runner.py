@@ -85,6 +85,7 @@ class StepRunner:
         self.streams = streams
         self.last_batch: Batch | None = None
         self.on_planned: Callable[[Batch, dict[int, Recording]], None] | None = None
+        self.observer: Callable[[], Any] = lambda: None  # sees each command that runs; see smp_lite.check
         self._plans: dict[Any, Batch] = {}
         self._progress: dict[int, _Progress] = {}
         self._recorder: Recorder | None = None
@@ -192,7 +193,8 @@ class StepRunner:
         here = placed.smp_stage in self.executors
         if here and key not in self._late:
             raise SMPError(
-                f"a tensor of {placed.smp_meta.num_bytes} bytes that was made in an earlier smp.step is gone: "
+                f"a tensor of {placed.smp_meta.num_bytes} bytes that was made in an earlier smp.step is "
+                f"gone: "
                 "read it before the next step, or return it from the step function"
             )
         self.peers.share_object(None, placed.smp_stage, "reading a tensor that was made in the last smp.step")
@@ -235,9 +237,9 @@ class StepRunner:
         if recorder is not None:
             if isinstance(error, Exception) and not self.all_know and not isinstance(error, SMPTimeout):
                 self.peers.fail(f"{type(error).__name__}: {error}")
+            recorder.placement.swap_out()
             self._undo()
             self._in_transit += [executor.in_transit() for executor in self.executors.values()]
-            recorder.placement.swap_out()
             recorder.placement.strange.clear()
             self._end(recorder)
 
@@ -325,6 +327,11 @@ class StepRunner:
             self.on_planned(batch, recordings)
         assert self._recorder is not None
         self._recorder.modules.before_running()
+        observer = self.observer()
+        if observer is not None:
+            observer.recorded(recordings)
+        for executor in self.executors.values():
+            executor.observe(observer)
         self._compare(recordings, last_batch=last_batch)
         for executor in self.executors.values():
             executor.adopt()

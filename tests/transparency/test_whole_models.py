@@ -1,4 +1,4 @@
-"""Weights of other stages between steps: averages are right, the whole model is to be had, all else says why."""
+"""Weights of other stages between steps: averages are right, the whole is to be had, all else says why."""
 
 from __future__ import annotations
 

@@ -204,10 +204,7 @@ USES: dict[str, Callable[[Any], Any]] = {
     "call": lambda model: float(model.module(torch.zeros(8, WIDTH)).sum()),
     "buffer": lambda model: [b.sum().item() for b in model.module.buffers()],
     "histogram": lambda model: [torch.histc(p.data).tolist() for p in model.parameters()],
-    "copy": lambda model: (
-        nn.Linear(WIDTH, WIDTH).load_state_dict({key: value for key, value in _either_stage(model).items()})
-        and None
-    ),
+    "copy": lambda model: nn.Linear(WIDTH, WIDTH).load_state_dict(_either_stage(model)) and None,
 }
 
 

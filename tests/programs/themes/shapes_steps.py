@@ -422,7 +422,7 @@ def skips_bad_losses(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2, 3), ranks=(2,))
+@program(stages=(2, 3))
 def hooks_on_activations(smp: Any, out: Any) -> None:
     """register_hook on an activation in the step, to log and to double its gradient."""
     model = smp.DistributedModel(Heads())

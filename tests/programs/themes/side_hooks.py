@@ -253,7 +253,7 @@ def features_by_exception(smp: Any, out: Any) -> None:
 # Backward hooks -----------------------------------------------------------------------------------------
 
 
-@program(stages=(2,), ranks=(2,), static=True)
+@program(stages=(2,), static=True)
 def gradient_norms_by_backward_hook(smp: Any, out: Any) -> None:
     """register_full_backward_hook on each block keeps the norm of the gradient that leaves it."""
     net = Stack()
@@ -264,7 +264,7 @@ def gradient_norms_by_backward_hook(smp: Any, out: Any) -> None:
     out.value("norms", [norms[i] for i in range(4)])
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), tolerance=1e-6)
 def grad_cam(smp: Any, out: Any) -> None:
     """Grad-CAM: a forward hook keeps activations, a tensor hook on them keeps gradients; read outside."""
     net = nn.Sequential(

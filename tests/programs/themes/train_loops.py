@@ -268,7 +268,7 @@ def safetensors_file(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def save_the_whole_module(smp: Any, out: Any) -> None:
     """torch.save of the module itself, not of its state dict; the copy that is loaded predicts."""
     net = Net()
@@ -437,7 +437,7 @@ def interrupted(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def nan_batches_skipped(smp: Any, out: Any) -> None:
     """Batches whose loss, or one of whose gradients, is not finite are left out."""
     model = smp.DistributedModel(Net())
@@ -935,7 +935,7 @@ def pruned(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def global_pruning_later(smp: Any, out: Any) -> None:
     """Lottery ticket: dense training, a mask by the global magnitude, weights rewound, trained masked."""
     net = Net()
@@ -971,7 +971,7 @@ class Symmetric(nn.Module):
         return w.triu() + w.triu(1).transpose(-1, -2)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def parametrized(smp: Any, out: Any) -> None:
     """A symmetric weight, weight norm and spectral norm by parametrize, removed at the end."""
     net = Net()
@@ -1021,7 +1021,7 @@ class QuantLinear(nn.Linear):
         return F.linear(x, Quantize.apply(self.weight, 0.05), self.bias)
 
 
-@program(stages=(2, 3), ranks=(2,))
+@program(stages=(2, 3), ranks=(2,), refused_on_ranks="lives on stage")
 def straight_through(smp: Any, out: Any) -> None:
     """Quantisation-aware training with straight-through estimators and a range kept in a buffer."""
     net = nn.Sequential(QuantLinear(8, 16), nn.ReLU(), QuantLinear(16, 16), nn.ReLU(), QuantLinear(16, 4))

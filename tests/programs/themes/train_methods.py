@@ -112,7 +112,7 @@ def teacher_inside(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="takes a tensor of stage")
 def mean_teacher(smp: Any, out: Any) -> None:
     """The teacher is an EMA of the student kept inside the module, updated by zip of parameters."""
 
@@ -237,7 +237,13 @@ class QueueOnly(nn.Module):
         return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
 
 
-@program(stages=(2,), ranks=(2,), static=True, refused_static="static_mode: True")
+@program(
+    stages=(2,),
+    ranks=(2,),
+    static=True,
+    refused_static="static_mode: True",
+    refused_on_ranks="lives on stage",
+)
 def queue_of_keys(smp: Any, out: Any) -> None:
     """A memory bank in the container's buffers, written in forward for each microbatch."""
     net = QueueOnly()
@@ -295,7 +301,7 @@ def simsiam(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def clip_style(smp: Any, out: Any) -> None:
     """Two towers and a learned temperature that is clamped after each step; the symmetric loss."""
 
@@ -758,7 +764,7 @@ def outside_in_one_optimizer(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def gradient_surgery(smp: Any, out: Any) -> None:
     """PCGrad: two step functions, gradients taken from p.grad, projected where they conflict."""
     model = smp.DistributedModel(TwoHeads())
@@ -945,7 +951,7 @@ class TinyGPT(nn.Module):
         return self.head(self.norm(x))
 
 
-@program(stages=(2, 3), ranks=(2,), replicas=(1, 2))
+@program(stages=(2, 3), ranks=(2,), replicas=(1, 2), tolerance=1e-06)
 def decoding(smp: Any, out: Any) -> None:
     """Greedy decoding, sampling and a beam of two between epochs, through a step function."""
     torch.manual_seed(60)
@@ -1015,7 +1021,11 @@ def actor_critic(smp: Any, out: Any) -> None:
 
 
 @program(
-    stages=(2,), ranks=(2,), replicas=(1, 2), parameters={"auto_partition": False, "default_partition": 0}
+    stages=(2,),
+    ranks=(2,),
+    replicas=(1, 2),
+    parameters={"auto_partition": False, "default_partition": 0},
+    refused_on_ranks="lives on stage",
 )
 def ema_target_by_hand_placed(smp: Any, out: Any) -> None:
     """BYOL with the online network and its target on the stages that the script says."""
