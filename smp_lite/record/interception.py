@@ -21,6 +21,7 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from .apply_function import ApplyFunction
 from .placed import PlacedTensor
 from .python_state import MISSING
 from .source_line import CHECKPOINT_WITHOUT_EFFECT, warn_once_at_user_line
@@ -28,28 +29,11 @@ from .source_line import CHECKPOINT_WITHOUT_EFFECT, warn_once_at_user_line
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-__all__ = ["ApplyFunction", "listening", "stop_intercepting"]
+__all__ = ["listening", "stop_intercepting"]
 
 _active: Recorder | None = None
 _thread: int | None = None
 _originals: dict[str, Any] = {}
-
-
-class ApplyFunction:
-    """``SomeFunction.apply`` as a recordable callable; equal for the same class."""
-
-    def __init__(self, cls: type[torch.autograd.Function]) -> None:
-        self.cls = cls
-        self.__name__ = f"{cls.__name__}.apply"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.cls.apply(*args, **kwargs)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ApplyFunction) and self.cls is other.cls
-
-    def __hash__(self) -> int:
-        return hash(self.cls)
 
 
 class _Listener(TorchFunctionMode):

@@ -165,10 +165,13 @@ class MetadataInference:
 
         watch = _Watch()
         with kept():
-            before = python_state()
+            before, seeded = python_state(), torch.default_generator.get_state()
             with self.mode, watch, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
                 result = call()
             drew = python_state() != before
+            # Fake tensors draw nothing, so whatever has moved torch's generator was meant to.
+            if not torch.equal(seeded, torch.default_generator.get_state()):
+                raise NeedsOpening("seeds the random generator")
         if watch.changes_outside:
             raise NeedsOpening("changes a tensor in place that is neither an argument nor a buffer")
         leaves: list[Any] = []

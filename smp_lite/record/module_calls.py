@@ -31,10 +31,11 @@ from torch.nn.modules import module as torch_module
 from ..errors import SMPError
 from .ambient import Ambient
 from .calls import Arguments
-from .placed import PlacedTensor
+from .placed import PlacedTensor, storage_of
 from .placement import FOREIGN, SPLIT
 from .places import ModuleAttribute, Place, PlacesRead, Seen
 from .python_state import MISSING
+from .reads import places_of_class
 from .recording import Command
 from .replay import refuse
 from .tables import plain_table
@@ -70,11 +71,26 @@ class _Subtree:
             True for _ in self.module.buffers()
         )
 
+    def memories(self) -> set[int | None]:
+        """The memory of tensors in plain attributes of its modules, one level into lists and dicts."""
+        found: set[int | None] = set()
+        for part in self.module.modules():
+            for value in part.__dict__.values():
+                items = (
+                    value
+                    if isinstance(value, list | tuple)
+                    else value.values()
+                    if type(value) is dict
+                    else [value]
+                )
+                found.update(storage_of(item) for item in items if type(item) is torch.Tensor)
+        return found
+
 
 class _Pending:
-    """Closed calls of one module that have been recorded and have not run."""
+    """Closed calls of one module that have been recorded and have not run; None: of autograd functions."""
 
-    def __init__(self, subtree: _Subtree) -> None:
+    def __init__(self, subtree: _Subtree | None) -> None:
         self.subtree = subtree
         self.commands: list[tuple[Command, PlacesRead | None, Seen | None]] = []
 
@@ -94,6 +110,7 @@ class ModuleCalls:
         self._exposed: dict[int | None, nn.Module] = {}  # whose buffers Python code has seen, by memory
         self._saved: dict[tuple[int, str], tuple[nn.Module, torch.Tensor, torch.Tensor]] = {}
         self._numbers: dict[int, int] = {}
+        self._function_places: dict[type, PlacesRead] = {}
         self._stateful: dict[int, nn.Module] = {}  # modules with parameters that are changed between calls
 
     # The life of a step -------------------------------------------------------------------------------------
@@ -246,6 +263,15 @@ class ModuleCalls:
         places = self.recorder.descriptions.places(module)
         pending.commands.append((command, places, places.seen if places is not None else None))
 
+    def note_function(self, command: Command, cls: type[torch.autograd.Function]) -> None:
+        """An autograd function of the user's was recorded, whose code may read more than its arguments."""
+        places = self._function_places.get(cls)
+        if places is None:
+            places = self._function_places[cls] = places_of_class(cls)
+        if places.places:
+            pending = self._pending.setdefault(id(cls), _Pending(None))
+            pending.commands.append((command, places, places.look()))
+
     def _refuse_backward_hooks(self, module: nn.Module, reason: str) -> None:
         if module._backward_hooks or module._backward_pre_hooks:
             raise SMPError(
@@ -308,12 +334,11 @@ class ModuleCalls:
         """
         signatures = self.recorder.descriptions.signatures
         for pending in self._pending.values():
-            module = pending.subtree.module
             for command, places, seen in pending.commands:
                 if places is not None and seen is not None and places.look() is not seen:
                     command.carry(places.others_than_now(seen))
-            if self.strict:
-                text = signatures.unheard(module)
+            if self.strict and pending.subtree is not None:
+                text = signatures.unheard(pending.subtree.module)
                 if text is not None:
                     raise SMPError(
                         f"{pending.subtree.name}: {text}. It changed after the module was called and before "
@@ -343,7 +368,7 @@ class ModuleCalls:
         return tuple(touched)
 
     def note_parameter(self, full: str) -> list[int]:
-        """A parameter is changed in place between calls: from now on calls of its modules keep their order."""
+        """A parameter is changed in place between calls: from now on its modules' calls keep their order."""
         found = []
         for part in self.placement.holders(full):
             if id(part) not in self._stateful:
@@ -399,11 +424,15 @@ class ModuleCalls:
             self.rebound[id(module), name] = module
 
     def before_change(self, target: Any) -> None:
-        """An ordinary tensor is about to change in place, which may be a buffer of closed calls."""
-        if self._exposed and isinstance(target, torch.Tensor):
-            module = self._exposed.get(storage_of(target))
-            if module is not None:
-                self._run_pending(module)
+        """An ordinary tensor is about to change in place, which closed calls may still have to read."""
+        if not self._pending or not isinstance(target, torch.Tensor):
+            return
+        memory = storage_of(target)
+        module = self._exposed.get(memory)
+        if module is not None:
+            self._run_pending(module)
+        elif any(p.subtree is not None and memory in p.subtree.memories() for p in self._pending.values()):
+            self.recorder.run_all_recorded()
 
     def _run_pending(self, module: nn.Module) -> None:
         owners = self.placement.owners.get(id(module), ())
@@ -426,9 +455,3 @@ class ModuleCalls:
 
 def _forward_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module.forward(*args, **kwargs)
-
-
-def storage_of(tensor: torch.Tensor) -> int | None:
-    """Identifies the memory of an ordinary tensor."""
-    with torch._C.DisableTorchFunction():  # no call of the user's
-        return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None

@@ -143,3 +143,9 @@ def _recorder_of(args: Any, kwargs: Any) -> Listener | None:
         elif isinstance(item, dict):
             pending.extend(item.values())
     return None
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """Identifies the memory of an ordinary tensor."""
+    with torch._C.DisableTorchFunction():  # no call of the user's
+        return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None

@@ -18,6 +18,7 @@ from .python_state import MISSING
 
 __all__ = [
     "PLAIN",
+    "Array",
     "Attribute",
     "Cell",
     "Contents",
@@ -159,6 +160,22 @@ class Contents:
         else:
             self.holder.clear()
             self.holder.update(value)
+
+
+class Array:
+    """The numbers in a small numpy array."""
+
+    def __init__(self, holder: Any, name: str) -> None:
+        self.holder, self.name, self.identity = holder, name, id(holder)
+
+    def get(self) -> Hashable:
+        return bytes(self.holder.tobytes())
+
+    def value(self) -> Any:
+        return self.holder.copy()
+
+    def put(self, value: Any) -> None:
+        self.holder[...] = value
 
 
 class ModuleAttribute:

@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from .code_watch import Names
-from .places import PLAIN, Attribute, Cell, Contents, Item, Place, PlacesRead, Variable, is_plain
+from .places import PLAIN, Array, Attribute, Cell, Contents, Item, Place, PlacesRead, Variable, is_plain
 from .python_state import MISSING
 
-__all__ = ["places_read"]
+__all__ = ["places_of_class", "places_read"]
 
 _MAX_ITEMS = 64
+_MAX_BYTES = 1 << 14
 _MAX_DEPTH = 3
 
 
@@ -44,6 +45,21 @@ def places_read(module: nn.Module, names: Names) -> PlacesRead:
         for key, value in part.__dict__.items():
             if key in names.attributes and not isinstance(value, PLAIN):
                 finder.into(value, f"{label}.{key}", 1)
+    return PlacesRead(finder.places)
+
+
+def places_of_class(cls: type) -> PlacesRead:
+    """The same for the methods of a class that is no module (an autograd function)."""
+    names = Names()
+    for function in vars(cls).values():
+        inner = function.__func__ if isinstance(function, staticmethod | classmethod) else function
+        if isinstance(inner, types.FunctionType):
+            names.mention(inner.__code__, inner.__globals__)
+    finder = _Finder(names)
+    for namespace, name in names.globals.values():
+        finder.item(namespace, name, name, 0)
+    if finder.is_users(cls):
+        finder.klass(cls)
     return PlacesRead(finder.places)
 
 
@@ -73,6 +89,10 @@ class _Finder:
     def into(self, value: Any, name: str, depth: int) -> None:
         if id(value) in self._seen or isinstance(value, torch.Tensor | nn.Module):
             return
+        if isinstance(value, type):
+            if self.is_users(value):
+                self.klass(value)
+            return
         self._seen[id(value)] = value
         if isinstance(value, contextvars.ContextVar):
             self.places.append(Variable(value, name))
@@ -82,6 +102,9 @@ class _Finder:
             items = list(value.items()) if isinstance(value, dict) else list(value)
             if len(items) <= _MAX_ITEMS and all(map(is_plain, items)):
                 self.places.append(Contents(value, name))
+        elif "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray):
+            if value.nbytes <= _MAX_BYTES:
+                self.places.append(Array(value, name))
         elif isinstance(value, types.BuiltinMethodType) and isinstance(
             value.__self__, contextvars.ContextVar
         ):
@@ -90,9 +113,6 @@ class _Finder:
             self.function(value)
         elif isinstance(value, types.MethodType):
             self.function(value.__func__)
-        elif isinstance(value, type):
-            if self.is_users(value):
-                self.klass(value)
         elif isinstance(value, types.ModuleType):
             self.members(value, name, depth)
         elif self.is_users(type(value)) or type(value) is types.SimpleNamespace:

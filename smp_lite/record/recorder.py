@@ -32,14 +32,15 @@ from torch import nn
 
 from ..errors import SMPError
 from .ambient import FUNCTORCH, Ambient, refuse_transformations
+from .apply_function import ApplyFunction
 from .away import AwayParameter, is_away, needed
 from .binding import Binder, sharing_memory
 from .calls import Arguments, ResultMeta
 from .descriptions import Description, Descriptions, NeedsData, NotDescribed, Opened, content_token
 from .draws import Draw, Draws
 from .forced import Forced, Host
-from .module_calls import DRAWS, ModuleCalls, storage_of
-from .placed import PlacedTensor
+from .module_calls import DRAWS, ModuleCalls
+from .placed import PlacedTensor, storage_of
 from .placement import STATELESS, Placement
 from .recording import Backward, Command, Recording
 from .replay import Tape, refuse
@@ -203,6 +204,8 @@ class Recorder:
 
     def ordinary_function(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A torch function without placed arguments."""
+        if self.twins:
+            self._before_views_of_twins(Arguments.of(args, kwargs).tensors)
         if self.twins.among(args, kwargs) or any(type(tensor) in _PARAMETERS for tensor in args):
             replaced = self._stand_ins(args, kwargs)
             if replaced is not None:
@@ -338,6 +341,8 @@ class Recorder:
             detached: no gradient will be wanted of values of earlier microbatches.
         """
         arguments = Arguments.of(args, kwargs)
+        if self.twins:
+            self._before_views_of_twins(arguments.tensors)
         for i, tensor in enumerate(arguments.tensors):
             if type(tensor) is PlacedTensor:
                 if tensor.smp_recorder is not self:
@@ -349,6 +354,17 @@ class Recorder:
             elif is_away(tensor):
                 raise needed("a step used it", [tensor])
         return arguments
+
+    def _before_views_of_twins(self, tensors: list[torch.Tensor]) -> None:
+        """Another view of memory that a twin stands for must see what is in it by now."""
+        if not self.twins.overlap(tensors):
+            return
+        if self.twins.need_gradients():
+            raise SMPError(
+                "a view of a tensor was used after that tensor had been changed in place with a result of the "
+                "model, through which a gradient flows: make the view after the change, or clone() before it"
+            )
+        self.write_back()
 
     def _with_inputs(self, arguments: Arguments, stage: int | None) -> None:
         """Ordinary tensors that require a gradient become placed inputs."""
@@ -449,6 +465,8 @@ class Recorder:
                 return self._run_for_real(command, NotDescribed(None))[1]
         if described.meta.changed:
             command.touches = self._changed_parameters(name, described, arguments)
+        if type(func) is ApplyFunction:
+            self.modules.note_function(command, func.cls)
         return self._append(command, described)
 
     def touch_earlier(self, part: nn.Module, number: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .calls import Arguments
-from .placed import PlacedTensor
+from .placed import PlacedTensor, storage_of
 
 __all__ = ["Twins"]
 
@@ -41,6 +41,24 @@ class Twins:
     def among(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a tensor in the arguments has a twin."""
         return bool(self) and any(id(tensor) in self._by_id for tensor in Arguments.of(args, kwargs).tensors)
+
+    def overlap(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether one of the tensors shares memory with one that has a twin, without being it."""
+        if not self:
+            return False
+        memories = {
+            storage_of(target) for reference, _ in self._by_id.values() if (target := reference()) is not None
+        }
+        return any(
+            type(tensor) is not PlacedTensor
+            and id(tensor) not in self._by_id
+            and storage_of(tensor) in memories
+            for tensor in tensors
+        )
+
+    def need_gradients(self) -> bool:
+        """Whether a gradient is to flow through any of the twins."""
+        return any(twin.smp_meta.requires_grad for _, twin in self._by_id.values())
 
     def of_any(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of the tensors has a twin."""

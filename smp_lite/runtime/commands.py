@@ -212,21 +212,19 @@ def _run_function(
 
 def _call(command: Command, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The call itself, in the Python state that it was recorded under."""
-    if command.function is not None:
-        if command.draw is None:
-            return command.function(*args, **kwargs)
-        with at_states(command.draw.states):
-            return command.function(*args, **kwargs)
-    module = command.module
-    assert module is not None
-    if not command.carried and not command.bare:
-        return module(*args, **kwargs)
+    call = command.module if command.module is not None else command.function
+    assert call is not None
+    if not command.carried and not command.bare and command.draw is None:
+        return call(*args, **kwargs)
     with contextlib.ExitStack() as stack:
         if command.carried:
             stack.enter_context(in_force(command.carried))
         if command.bare:
-            stack.enter_context(without_forward_hooks(module))
-        return module(*args, **kwargs)
+            assert command.module is not None
+            stack.enter_context(without_forward_hooks(command.module))
+        if command.draw is not None:
+            stack.enter_context(at_states(command.draw.states))
+        return call(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -555,6 +556,119 @@ class DefaultDtype(Chain):
         return self.head(x)
 
 
+class TensorsInPlace(Blocks):
+    """Plain tensor and numpy attributes of a block change in place between two calls."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = MLPBlock()
+            self.mask = torch.ones(WIDTH)
+            self.kept = [torch.ones(WIDTH)]
+            self.table = np.ones(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x + self.mask + self.kept[0]) * float(self.table[1])
+
+    block = Masked
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            y = block(x)
+            block.mask.mul_(0.5)
+            z = block(x)
+            block.kept[0][2] = 0.25
+            block.table[1] = 3.0
+            x = y + z + block(x)
+            block.table[1] = 1.0
+        return x
+
+
+class Seeding(Blocks):
+    """Blocks seed torch's generator, and the root draws."""
+
+    class Seeded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = MLPBlock()
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.manual_seed(7)
+            return x + self.inner(x) * torch.rand(WIDTH)
+
+    block = Seeded
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) + torch.rand(WIDTH)
+        return x
+
+
+class Reverse(torch.autograd.Function):
+    """Gradient reversal whose strength is an attribute of the class."""
+
+    strength = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.strength = Reverse.strength
+        return x * Reverse.strength
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -ctx.strength * gradient
+
+
+class GradientReversal(Blocks):
+    """The strength changes between two uses in the root."""
+
+    block = MLPBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            Reverse.strength = 0.5 + number
+            y = Reverse.apply(block(x))
+            Reverse.strength = 2.0
+            x = x + y + Reverse.apply(block(x))
+        return x
+
+
+class ModuleArgument(nn.Module):
+    """A block is given another block of another stage, and uses its weights and calls it."""
+
+    class Borrowing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = MLPBlock()
+
+        def forward(self, x: Tensor, other: nn.Module) -> Tensor:
+            return x + self.inner(x) @ other.expand.weight.T[:, :WIDTH] + other(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Borrowing() for _ in range(2))
+        self.others = mlp_blocks(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, other in zip(self.blocks, reversed(self.others)):
+            x = block(x, other)
+        return x
+
+
+class ViewsOfChanged(Blocks):
+    """A view is made of a tensor that then takes in results, and the view is read."""
+
+    block = MLPBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = torch.zeros(len(self.blocks), WIDTH)
+        first, rest = table[0], table[1:]
+        for number, block in enumerate(self.blocks):
+            x = x + block(x)
+            table[number] = x.detach().mean(0)
+        return x + first + rest.sum(0)
+
+
 def _case(name: str, build: Any, notes: str, **options: Any) -> Case:
     return Case(name, build, options.pop("batch", regression_batch), notes, **options)
 
@@ -596,6 +710,11 @@ CASES = {
             "reentrant checkpoint without gradient",
             unused_parameters=frozenset(),
         ),
+        _case("tensors_in_place", TensorsInPlace, "plain tensors change in place", exact=False),
+        _case("seeding", Seeding, "manual_seed in blocks"),
+        _case("gradient_reversal", GradientReversal, "an attribute of a function's class", exact=False),
+        _case("module_argument", ModuleArgument, "a module among the arguments", exact=False),
+        _case("views_of_changed", ViewsOfChanged, "views of a tensor changed in place"),
         _case("default_dtype", DefaultDtype, "default dtype around a call"),
     )
 }
