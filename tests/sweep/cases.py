@@ -1,0 +1,45 @@
+"""What can be trained for a model type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.sweep.architectures import architectures, config_class
+from tests.sweep.configurations import tiny
+from tests.sweep.inputs import inputs
+
+__all__ = ["Case", "cases"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model class with inputs.
+
+    Attributes:
+        model_type: of its configuration.
+        architecture: the class.
+        labels: whether it gets labels and computes its own loss.
+    """
+
+    model_type: str
+    architecture: type[PreTrainedModel]
+    labels: bool
+
+    def build(self) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+        """The model, the same each time, and the keyword arguments of its forward."""
+        config = tiny(config_class(self.model_type))
+        torch.manual_seed(0)
+        module = self.architecture(config).train()
+        return module, inputs(module, labels=self.labels)
+
+
+def cases(model_type: str) -> Iterator[Case]:
+    """In order of preference."""
+    for architecture in architectures(model_type):
+        for labels in (True, False):
+            yield Case(model_type, architecture, labels)

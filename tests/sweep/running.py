@@ -1,0 +1,205 @@
+"""Runs models one after another, each in a process of its own, and keeps what came of them.
+
+A child has a limit of time and of memory. It tells what it has found after each part, so that one that is
+killed still shows how far it came. Results are appended to a file of JSON lines as they come: a sweep that
+was stopped goes on where it was, and the last line of a name counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import smp_lite as smp
+from tests.sweep.cases import Case, cases
+from tests.sweep.training import NUM_MICROBATCHES, difference, plain, train
+
+__all__ = ["read_results", "sweep"]
+
+MEMORY_BYTES = 12 << 30
+LOG_BYTES = 4000
+
+Result = dict[str, Any]
+
+
+def sweep(
+    names: Iterable[str], out: Path, *, num_stages: int, timeout_s: float, plain_only: bool = False
+) -> None:
+    """Runs models and appends a line for each to ``out``.
+
+    Args:
+        names: model types.
+        out: the file of results.
+        num_stages: of the library's run.
+        timeout_s: for one model, all runs of it together.
+        plain_only: do not run the library.
+    """
+    for name in names:
+        result = _in_child(lambda report, name=name: _run(name, num_stages, plain_only, report), timeout_s)
+        result = {"name": name, **result}
+        with out.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+        print(f"{name:40} {result['status']:12} {result.get('error', '')[:120]}", flush=True)
+
+
+def read_results(path: Path) -> dict[str, Result]:
+    """The last result of each name."""
+    if not path.exists():
+        return {}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {line["name"]: line for line in lines}
+
+
+def _run(name: str, num_stages: int, plain_only: bool, report: Callable[..., None]) -> None:
+    report(status="no plain run")
+    case = None
+    failures = []
+    for case in cases(name):
+        try:
+            expected = train(plain(), *case.build())
+            _check_trained(expected)
+            break
+        except Exception as error:
+            failures.append(f"{case.architecture.__name__}{' with labels' * case.labels}: {describe(error)}")
+            report(failures=failures)
+            case = None
+    if case is None:
+        report(error=failures[0] if failures else "no class takes this configuration")
+        return
+    module, batch = case.build()
+    report(
+        architecture=case.architecture.__name__,
+        labels=case.labels,
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        plain_s=expected.seconds,
+    )
+    again = train(plain(), module, batch)
+    deviation, where = difference(again, expected)
+    if deviation:
+        report(status="not deterministic", error=f"{where}: {deviation:.1e}")
+        return
+    report(status="plain")
+    if not plain_only:
+        report(**_library(case, num_stages, expected))
+
+
+def _library(case: Case, num_stages: int, expected: Any) -> Result:
+    smp.init_in_memory({"partitions": num_stages, "microbatches": NUM_MICROBATCHES})
+    try:
+        found = train(smp, *case.build())
+    except Exception as error:
+        return {"status": "error", "error": describe(error), "traceback": traceback.format_exc()[-LOG_BYTES:]}
+    deviation, where = difference(found, expected)
+    stages = smp.state.model.partition.stage_of.values()
+    result = {"library_s": found.seconds, "modules": [list(stages).count(s) for s in range(num_stages)]}
+    for status, limit in (("equal", 0.0), ("1e-6", 1e-6), ("1e-4", 1e-4)):
+        if deviation <= limit:
+            return {**result, "status": status, "worst": [deviation, where]}
+    return {
+        **result,
+        "status": "different",
+        "worst": [deviation, where],
+        "error": f"{where}: {deviation:.1e}",
+    }
+
+
+def _check_trained(run: Any) -> None:
+    gradients = [value for name, value in run.values.items() if " gradient " in name and value is not None]
+    if not gradients:
+        raise ValueError("no parameter gets a gradient")
+    bad = [
+        name for name, v in run.values.items() if v is not None and v.is_floating_point() and v.isnan().any()
+    ]
+    if bad:
+        raise ValueError(f"not a number: {', '.join(bad[:3])}")
+
+
+def describe(error: BaseException) -> str:
+    """The error with the lines of transformers and of the library that it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frames[-1]] if frames else []
+    for folder in ("/transformers/models/", "/smp_lite/"):
+        found = [frame for frame in frames if folder in frame.filename]
+        if found and found[-1] not in lines:
+            lines.append(found[-1])
+    places = "; ".join(f"{Path(f.filename).name}:{f.lineno} {f.line}" for f in lines)
+    text = re.sub(r"\s+", " ", str(error))
+    return f"{type(error).__name__}: {text if len(text) < 600 else text[:300] + ' ... ' + text[-300:]} [{places}]"
+
+
+# Children ---------------------------------------------------------------------------------------------------
+
+
+def _in_child(work: Callable[[Callable[..., None]], None], timeout_s: float) -> Result:
+    read_end, write_end = os.pipe()
+    sys.stdout.flush()
+    started = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read_end)
+        _be_child(work, write_end)
+    os.close(write_end)
+    result: Result = {"status": "killed"}
+    timed_out = False
+    for line in _lines(read_end, started + timeout_s):
+        if line is None:
+            timed_out = True
+            os.kill(pid, signal.SIGKILL)
+        else:
+            result.update(json.loads(line))
+    os.close(read_end)
+    _, status = os.waitpid(pid, 0)
+    result["total_s"] = round(time.monotonic() - started, 2)
+    if timed_out:
+        result.update(status="timeout", error=f"after {result['status']!r}")
+    elif os.WIFSIGNALED(status):
+        result.update(
+            status="killed", error=f"{signal.Signals(os.WTERMSIG(status)).name} after {result['status']!r}"
+        )
+    return result
+
+
+def _be_child(work: Callable[[Callable[..., None]], None], write_end: int) -> None:
+    def report(**found: Any) -> None:
+        os.write(write_end, (json.dumps(found) + "\n").encode())
+
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        torch.set_num_threads(1)
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
+        work(report)
+    except BaseException as error:
+        report(status="failed", error=describe(error))
+    finally:
+        os._exit(0)
+
+
+def _lines(read_end: int, deadline: float) -> Iterator[str | None]:
+    """What the child writes; None at the deadline, after which it is read to its end."""
+    rest = b""
+    late = False
+    while True:
+        left = None if late else max(0.0, deadline - time.monotonic())
+        if not select.select([read_end], [], [], left)[0]:
+            late = True
+            yield None
+            continue
+        data = os.read(read_end, 1 << 16)
+        if not data:
+            return
+        *lines, rest = (rest + data).split(b"\n")
+        yield from (line.decode() for line in lines)
