@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.sweep.architectures import architectures, config_class
-from tests.sweep.configurations import tiny
+from tests.sweep.configurations import SCALES, Scale, tiny
 from tests.sweep.inputs import inputs
 
 __all__ = ["Case", "cases"]
@@ -24,15 +25,17 @@ class Case:
         model_type: of its configuration.
         architecture: the class.
         labels: whether it gets labels and computes its own loss.
+        scale: how small it is.
     """
 
     model_type: str
     architecture: type[PreTrainedModel]
     labels: bool
+    scale: Scale
 
     def build(self) -> tuple[PreTrainedModel, dict[str, Tensor]]:
         """The model, the same each time, and the keyword arguments of its forward."""
-        config = tiny(config_class(self.model_type))
+        config = tiny(config_class(self.model_type), self.scale)
         torch.manual_seed(0)
         module = self.architecture(config).train()
         return module, inputs(module, labels=self.labels)
@@ -41,5 +44,5 @@ class Case:
 def cases(model_type: str) -> Iterator[Case]:
     """In order of preference."""
     for architecture in architectures(model_type):
-        for labels in (True, False):
-            yield Case(model_type, architecture, labels)
+        for labels, scale in itertools.product((True, False), SCALES):
+            yield Case(model_type, architecture, labels, scale)

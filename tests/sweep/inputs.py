@@ -10,15 +10,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tests.sweep.special import SPECIAL
+from tests.sweep.special_inputs import SPECIAL
 
-__all__ = ["NUM_SAMPLES", "Context", "inputs"]
+__all__ = ["NUM_SAMPLES", "Context", "NoLabelsError", "inputs"]
 
 NUM_SAMPLES = 4
 LENGTH = 8
 """Of texts, without placeholders for images or sounds."""
 GRID = (1, 4, 4)
 """Frames, rows and columns of patches in an image, for models that take patches."""
+
+
+class NoLabelsError(Exception):
+    """No labels are known for a model."""
 
 
 class Context:
@@ -100,7 +104,7 @@ def inputs(model: PreTrainedModel, *, labels: bool) -> dict[str, Tensor]:
         labels: also those that make it compute its loss.
 
     Raises:
-        LookupError: it wants labels, and none are known for it.
+        NoLabelsError: it wants labels, and none are known for it.
     """
     context = Context(model)
     architecture = type(model).__name__
@@ -191,7 +195,7 @@ def _rows(features: Any) -> int:
 
 def _labels(context: Context, architecture: str) -> dict[str, Tensor]:
     if "labels" not in context.names:
-        raise LookupError("no labels known")
+        raise NoLabelsError
     classes = context.config.num_labels or 2
     one_each = torch.arange(NUM_SAMPLES) % classes
     if architecture.endswith("ForCTC"):
@@ -213,7 +217,7 @@ def _labels(context: Context, architecture: str) -> dict[str, Tensor]:
         return {"labels": context.tokens(NUM_SAMPLES, 6)}
     if "input_ids" in context.made:
         return {"labels": context.made["input_ids"].clone()}
-    raise LookupError("no labels known")
+    raise NoLabelsError
 
 
 # Makers -----------------------------------------------------------------------------------------------------

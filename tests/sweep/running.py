@@ -24,6 +24,7 @@ import torch
 
 import smp_lite as smp
 from tests.sweep.cases import Case, cases
+from tests.sweep.inputs import NoLabelsError
 from tests.sweep.training import NUM_MICROBATCHES, difference, plain, train
 
 __all__ = ["read_results", "sweep"]
@@ -71,6 +72,8 @@ def _run(name: str, num_stages: int, plain_only: bool, report: Callable[..., Non
             expected = train(plain(), *case.build())
             _check_trained(expected)
             break
+        except NoLabelsError:
+            case = None
         except Exception as error:
             failures.append(f"{case.architecture.__name__}{' with labels' * case.labels}: {describe(error)}")
             report(failures=failures)
