@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.sweep.special_configurations import CONFIGURATIONS
+from tests.sweep.special_configurations import CONFIGURATIONS, Part
 
 __all__ = ["SCALES", "Scale", "tiny"]
 
@@ -101,7 +102,7 @@ def tiny(config_class: type[PreTrainedConfig], scale: Scale) -> PreTrainedConfig
     """
     try:
         default = config_class()
-    except ValueError:  # some have no valid default
+    except Exception:  # some have no valid default
         default = config_class(**CONFIGURATIONS.get(config_class.__name__, {}))
     config = _shrunk_config(default, scale)
     for part in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
@@ -112,8 +113,11 @@ def tiny(config_class: type[PreTrainedConfig], scale: Scale) -> PreTrainedConfig
 
 def _shrunk_config(default: PreTrainedConfig, scale: Scale) -> PreTrainedConfig:
     config_class = type(default)
-    given = CONFIGURATIONS.get(config_class.__name__, {})
-    present = vars(default)
+    given = {
+        name: tiny(CONFIG_MAPPING[value], scale) if isinstance(value, Part) else value
+        for name, value in CONFIGURATIONS.get(config_class.__name__, {}).items()
+    }
+    present = {"ignore_keys_at_rope_validation": default.ignore_keys_at_rope_validation, **vars(default)}
     layers = _representative_layers(default)
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config_class):
@@ -168,6 +172,10 @@ def _shrunk(name: str, value: Any, present: dict[str, Any], scale: Scale) -> Any
     if isinstance(value, int):
         if name == "num_key_value_heads":
             return HEADS if value == present.get("num_attention_heads") else 1
+        if name == "window_size" and "spatial_merge_size" in present:
+            return scale.image
+        if name == "num_kv_shared_layers":
+            return 0
         return _integer(name, value, scale)
     if isinstance(value, dict):
         return _rope(value, present, scale) if name in ("rope_parameters", "rope_scaling") else value
@@ -181,10 +189,13 @@ def _shrunk(name: str, value: Any, present: dict[str, Any], scale: Scale) -> Any
 def _rope(parameters: dict[str, Any], present: dict[str, Any], scale: Scale) -> dict[str, Any]:
     """Rotary position embeddings: sections for several axes fit the small heads."""
     nested = {k: _rope(v, present, scale) if isinstance(v, dict) else v for k, v in parameters.items()}
-    if "mrope_section" in parameters or "mrope_section" in present.get("ignore_keys_at_rope_validation", ()):
+    if "rope_type" in parameters and "mrope_section" in {
+        *parameters,
+        *present["ignore_keys_at_rope_validation"],
+    }:
         pairs = int(scale.head_dim * parameters.get("partial_rotary_factor", 1.0)) // 2
-        third = pairs // 3
-        nested["mrope_section"] = [pairs - 2 * third, third, third]
+        third = -(-pairs // 3)
+        nested["mrope_section"] = [third, third, pairs - 2 * third]
     return nested
 
 
@@ -201,7 +212,7 @@ def _integer(name: str, value: int, scale: Scale) -> int:
 
 def _token(name: str, value: int) -> int:
     """A token of its own for each name, the same in all parts; none of the small ones that texts use."""
-    if value < VOCAB_SIZE // 2:
+    if value < VOCAB_SIZE // 2 and not re.match("image|audio|video|vision|speech", name):
         return value
     kind = name.removesuffix("_id").removesuffix("_index")
     return VOCAB_SIZE // 2 + sum(map(ord, kind)) % (VOCAB_SIZE // 2)

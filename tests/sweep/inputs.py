@@ -156,7 +156,7 @@ def _add_placeholders(context: Context) -> None:
         return
     for field, other_field, method_name, prefix in _PLACEHOLDERS:
         token = context.find(field, other_field)
-        method = getattr(context.model, method_name, None)
+        method = _method(context.model, method_name)
         if token is None or method is None:
             continue
         wanted = inspect.signature(method).parameters
@@ -167,7 +167,8 @@ def _add_placeholders(context: Context) -> None:
             continue
         with torch.no_grad():
             features = method(**given)
-        features = getattr(features, "pooler_output", features)
+        if isinstance(features, dict):
+            features = features.get("pooler_output", features.get("last_hidden_state"))
         count = _rows(features) // NUM_SAMPLES
         ids = context.made["input_ids"]
         placeholders = torch.full((NUM_SAMPLES, count), token, dtype=ids.dtype)
@@ -182,6 +183,11 @@ def _add_placeholders(context: Context) -> None:
         if name in context.made:
             fill = torch.ones_like if name == "attention_mask" else torch.zeros_like
             context.made[name] = fill(ids)
+
+
+def _method(model: PreTrainedModel, name: str) -> Callable[..., Any] | None:
+    """Of the model or of the first module in it that has one."""
+    return next((getattr(module, name) for module in model.modules() if hasattr(module, name)), None)
 
 
 def _rows(features: Any) -> int:
@@ -204,6 +210,8 @@ def _labels(context: Context, architecture: str) -> dict[str, Tensor]:
         return {
             "labels": torch.randint(0, classes, context.made["input_ids"].shape, generator=context.generator)
         }
+    if "ObjectDetection" in architecture:
+        raise NoLabelsError
     if "Segmentation" in architecture:
         _, height, width = context.image_shape
         return {
@@ -238,7 +246,7 @@ def _bbox(c: Context) -> Tensor:
 
 def _pixel_values(c: Context) -> Tensor:
     """Images; flat patches where the model takes their grid with them."""
-    if "image_grid_thw" in c.names:
+    if {"image_grid_thw", "grid_thw"} & c.names:
         return _patches(c)
     return c.normal(NUM_SAMPLES, *c.image_shape)
 

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import torch
 import smp_lite as smp
 from tests.sweep.cases import Case, cases
 from tests.sweep.inputs import NoLabelsError
-from tests.sweep.training import NUM_MICROBATCHES, difference, plain, train
+from tests.sweep.training import NUM_MICROBATCHES, differences, plain, train
 
 __all__ = ["read_results", "sweep"]
 
@@ -79,7 +80,7 @@ def _run(name: str, num_stages: int, plain_only: bool, report: Callable[..., Non
             report(failures=failures)
             case = None
     if case is None:
-        report(error=failures[0] if failures else "no class takes this configuration")
+        report(error=failures[0] if failures else "no class of transformers takes this configuration")
         return
     module, batch = case.build()
     report(
@@ -87,11 +88,12 @@ def _run(name: str, num_stages: int, plain_only: bool, report: Callable[..., Non
         labels=case.labels,
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         plain_s=expected.seconds,
+        draws=expected.draws,
     )
     again = train(plain(), module, batch)
-    deviation, where = difference(again, expected)
-    if deviation:
-        report(status="not deterministic", error=f"{where}: {deviation:.1e}")
+    found = differences(again, expected)
+    if found:
+        report(status="not deterministic", error=_words(found))
         return
     report(status="plain")
     if not plain_only:
@@ -104,18 +106,28 @@ def _library(case: Case, num_stages: int, expected: Any) -> Result:
         found = train(smp, *case.build())
     except Exception as error:
         return {"status": "error", "error": describe(error), "traceback": traceback.format_exc()[-LOG_BYTES:]}
-    deviation, where = difference(found, expected)
-    stages = smp.state.model.partition.stage_of.values()
-    result = {"library_s": found.seconds, "modules": [list(stages).count(s) for s in range(num_stages)]}
+    stages = list(smp.state.model.partition.stage_of.values())
+    result = {"library_s": found.seconds, "modules": [stages.count(stage) for stage in range(num_stages)]}
+    deviating = differences(found, expected)
+    worst = deviating[0][0] if deviating else 0.0
     for status, limit in (("equal", 0.0), ("1e-6", 1e-6), ("1e-4", 1e-4)):
-        if deviation <= limit:
-            return {**result, "status": status, "worst": [deviation, where]}
-    return {
-        **result,
-        "status": "different",
-        "worst": [deviation, where],
-        "error": f"{where}: {deviation:.1e}",
-    }
+        if worst <= limit:
+            return {**result, "status": status, "worst": _words(deviating)}
+    status = "random" if expected.draws else "different"
+    return {**result, "status": status, "error": _words(deviating)}
+
+
+def _words(deviating: list[tuple[float, str]]) -> str:
+    """How many things deviate in each step, and the worst of them."""
+    worst: dict[str, tuple[float, str]] = {}
+    counts: Counter[str] = Counter()
+    for deviation, name in deviating:
+        kind, _, which = name.rpartition(" ")
+        worst.setdefault(kind, (deviation, which))
+        counts[kind] += 1
+    return "; ".join(
+        f"{counts[kind]} of {kind}: {d:.1e} {which}" for kind, (d, which) in sorted(worst.items())
+    )
 
 
 def _check_trained(run: Any) -> None:
@@ -139,7 +151,9 @@ def describe(error: BaseException) -> str:
             lines.append(found[-1])
     places = "; ".join(f"{Path(f.filename).name}:{f.lineno} {f.line}" for f in lines)
     text = re.sub(r"\s+", " ", str(error))
-    return f"{type(error).__name__}: {text if len(text) < 600 else text[:300] + ' ... ' + text[-300:]} [{places}]"
+    if len(text) > 600:
+        text = f"{text[:300]} ... {text[-300:]}"
+    return f"{type(error).__name__}: {text} [{places}]"
 
 
 # Children ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["CONFIGURATIONS"]
+__all__ = ["CONFIGURATIONS", "Part"]
 
 RESNET = {
     "model_type": "resnet",
@@ -33,10 +33,15 @@ MIMI = {
     "sliding_window": 4,
 }
 
-_IMAGE_TOKENS = {f"IMGIMG{chr(65 + i // 26)}{chr(65 + i % 26)}Z": 64 + i for i in range(32)}
+_DIGITS = str.maketrans("0123456789", "ABCDEFGHIJ")
+_IMAGE_TOKENS = {f"IMGIMG{str(i).translate(_DIGITS)}Z": 64 + i for i in range(32)}
+
+
+class Part(str):
+    """A model type whose tiny configuration becomes a part of another."""
+
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "AlignVisionConfig": {"width_coefficient": 0.05, "depth_coefficient": 0.5, "hidden_dim": 64},
     "AriaConfig": {"projector_patch_to_query_dict": {16: 8}},
     "ASTConfig": {"max_length": 64},
     "AutoformerConfig": {
@@ -58,7 +63,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "DeformableDetrConfig": {"backbone_config": RESNET, "num_queries": 8},
     "DetrConfig": {"backbone_config": RESNET},
     "DiffLlamaConfig": {"num_key_value_heads": 2},
-    "EfficientNetConfig": {"width_coefficient": 0.05, "depth_coefficient": 0.5, "hidden_dim": 64},
     "Emu3Config": {
         "vocabulary_map": {
             "<image>": 60,
@@ -75,13 +79,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "Ernie4_5_MoeConfig": {"moe_k": 2, "moe_num_experts": 4},
     "FalconH1Config": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64},
     "Gemma4TextConfig": {"global_head_dim": 16},
-    "GlmMoeDsaConfig": {},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "GraniteMoeHybridConfig": {"mamba_n_heads": 4, "mamba_d_head": 16},
     "InformerConfig": {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2]},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "Lfm2Config": {"layer_types": ["conv", "full_attention"]},
-    "LightGlueConfig": {},
     "Mamba2Config": {"num_heads": 4, "head_dim": 16, "expand": 2},
     "NemotronHConfig": {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2},
     "RecurrentGemmaConfig": {"block_types": ["recurrent", "attention"]},
@@ -98,4 +100,142 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "TableTransformerConfig": {"backbone_config": RESNET},
     "TimeSeriesTransformerConfig": {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2]},
     "XLNetConfig": {"d_head": 16, "n_head": 2, "d_model": 32},
+    "AlignVisionConfig": {"width_coefficient": 1.0, "depth_coefficient": 0.5},
+    "EfficientNetConfig": {"width_coefficient": 1.0, "depth_coefficient": 0.5, "hidden_dim": 1280},
+    "CHMv2Config": {
+        "backbone_config": {
+            "model_type": "dinov3_vit",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 8,
+            "out_indices": [1, 2, 3, 4],
+            "return_class_token": True,
+            "pos_embed_rescale": None,
+            "reshape_hidden_states": True,
+        },
+        "patch_size": 8,
+    },
+    "DINOv3ViTConfig": {"pos_embed_rescale": None},
+    "Cosmos3EdgeVisionConfig": {"num_patches": 16},
+    "Siglip2VisionConfig": {"num_patches": 16},
+    "DbrxFFNConfig": {"moe_num_experts": 4, "moe_top_k": 2},
+    "DepthProConfig": {"patch_size": 32},
+    "DiffusionGemmaTextConfig": {
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+        "global_head_dim": 16,
+    },
+    "Dots1Config": {"n_shared_experts": 1},
+    "EsmConfig": {"pad_token_id": 1, "mask_token_id": 5},
+    "FlavaImageCodebookConfig": {"freeze": False},
+    "FunAsrNanoAdaptorConfig": {"intermediate_size": 8},
+    "Gemma3Config": {"mm_tokens_per_image": 4},
+    "ShieldGemma2Config": {"mm_tokens_per_image": 4},
+    "T5Gemma2EncoderConfig": {"mm_tokens_per_image": 4},
+    "Gemma4AssistantConfig": {
+        "text_config": {
+            "model_type": "gemma4_text",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "global_head_dim": 16,
+            "vocab_size": 96,
+            "hidden_size_per_layer_input": 0,
+            "layer_types": ["sliding_attention", "full_attention"],
+        }
+    },
+    "Gemma4Config": {"vision_config": Part("gemma4_vision")},
+    "Glm5NextTextConfig": {"index_kpool": 2},
+    "GraniteSpeechConfig": {"window_size": 4, "downsample_rate": 2},
+    "GraniteSpeechPlusConfig": {"window_size": 4, "downsample_rate": 2},
+    "InstructBlipConfig": {"image_token_index": 70},
+    "InstructBlipVideoConfig": {"video_token_index": 70},
+    "JanusVQVAEConfig": {
+        "base_channels": 32,
+        "num_embeddings": 32,
+        "channel_multiplier": (1, 1),
+        "num_patches": 16,
+    },
+    "LightGlueConfig": {"descriptor_dim": 32},
+    "LiltConfig": {"hidden_size": 48, "num_attention_heads": 2},
+    "Llama4VisionConfig": {
+        "intermediate_size": 128,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+        "vision_output_dim": 32,
+    },
+    "LongcatFlashConfig": {"qk_head_dim": 32},
+    "Mask2FormerConfig": {"feature_size": 32, "mask_feature_size": 32, "hidden_dim": 32},
+    "MaskFormerConfig": {"fpn_feature_size": 32, "mask_feature_size": 32},
+    "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
+    "MoonshineStreamingConfig": {"num_key_value_heads": 2},
+    "NystromformerConfig": {"num_landmarks": 4, "segment_means_seq_len": 8, "conv_kernel_size": 5},
+    "PvtConfig": {"image_size": 64},
+    "SuperPointConfig": {"keypoint_decoder_dim": 65},
+    "SuperGlueConfig": {
+        "keypoint_detector_config": {
+            "model_type": "superpoint",
+            "encoder_hidden_sizes": [16, 16, 32, 32],
+            "decoder_hidden_size": 32,
+            "descriptor_decoder_dim": 32,
+        },
+        "hidden_size": 32,
+        "keypoint_encoder_sizes": [16, 32],
+        "gnn_layers_types": ["self", "cross"],
+        "num_attention_heads": 2,
+        "sinkhorn_iterations": 3,
+    },
+    "Step3p7TextConfig": {"sliding_window": 4},
+    "T5Gemma2TextConfig": {"dropout_rate": 0.0},
+    "T5Gemma2DecoderConfig": {"dropout_rate": 0.0},
+    "Pix2StructTextConfig": {"initializer_range": 0.02},
+    "TvpConfig": {"visual_prompt_size": 8, "max_img_size": 64},
+    "UVDocBackboneConfig": {
+        "resnet_head": ((3, 8), (8, 8)),
+        "resnet_configs": (((8, 8, 1, False), (8, 8, 3, False)), ((8, 16, 1, True), (16, 16, 3, False))),
+        "stage_configs": (((16, 1),), ((16, 2),), ((16, 1),), ((16, 1),), ((16, 1),), ((16, 1),)),
+    },
+    "VibeVoiceAsrConfig": {"acoustic_tokenizer_chunk_size": 3200},
+    "VitMatteConfig": {"fusion_hidden_sizes": [32, 32, 16, 16]},
+    "XmodConfig": {"default_language": "en_XX"},
+    "ZambaConfig": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "VipLlavaConfig": {"vision_feature_layers": [-1, -2]},
+    "ClapAudioConfig": {
+        "patch_embeds_hidden_size": 16,
+        "hidden_size": 128,
+        "spec_size": 64,
+        "num_mel_bins": 64,
+    },
+    "CohereCompassTextConfig": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}
+            for kind in ("sliding_attention", "full_attention")
+        }
+    },
+    "DbrxAttentionConfig": {"rope_theta": 10000.0, "clip_qkv": 8.0},
+    "EfficientLoFTRConfig": {"num_attention_heads": 8, "num_key_value_heads": 8},
+    "Gemma4VisionConfig": {"pooling_kernel_size": 2},
+    "Granite4VisionConfig": {"deepstack_layer_map": [[1, 0]], "spatial_target_layers": [1, 1, 1, 1]},
+    "InklingVisionConfig": {"n_layers": 8},
+    "Gemma4UnifiedAssistantConfig": {
+        "text_config": {
+            "model_type": "gemma4_unified_text",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "global_head_dim": 16,
+            "vocab_size": 96,
+            "layer_types": ["sliding_attention", "full_attention"],
+        }
+    },
 }

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from tests.programs.plain import Plain
 
-__all__ = ["Run", "difference", "train"]
+__all__ = ["Run", "differences", "train"]
 
 NUM_STEPS = 2
 NUM_MICROBATCHES = 2
@@ -29,10 +29,12 @@ class Run:
     Attributes:
         values: losses, gradients of each step, parameters and buffers at the end, by name.
         seconds: of each step.
+        draws: whether random numbers were drawn.
     """
 
     values: dict[str, Tensor | None] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
+    draws: bool = False
 
 
 def train(api: Any, module: PreTrainedModel, batch: dict[str, Tensor]) -> Run:
@@ -45,6 +47,7 @@ def train(api: Any, module: PreTrainedModel, batch: dict[str, Tensor]) -> Run:
     """
     run = Run()
     torch.manual_seed(1)
+    random_state = torch.get_rng_state()
     model = api.DistributedModel(module)
     optimizer = api.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
 
@@ -66,6 +69,7 @@ def train(api: Any, module: PreTrainedModel, batch: dict[str, Tensor]) -> Run:
         run.seconds.append(time.perf_counter() - started)
         for microbatch, loss in enumerate(losses.outputs):
             run.values[f"step {step} loss {microbatch}"] = loss.detach().clone()
+    run.draws = not torch.equal(random_state, torch.get_rng_state())
     for name, value in [*module.named_parameters(), *module.named_buffers()]:
         run.values[f"final {name}"] = value.detach().clone()
     return run
@@ -102,23 +106,22 @@ def plain() -> Plain:
     return Plain(NUM_MICROBATCHES)
 
 
-def difference(ours: Run, plain: Run) -> tuple[float, str]:
-    """The largest relative deviation and where it is; 0 where both are the same to the bit.
+def differences(ours: Run, plain: Run) -> list[tuple[float, str]]:
+    """Relative deviation and name of all that is not the same to the bit, the largest first.
 
     A gradient that is zero but for rounding (a millionth of all gradients of its step together) is compared
     with all of them: its own size means nothing.
     """
     if ours.values.keys() != plain.values.keys():
-        return float("inf"), f"other names: {sorted(ours.values.keys() ^ plain.values.keys())[:3]}"
+        return [(float("inf"), f"other names: {sorted(ours.values.keys() ^ plain.values.keys())[:3]}")]
     totals: dict[str, float] = defaultdict(float)
     for name, value in plain.values.items():
         totals[_kind(name)] += 0.0 if value is None else float(value.double().norm() ** 2)
-    worst = (0.0, "")
-    for name, theirs in plain.values.items():
-        deviation = _relative(ours.values[name], theirs, totals[_kind(name)] ** 0.5)
-        if deviation > worst[0]:
-            worst = (deviation, name)
-    return worst
+    found = [
+        (_relative(ours.values[name], theirs, totals[_kind(name)] ** 0.5), name)
+        for name, theirs in plain.values.items()
+    ]
+    return sorted((pair for pair in found if pair[0]), reverse=True)
 
 
 def _kind(name: str) -> str:
