@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,19 +27,26 @@ class Case:
         architecture: the class.
         labels: whether it gets labels and computes its own loss.
         scale: how small it is.
+        dtype: of parameters and inputs that are not whole numbers.
     """
 
     model_type: str
     architecture: type[PreTrainedModel]
     labels: bool
     scale: Scale
+    dtype: torch.dtype = torch.float32
 
-    def build(self) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    def build(self) -> tuple[PreTrainedModel, dict[str, Any]]:
         """The model, the same each time, and the keyword arguments of its forward."""
         config = tiny(config_class(self.model_type), self.scale)
         torch.manual_seed(0)
         module = self.architecture(config).train()
-        return module, inputs(module, labels=self.labels)
+        batch = inputs(module, labels=self.labels)
+        return module.to(self.dtype), {name: self._converted(value) for name, value in batch.items()}
+
+    def _converted(self, value: Any) -> Any:
+        is_real = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(self.dtype) if is_real else value
 
 
 def cases(model_type: str) -> Iterator[Case]:

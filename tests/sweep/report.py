@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["report"]
 
-_ORDER = ("equal", "1e-6", "1e-4", "different", "random", "error", "timeout", "killed", "failed")
+_ORDER = ("equal", "1e-6", "1e-4", "rounding", "random", "different", "error", "timeout", "killed", "failed")
 
 
 def report(results: dict[str, dict[str, Any]]) -> str:

@@ -30,14 +30,16 @@ class Run:
         values: losses, gradients of each step, parameters and buffers at the end, by name.
         seconds: of each step.
         draws: whether random numbers were drawn.
+        modules: how many lie on each stage.
     """
 
     values: dict[str, Tensor | None] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     draws: bool = False
+    modules: list[int] = field(default_factory=list)
 
 
-def train(api: Any, module: PreTrainedModel, batch: dict[str, Tensor]) -> Run:
+def train(api: Any, module: PreTrainedModel, batch: dict[str, Any]) -> Run:
     """Two steps of two microbatches.
 
     Args:
@@ -52,7 +54,7 @@ def train(api: Any, module: PreTrainedModel, batch: dict[str, Tensor]) -> Run:
     optimizer = api.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
 
     @api.step
-    def train_step(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    def train_step(model: Any, batch: dict[str, Any]) -> Tensor:
         loss = loss_of(model(**batch))
         model.backward(loss)
         return loss
@@ -82,8 +84,8 @@ def loss_of(output: Any) -> Tensor:
         return loss.mean()
     total = None
     for tensor in _tensors(output):
-        target = torch.arange(tensor.numel()).cos().view(tensor.shape)
-        part = F.mse_loss(tensor.float(), target)
+        target = torch.arange(tensor.numel()).cos().view(tensor.shape).to(tensor.dtype)
+        part = F.mse_loss(tensor, target)
         total = part if total is None else total + part
     assert total is not None, "no output needs a gradient"
     return total
