@@ -108,6 +108,8 @@ def tiny(config_class: type[PreTrainedConfig], scale: Scale) -> PreTrainedConfig
     for part in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
         if hasattr(part, "use_cache"):
             part.use_cache = False
+    if not hasattr(config, "classifier_dropout"):
+        config.classifier_dropout = 0.0  # else heads take 0.1
     return config
 
 
@@ -170,6 +172,8 @@ def _shrunk(name: str, value: Any, present: dict[str, Any], scale: Scale) -> Any
     if isinstance(value, float | int) and _RANDOM.fullmatch(name) and 0 <= value <= 1:
         return type(value)(0)
     if isinstance(value, int):
+        if re.fullmatch(r"sampl\w*_rate", name):
+            return value
         if name == "num_key_value_heads":
             return HEADS if value == present.get("num_attention_heads") else 1
         if name == "window_size" and "spatial_merge_size" in present:

@@ -253,7 +253,7 @@ def _pixel_values(c: Context) -> Tensor:
 
 def _patches(c: Context) -> Tensor:
     patch = c.find("patch_size", default=8, within=c.vision)
-    frames = c.find("temporal_patch_size", default=1, within=c.vision)
+    frames = c.find("temporal_patch_size", "patch_temporal", default=1, within=c.vision)
     return c.normal(NUM_SAMPLES * GRID[0] * GRID[1] * GRID[2], c.image_shape[0] * frames * patch * patch)
 
 

@@ -81,7 +81,7 @@ def _run(name: str, num_stages: int, plain_only: bool, report: Callable[..., Non
             case = None
         except Exception as error:
             failures.append(f"{case.architecture.__name__}{' with labels' * case.labels}: {describe(error)}")
-            report(failures=failures)
+            report(failures=failures[:4])
             case = None
     if case is None:
         report(error=failures[0] if failures else "no class of transformers takes this configuration")

@@ -83,8 +83,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "GraniteMoeHybridConfig": {"mamba_n_heads": 4, "mamba_d_head": 16},
     "InformerConfig": {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2]},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "Lfm2Config": {"layer_types": ["conv", "full_attention"]},
-    "Mamba2Config": {"num_heads": 4, "head_dim": 16, "expand": 2},
     "NemotronHConfig": {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2},
     "RecurrentGemmaConfig": {"block_types": ["recurrent", "attention"]},
     "ReformerConfig": {
@@ -136,21 +134,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "Gemma3Config": {"mm_tokens_per_image": 4},
     "ShieldGemma2Config": {"mm_tokens_per_image": 4},
     "T5Gemma2EncoderConfig": {"mm_tokens_per_image": 4},
-    "Gemma4AssistantConfig": {
-        "text_config": {
-            "model_type": "gemma4_text",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-            "global_head_dim": 16,
-            "vocab_size": 96,
-            "hidden_size_per_layer_input": 0,
-            "layer_types": ["sliding_attention", "full_attention"],
-        }
-    },
     "Gemma4Config": {"vision_config": Part("gemma4_vision")},
     "Glm5NextTextConfig": {"index_kpool": 2},
     "GraniteSpeechConfig": {"window_size": 4, "downsample_rate": 2},
@@ -177,7 +160,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
     "MoonshineStreamingConfig": {"num_key_value_heads": 2},
     "NystromformerConfig": {"num_landmarks": 4, "segment_means_seq_len": 8, "conv_kernel_size": 5},
-    "PvtConfig": {"image_size": 64},
     "SuperPointConfig": {"keypoint_decoder_dim": 65},
     "SuperGlueConfig": {
         "keypoint_detector_config": {
@@ -196,16 +178,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "T5Gemma2TextConfig": {"dropout_rate": 0.0},
     "T5Gemma2DecoderConfig": {"dropout_rate": 0.0},
     "Pix2StructTextConfig": {"initializer_range": 0.02},
-    "TvpConfig": {"visual_prompt_size": 8, "max_img_size": 64},
-    "UVDocBackboneConfig": {
-        "resnet_head": ((3, 8), (8, 8)),
-        "resnet_configs": (((8, 8, 1, False), (8, 8, 3, False)), ((8, 16, 1, True), (16, 16, 3, False))),
-        "stage_configs": (((16, 1),), ((16, 2),), ((16, 1),), ((16, 1),), ((16, 1),), ((16, 1),)),
-    },
     "VibeVoiceAsrConfig": {"acoustic_tokenizer_chunk_size": 3200},
     "VitMatteConfig": {"fusion_hidden_sizes": [32, 32, 16, 16]},
     "XmodConfig": {"default_language": "en_XX"},
-    "ZambaConfig": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "VipLlavaConfig": {"vision_feature_layers": [-1, -2]},
     "ClapAudioConfig": {
         "patch_embeds_hidden_size": 16,
@@ -222,7 +197,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "DbrxAttentionConfig": {"rope_theta": 10000.0, "clip_qkv": 8.0},
     "EfficientLoFTRConfig": {"num_attention_heads": 8, "num_key_value_heads": 8},
     "Gemma4VisionConfig": {"pooling_kernel_size": 2},
-    "Granite4VisionConfig": {"deepstack_layer_map": [[1, 0]], "spatial_target_layers": [1, 1, 1, 1]},
     "InklingVisionConfig": {"n_layers": 8},
     "Gemma4UnifiedAssistantConfig": {
         "text_config": {
@@ -237,5 +211,87 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
             "vocab_size": 96,
             "layer_types": ["sliding_attention", "full_attention"],
         }
+    },
+    "Ernie4_5_VLMoeTextConfig": {"moe_k": 2, "moe_num_experts": 4},
+    "FastSpeech2ConformerHifiGanConfig": {"model_in_dim": 16},
+    "Gemma4AssistantConfig": {
+        "text_config": {
+            "model_type": "gemma4_text",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "global_head_dim": 16,
+            "vocab_size": 96,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "layer_types": ["sliding_attention", "full_attention"],
+        }
+    },
+    "Granite4VisionConfig": {
+        "deepstack_layer_map": [[1, 0]],
+        "spatial_target_layers": [1, 1, 1, 1],
+        "downsample_rate": "1/2",
+    },
+    "LayoutLMv3Config": {"coordinate_size": 6, "shape_size": 4},
+    "Lfm2Config": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "LwDetrConfig": {"projector_scale_factors": [1.0]},
+    "Mamba2Config": {"num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 2},
+    "MllamaVisionConfig": {"intermediate_layers_indices": [1], "vision_output_dim": 64},
+    "Molmo2VisionConfig": {"num_position_embeddings": 16},
+    "Nemotron3DiarizationConfig": {"chunk_right_context": 1},
+    "Nemotron3_5TranscribeAudioConfig": {"chunk_right_context": 1},
+    "PaddleOCRTextConfig": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}
+    },
+    "PvtConfig": {"num_encoder_blocks": 4, "image_size": 64, "sequence_reduction_ratios": [4, 2, 2, 1]},
+    "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": 32},
+    "SamVisionConfig": {"num_pos_feats": 16},
+    "SamHQVisionConfig": {"num_pos_feats": 16},
+    "Sam2VisionConfig": {
+        "backbone_channel_list": [64, 32, 16, 8],
+        "backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]],
+    },
+    "SegGptConfig": {"image_size": [64, 32]},
+    "UVDocBackboneConfig": {
+        "resnet_head": ((3, 32), (32, 32)),
+        "resnet_configs": (((32, 32, 1, False), (32, 32, 3, False)), ((32, 32, 1, True), (32, 32, 3, False))),
+        "stage_configs": (((32, 1),), ((32, 2),), ((32, 1),), ((32, 1),), ((32, 1),), ((32, 1),)),
+    },
+    "VoxtralConfig": {"audio_token_id": 70},
+    "TvpConfig": {"visual_prompt_size": 8, "max_img_size": 128, "num_frames": 2},
+    "ZambaConfig": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "attention_hidden_size": 64,
+        "attention_head_dim": 32,
+    },
+    "MistralLarge4TextConfig": {
+        "num_hidden_layers": 2,
+        "layer_types": ["indexed_attention"] * 2,
+        "indexer_types": ["full"] * 2,
+        "mlp_layer_types": ["dense", "sparse"],
+        "no_rope_layers": [1, 1],
+        "kv_source_layers": [0, 1],
+    },
+    "Qwen2_5OmniThinkerConfig": {"vision_start_token_id": 71, "vision_end_token_id": 72},
+    "Qwen3OmniMoeThinkerConfig": {"vision_start_token_id": 71, "vision_end_token_id": 72},
+    "Sam2HieraDetConfig": {
+        "hidden_size": 8,
+        "embed_dim_per_stage": [8, 16, 32, 64],
+        "num_attention_heads": 1,
+        "num_attention_heads_per_stage": [1, 1, 2, 2],
+        "blocks_per_stage": [1, 1, 1, 1],
+        "window_size_per_stage": [8, 4, 4, 4],
+        "global_attention_blocks": [],
+    },
+    "Qwen4ExpTextConfig": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
     },
 }
