@@ -51,13 +51,6 @@ def build():
     return Model(config).train()
 
 
-plain = build()
-torch.manual_seed(1)
-for part in range({microbatches}):
-    loss = loss_of(plain(**{{name: value.chunk({microbatches})[part] for name, value in batch.items()}}))
-    print("plain", loss.item())
-    (loss / {microbatches}).backward()
-
 smp.init_in_memory({{"partitions": {stages}, "microbatches": {microbatches}}})
 module = build()
 model = smp.DistributedModel(module)
@@ -72,6 +65,13 @@ def train_step(model, batch):
 
 torch.manual_seed(1)
 print("library", [loss.item() for loss in train_step(model, batch).outputs])
+
+plain = build()
+torch.manual_seed(1)
+for part in range({microbatches}):
+    loss = loss_of(plain(**{{name: value.chunk({microbatches})[part] for name, value in batch.items()}}))
+    print("plain", loss.item())
+    (loss / {microbatches}).backward()
 expected = dict(plain.named_parameters())
 for name, parameter in module.named_parameters():
     ours, theirs = parameter.grad, expected[name].grad

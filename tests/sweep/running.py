@@ -14,6 +14,7 @@ import resource
 import select
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -25,17 +26,19 @@ from typing import Any
 import torch
 
 import smp_lite as smp
-from tests.sweep.cases import Case, cases
+from tests.sweep.cases import cases
 from tests.sweep.inputs import NoLabelsError
-from tests.sweep.training import NUM_MICROBATCHES, Run, differences, plain, train
+from tests.sweep.training import NUM_MICROBATCHES, differences, plain, train
 
 __all__ = ["read_results", "sweep"]
 
 MEMORY_BYTES = 12 << 30
 LOG_CHARACTERS = 4000
-LIMITS = {"equal": 0.0, "1e-6": 1e-6, "1e-4": 1e-4}
-ROUNDING_IN_DOUBLE = 1e-9
-"""Deviations that are smaller than this in double precision are those of another order of sums."""
+LIMITS = {
+    torch.float32: {"equal": 0.0, "1e-6": 1e-6, "1e-4": 1e-4},
+    torch.float64: {"equal": 0.0, "1e-9": 1e-9},
+}
+"""What deviates by more is different. Numbers of 64 bits tell another order of sums from other results."""
 
 Result = dict[str, Any]
 
@@ -49,12 +52,14 @@ def sweep(
         names: model types.
         out: the file of results.
         num_stages: of the library's run.
-        timeout_s: for one model, all runs of it together.
+        timeout_s: for one run of one model.
         plain_only: do not run the library.
     """
     for name in names:
-        result = _in_child(lambda report, name=name: _run(name, num_stages, plain_only, report), timeout_s)
-        result = {"name": name, **result}
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            result = _result_of(name, Path(folder), num_stages, timeout_s, plain_only)
+        result = {"name": name, **result, "total_s": round(time.monotonic() - started, 2)}
         with out.open("a") as file:
             file.write(json.dumps(result) + "\n")
         print(f"{name:40} {result['status']:12} {result.get('error', '')[:120]}", flush=True)
@@ -68,9 +73,37 @@ def read_results(path: Path) -> dict[str, Result]:
     return {line["name"]: line for line in lines}
 
 
-def _run(name: str, num_stages: int, plain_only: bool, report: Callable[..., None]) -> None:
+def _result_of(name: str, folder: Path, num_stages: int, timeout_s: float, plain_only: bool) -> Result:
+    """Each run has a process of its own: what one leaves in caches of functions must not help another."""
+
+    def child(work: Callable[..., None], *args: Any) -> Result:
+        return _in_child(lambda report: work(*args, report), timeout_s)
+
+    result = child(_find, name, folder)
+    if result["status"] != "plain" or plain_only:
+        return result
+    result.update(child(_library, folder, torch.float32, num_stages))
+    if result["status"] == "different":
+        result["status"] = (
+            "random" if result["draws"] else _kind_of_difference(result, child, folder, num_stages)
+        )
+    return result
+
+
+def _kind_of_difference(result: Result, child: Callable[..., Result], folder: Path, num_stages: int) -> str:
+    if child(_plain, folder, torch.float64)["status"] != "plain":
+        return "different"
+    in_double = child(_library, folder, torch.float64, num_stages)
+    result["in_double"] = in_double.get("error") or in_double.get("worst")
+    return "rounding" if in_double["status"] in LIMITS[torch.float64] else "different"
+
+
+# Runs -------------------------------------------------------------------------------------------------------
+
+
+def _find(name: str, folder: Path, report: Callable[..., None]) -> None:
+    """Looks for a class of this model type that trains in plain torch, and is deterministic there."""
     report(status="no plain run")
-    case = None
     failures = []
     for case in cases(name):
         try:
@@ -78,12 +111,11 @@ def _run(name: str, num_stages: int, plain_only: bool, report: Callable[..., Non
             _check_trained(expected)
             break
         except NoLabelsError:
-            case = None
+            pass
         except Exception as error:
             failures.append(f"{case.architecture.__name__}{' with labels' * case.labels}: {describe(error)}")
             report(failures=failures[:4])
-            case = None
-    if case is None:
+    else:
         report(error=failures[0] if failures else "no class of transformers takes this configuration")
         return
     module, batch = case.build()
@@ -93,59 +125,41 @@ def _run(name: str, num_stages: int, plain_only: bool, report: Callable[..., Non
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         plain_s=expected.seconds,
         draws=expected.draws,
+        failures=[],
     )
-    again = train(plain(), module, batch)
-    found = differences(again, expected)
+    found = differences(train(plain(), module, batch), expected)
     if found:
         report(status="not deterministic", error=_words(found))
         return
+    torch.save((case, expected), folder / "float32")
     report(status="plain")
-    if not plain_only:
-        report(**_library(case, num_stages, expected))
 
 
-def _library(case: Case, num_stages: int, expected: Run) -> Result:
-    try:
-        found = _train_by_library(case, num_stages)
-    except Exception as error:
-        return {
-            "status": "error",
-            "error": describe(error),
-            "traceback": traceback.format_exc()[-LOG_CHARACTERS:],
-        }
-    result = {"library_s": found.seconds, "modules": found.modules}
-    deviating = differences(found, expected)
-    worst = deviating[0][0] if deviating else 0.0
-    for status, limit in LIMITS.items():
-        if worst <= limit:
-            return {**result, "status": status, "worst": _words(deviating)}
-    result["error"] = _words(deviating)
-    if expected.draws:
-        return {**result, "status": "random"}
-    result["in_double"] = _in_double(case, num_stages)
-    is_rounding = result["in_double"] < ROUNDING_IN_DOUBLE
-    return {**result, "status": "rounding" if is_rounding else "different"}
+def _plain(folder: Path, dtype: torch.dtype, report: Callable[..., None]) -> None:
+    case, _ = torch.load(folder / "float32", weights_only=False)
+    case = replace(case, dtype=dtype)
+    torch.save((case, train(plain(), *case.build())), folder / str(dtype).removeprefix("torch."))
+    report(status="plain")
 
 
-def _train_by_library(case: Case, num_stages: int) -> Run:
+def _library(folder: Path, dtype: torch.dtype, num_stages: int, report: Callable[..., None]) -> None:
+    case, expected = torch.load(folder / str(dtype).removeprefix("torch."), weights_only=False)
     smp.init_in_memory({"partitions": num_stages, "microbatches": NUM_MICROBATCHES})
     try:
         found = train(smp, *case.build())
-        stages = list(smp.state.model.partition.stage_of.values())
-        found.modules = [stages.count(stage) for stage in range(num_stages)]
-        return found
-    finally:
-        smp.reset()
-
-
-def _in_double(case: Case, num_stages: int) -> float:
-    """The largest deviation with numbers of 64 bits: tells another order of sums from other results."""
-    case = replace(case, dtype=torch.float64)
-    try:
-        deviating = differences(_train_by_library(case, num_stages), train(plain(), *case.build()))
-    except Exception:
-        return float("inf")
-    return deviating[0][0] if deviating else 0.0
+    except Exception as error:
+        report(status="error", error=describe(error), traceback=traceback.format_exc()[-LOG_CHARACTERS:])
+        return
+    stages = list(smp.state.model.partition.stage_of.values())
+    deviating = differences(found, expected)
+    worst = deviating[0][0] if deviating else 0.0
+    status = next((status for status, limit in LIMITS[dtype].items() if worst <= limit), "different")
+    report(
+        status=status,
+        library_s=found.seconds,
+        modules=[stages.count(stage) for stage in range(num_stages)],
+        **{"error" if status == "different" else "worst": _words(deviating)},
+    )
 
 
 def _words(deviating: list[tuple[float, str]]) -> str:
@@ -209,7 +223,6 @@ def _in_child(work: Callable[[Callable[..., None]], None], timeout_s: float) -> 
             result.update(json.loads(line))
     os.close(read_end)
     _, status = os.waitpid(pid, 0)
-    result["total_s"] = round(time.monotonic() - started, 2)
     if timed_out:
         result.update(status="timeout", error=f"after {result['status']!r}")
     elif os.WIFSIGNALED(status):

@@ -294,4 +294,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "attention_hidden_size": 64,
         "attention_head_dim": 32,
     },
+    "VibeVoiceAcousticTokenizerConfig": {
+        "num_filters": 4,
+        "downsampling_ratios": (2, 2, 4),
+        "depths": (1, 1, 1, 1),
+    },
 }

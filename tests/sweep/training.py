@@ -30,13 +30,11 @@ class Run:
         values: losses, gradients of each step, parameters and buffers at the end, by name.
         seconds: of each step.
         draws: whether random numbers were drawn.
-        modules: how many lie on each stage.
     """
 
     values: dict[str, Tensor | None] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     draws: bool = False
-    modules: list[int] = field(default_factory=list)
 
 
 def train(api: Any, module: PreTrainedModel, batch: dict[str, Any]) -> Run:
