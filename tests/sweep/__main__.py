@@ -41,7 +41,9 @@ def main() -> None:
     if unknown:
         parser.error(f"no such model types: {', '.join(sorted(unknown))}")
     done = read_results(options.out)
-    names = options.only or [name for name in model_types() if name not in done]
+    names = options.only or [
+        name for name in model_types() if done.get(name, {}).get("stages") != options.stages
+    ]
     sweep(names, options.out, num_stages=options.stages, timeout_s=options.timeout, plain_only=options.plain)
     results = read_results(options.out)
     print(report({name: results[name] for name in options.only or results}))

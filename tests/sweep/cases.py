@@ -15,19 +15,19 @@ from tests.sweep.architectures import architectures, config_class
 from tests.sweep.configurations import SCALES, Scale, tiny
 from tests.sweep.inputs import inputs
 
-__all__ = ["Case", "cases"]
+__all__ = ["Case", "cases", "in_dtype"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model class with inputs.
+    """One model class.
 
     Attributes:
         model_type: of its configuration.
         architecture: the class.
         labels: whether it gets labels and computes its own loss.
         scale: how small it is.
-        dtype: of parameters and inputs that are not whole numbers.
+        dtype: of parameters.
     """
 
     model_type: str
@@ -36,17 +36,23 @@ class Case:
     scale: Scale
     dtype: torch.dtype = torch.float32
 
-    def build(self) -> tuple[PreTrainedModel, dict[str, Any]]:
-        """The model, the same each time, and the keyword arguments of its forward."""
+    def module(self) -> PreTrainedModel:
+        """The model, the same each time."""
         config = tiny(config_class(self.model_type), self.scale)
         torch.manual_seed(0)
-        module = self.architecture(config).train()
-        batch = inputs(module, labels=self.labels)
-        return module.to(self.dtype), {name: self._converted(value) for name, value in batch.items()}
+        return self.architecture(config).train().to(self.dtype)
 
-    def _converted(self, value: Any) -> Any:
-        is_real = isinstance(value, Tensor) and value.is_floating_point()
-        return value.to(self.dtype) if is_real else value
+    def batch(self, module: PreTrainedModel) -> dict[str, Any]:
+        """Keyword arguments of its forward, the same each time; may run parts of the model."""
+        return inputs(module, labels=self.labels)
+
+
+def in_dtype(batch: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A batch with numbers of another precision."""
+    return {
+        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in batch.items()
+    }
 
 
 def cases(model_type: str) -> Iterator[Case]:

@@ -87,7 +87,8 @@ def script(model_type: str, num_stages: int) -> str:
         LookupError: none does.
     """
     case = _first_that_trains(model_type)
-    module, batch = case.build()
+    module = case.module()
+    batch = case.batch(module)
     return _SCRIPT.format(
         config_name=type(module.config).__name__,
         module=case.architecture.__module__,
@@ -102,7 +103,7 @@ def script(model_type: str, num_stages: int) -> str:
 def _first_that_trains(model_type: str) -> Case:
     for case in cases(model_type):
         try:
-            train(plain(), *case.build())
+            train(plain(), case.module(), case.batch(case.module()))
         except Exception:
             continue
         return case

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import smp_lite as smp
-from tests.sweep.cases import cases
+from tests.sweep.cases import cases, in_dtype
 from tests.sweep.inputs import NoLabelsError
 from tests.sweep.training import NUM_MICROBATCHES, differences, plain, train
 
@@ -34,11 +34,12 @@ __all__ = ["read_results", "sweep"]
 
 MEMORY_BYTES = 12 << 30
 LOG_CHARACTERS = 4000
+SINGLE, DOUBLE = "single", "double"
 LIMITS = {
-    torch.float32: {"equal": 0.0, "1e-6": 1e-6, "1e-4": 1e-4},
-    torch.float64: {"equal": 0.0, "1e-9": 1e-9},
+    SINGLE: {"equal": 0.0, "1e-6": 1e-6, "1e-4": 1e-4},
+    DOUBLE: {"equal": 0.0, "1e-9": 1e-9},
 }
-"""What deviates by more is different. Numbers of 64 bits tell another order of sums from other results."""
+"""What deviates by more is different. Double precision tells another order of sums from other results."""
 
 Result = dict[str, Any]
 
@@ -59,7 +60,12 @@ def sweep(
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             result = _result_of(name, Path(folder), num_stages, timeout_s, plain_only)
-        result = {"name": name, **result, "total_s": round(time.monotonic() - started, 2)}
+        result = {
+            "name": name,
+            "stages": num_stages,
+            **result,
+            "total_s": round(time.monotonic() - started, 2),
+        }
         with out.open("a") as file:
             file.write(json.dumps(result) + "\n")
         print(f"{name:40} {result['status']:12} {result.get('error', '')[:120]}", flush=True)
@@ -82,7 +88,7 @@ def _result_of(name: str, folder: Path, num_stages: int, timeout_s: float, plain
     result = child(_find, name, folder)
     if result["status"] != "plain" or plain_only:
         return result
-    result.update(child(_library, folder, torch.float32, num_stages))
+    result.update(child(_library, folder, SINGLE, num_stages))
     if result["status"] == "different":
         result["status"] = (
             "random" if result["draws"] else _kind_of_difference(result, child, folder, num_stages)
@@ -91,11 +97,11 @@ def _result_of(name: str, folder: Path, num_stages: int, timeout_s: float, plain
 
 
 def _kind_of_difference(result: Result, child: Callable[..., Result], folder: Path, num_stages: int) -> str:
-    if child(_plain, folder, torch.float64)["status"] != "plain":
+    if child(_plain_in_double, folder)["status"] != "plain":
         return "different"
-    in_double = child(_library, folder, torch.float64, num_stages)
+    in_double = child(_library, folder, DOUBLE, num_stages)
     result["in_double"] = in_double.get("error") or in_double.get("worst")
-    return "rounding" if in_double["status"] in LIMITS[torch.float64] else "different"
+    return "rounding" if in_double["status"] in LIMITS[DOUBLE] else "different"
 
 
 # Runs -------------------------------------------------------------------------------------------------------
@@ -107,7 +113,9 @@ def _find(name: str, folder: Path, report: Callable[..., None]) -> None:
     failures = []
     for case in cases(name):
         try:
-            expected = train(plain(), *case.build())
+            module = case.module()
+            batch = case.batch(module)
+            expected = train(plain(), case.module(), batch)
             _check_trained(expected)
             break
         except NoLabelsError:
@@ -118,7 +126,6 @@ def _find(name: str, folder: Path, report: Callable[..., None]) -> None:
     else:
         report(error=failures[0] if failures else "no class of transformers takes this configuration")
         return
-    module, batch = case.build()
     report(
         architecture=case.architecture.__name__,
         labels=case.labels,
@@ -127,33 +134,33 @@ def _find(name: str, folder: Path, report: Callable[..., None]) -> None:
         draws=expected.draws,
         failures=[],
     )
-    found = differences(train(plain(), module, batch), expected)
+    found = differences(train(plain(), case.module(), batch), expected)
     if found:
         report(status="not deterministic", error=_words(found))
         return
-    torch.save((case, expected), folder / "float32")
+    torch.save((case, batch, expected), folder / SINGLE)
     report(status="plain")
 
 
-def _plain(folder: Path, dtype: torch.dtype, report: Callable[..., None]) -> None:
-    case, _ = torch.load(folder / "float32", weights_only=False)
-    case = replace(case, dtype=dtype)
-    torch.save((case, train(plain(), *case.build())), folder / str(dtype).removeprefix("torch."))
+def _plain_in_double(folder: Path, report: Callable[..., None]) -> None:
+    case, batch, _ = torch.load(folder / SINGLE, weights_only=False)
+    case, batch = replace(case, dtype=torch.float64), in_dtype(batch, torch.float64)
+    torch.save((case, batch, train(plain(), case.module(), batch)), folder / DOUBLE)
     report(status="plain")
 
 
-def _library(folder: Path, dtype: torch.dtype, num_stages: int, report: Callable[..., None]) -> None:
-    case, expected = torch.load(folder / str(dtype).removeprefix("torch."), weights_only=False)
+def _library(folder: Path, precision: str, num_stages: int, report: Callable[..., None]) -> None:
+    case, batch, expected = torch.load(folder / precision, weights_only=False)
     smp.init_in_memory({"partitions": num_stages, "microbatches": NUM_MICROBATCHES})
     try:
-        found = train(smp, *case.build())
+        found = train(smp, case.module(), batch)
     except Exception as error:
         report(status="error", error=describe(error), traceback=traceback.format_exc()[-LOG_CHARACTERS:])
         return
     stages = list(smp.state.model.partition.stage_of.values())
     deviating = differences(found, expected)
     worst = deviating[0][0] if deviating else 0.0
-    status = next((status for status, limit in LIMITS[dtype].items() if worst <= limit), "different")
+    status = next((status for status, limit in LIMITS[precision].items() if worst <= limit), "different")
     report(
         status=status,
         library_s=found.seconds,
