@@ -7,6 +7,7 @@
 # make test-network   two hosts of a network (root, Linux)
 # make test-toolkit   the runtime under AWS's own launcher, sagemaker-training (root, gcc)
 # make test-sdk3      version 3 of the SageMaker SDK (1 GB)
+# make sweep          every model type of transformers against plain torch (half an hour)
 #
 # The first of them creates .venv from pinned versions (constraints.txt); later ones find it ready.
 # pip's own environment variables work as always: on Linux, where PyPI's torch is a large CUDA
@@ -20,7 +21,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: train test bench lint test-network test-toolkit test-sdk3
+.PHONY: train test bench sweep lint test-network test-toolkit test-sdk3
 .DELETE_ON_ERROR:
 
 train: $(VENV)/train.stamp
@@ -41,6 +42,9 @@ test-sdk3: $(VENV)/test.stamp $(VENV)-sdk3/stamp
 
 bench: $(VENV)/test.stamp
 	$(BIN)/python -m tests.benchmarks
+
+sweep: $(VENV)/test.stamp
+	$(BIN)/python -m tests.sweep
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check
