@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from .partition import ModuleCost, Partition
 from .partition_tree import Load, ModuleTree
+from .text_table import text_table
 from .units import human_bytes
 
 __all__ = ["StageSummary", "format_partition_table", "partition_warnings", "stage_summaries"]
@@ -117,17 +118,7 @@ def format_partition_table(summaries: Sequence[StageSummary]) -> str:
         human_bytes(sum(summary.activation_bytes for summary in summaries)),
         f"{sum(summary.compute_share for summary in summaries):.1%}",
     )
-    widths = [max(map(len, column)) for column in zip(header, *rows, total)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column == 1 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths))
-        )
-        for row in (header, *rows, total)
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    lines.insert(-1, lines[1])
-    return "\n".join(line.rstrip() for line in lines)
+    return text_table(header, rows, total=total, left={"modules"})
 
 
 def _top_names(tree: ModuleTree, partition: Partition, name: str) -> list[tuple[int, str]]:

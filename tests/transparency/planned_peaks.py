@@ -1,0 +1,190 @@
+"""Four models of different characters, their real peaks of memory on ranks, and what the plan says.
+
+The real peak is that of torch's own allocator: what the process held for tensors when a training step
+began, and then every allocation and release that torch's profiler reports, those inside kernels included.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import smp_lite as smp
+from notebooks.gpt import GPT
+from smp_lite.memory_preview import preview_memory
+from smp_lite.plan.memory import StageMemory
+from smp_lite.preview import PlanReady, stop_when_planned
+from smp_lite.session import current, planning
+from tests.allocated import memory_profile, most_and_left
+
+__all__ = ["JOBS", "Job", "measured_peak", "planned_memory"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, its batch and its loss."""
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], tuple[Tensor, ...]]
+    loss: Callable[..., Tensor]
+
+
+class ConvNet(nn.Module):
+    """Convolutions with batch norm, and pooling after every third of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (3, 16, 16, 16, 32, 32, 32, 64, 64)
+        self.blocks = nn.Sequential(
+            *[
+                nn.Sequential(nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
+                for a, b in pairwise(widths)
+            ]
+        )
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index % 3 == 2:
+                x = F.max_pool2d(x, 2)
+        return self.head(x.mean((2, 3)))
+
+
+class UNet(nn.Module):
+    """Skips over the middle: the way up begins on the stage where the way down ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.down = nn.ModuleList(nn.Conv2d(16 << i, 32 << i, 3, stride=2, padding=1) for i in range(2))
+        self.middle = nn.Conv2d(64, 64, 3, padding=1)
+        self.up = nn.ModuleList(nn.Conv2d((64 + 32) >> i, 32 >> i, 3, padding=1) for i in range(2))
+        self.head = nn.Conv2d(16, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.stem(x))
+        skips = []
+        for block in self.down:
+            skips.append(x)
+            x = F.silu(block(x))
+        x = F.silu(self.middle(x))
+        for block in self.up:
+            x = F.interpolate(x, scale_factor=2, mode="nearest")
+            x = F.silu(block(torch.cat([x, skips.pop()], dim=1)))
+        return self.head(x)
+
+
+class TiedMLP(nn.Module):
+    """Wide layers; the last one has the weight of the first, transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(384, 768)
+        self.middle = nn.ModuleList(nn.Linear(768, 768) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.encode(x))
+        for layer in self.middle:
+            x = torch.relu(layer(x))
+        return F.linear(x, self.encode.weight.t())
+
+
+def _tokens() -> tuple[Tensor, ...]:
+    tokens = torch.randint(60_000, (8, 33), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _images(*target: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(16, 3, 32, 32, generator=generator), torch.randn(16, *target, generator=generator)
+
+
+def _rows() -> tuple[Tensor, ...]:
+    x = torch.randn(512, 384, generator=torch.Generator().manual_seed(0))
+    return x, x.flip(0)
+
+
+def _next_token(model: Callable[..., Any], tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def _squared(model: Callable[..., Any], x: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(model(x), target)
+
+
+JOBS = {
+    "gpt": Job(
+        lambda: GPT(vocab_size=60_000, d_model=32, num_blocks=4, num_heads=2, context=32),
+        _tokens,
+        _next_token,
+    ),
+    "conv": Job(ConvNet, lambda: _images(10), _squared),
+    "unet": Job(UNet, lambda: _images(3, 32, 32), _squared),
+    "tied": Job(TiedMLP, _rows, _squared),
+}
+
+
+def _prepared(job: Job) -> tuple[Any, Any, tuple[Tensor, ...], Callable[..., Any]]:
+    """(model, optimizer, batch, step function), in a session."""
+    torch.manual_seed(0)
+    model = smp.DistributedModel(job.build())
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+
+    @smp.step
+    def step(model: Any, *batch: Tensor) -> Tensor:
+        loss = job.loss(model, *batch)
+        model.backward(loss)
+        return loss
+
+    return model, optimizer, job.inputs(), step
+
+
+def planned_memory(name: str, parameters: dict[str, Any]) -> tuple[StageMemory, ...]:
+    """What `smp-lite plan` says of the job."""
+    with planning(parameters, stop_when_planned):
+        smp.init()
+        model, _, batch, step = _prepared(JOBS[name])
+        try:
+            step(model, *batch)
+        except PlanReady as ready:
+            return preview_memory(current(), ready.batch, ready.recordings, ready.inputs).stages
+    raise AssertionError("a step with a backward is planned before it runs")
+
+
+def measured_peak(name: str) -> tuple[int, int]:
+    """Runs in a rank: (its stage, bytes at the peak of a training step).
+
+    The smaller of two steps: a receiver that is late lets its sender hold a message for longer.
+    """
+    torch.set_num_threads(1)
+    elsewhere = _held()
+    smp.init()
+    model, optimizer, batch, step = _prepared(JOBS[name])
+    losses = step(model, *batch)
+    optimizer.step()
+    peaks = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        held = _held() - elsewhere
+        with memory_profile() as profile:
+            losses = step(model, *batch)
+            optimizer.step()
+        peaks.append(held + most_and_left(profile)[0])
+    del losses
+    return smp.pp_rank(), min(peaks)
+
+
+def _held() -> int:
+    """Bytes of all tensors in this process."""
+    gc.collect()
+    found = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
+    storages = [tensor.untyped_storage() for tensor in found if tensor.layout is torch.strided]
+    return sum({s.data_ptr(): s.nbytes() for s in storages if s.device.type == "cpu"}.values())
