@@ -6,35 +6,31 @@ Each kind of microbatch (those with one graph are of one kind) is played twice, 
 makes the gradients that later ones add to. The cost is that of the forward and backward of two microbatches
 on fake tensors, some 50 us an operator, whatever the number of microbatches and their size.
 
-A call that fake tensors cannot run (it looks at data, or has forward hooks) was run for real when the step
-was recorded, and what it keeps is not known: a stand-in gives results and gradients of the right form, and
-the call is named in ``Played.not_counted``.
+A call that fake tensors cannot run (it looks at data) was run for real when the step was recorded, and what
+it keeps is not known: something stands in for it (:mod:`.fake_step`), and it is named in
+``Played.not_counted``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from .comm.layout import arrival, departure
-from .comm.wires import Transfer
+from .fake_step import FakeCommands, FakeWire, fake_parameters
 from .plan.actions import Action
 from .plan.lowering import lower
 from .plan.memory import ActionMemory
 from .plan.schedules import Policy, Work, compute_order
-from .record.calls import Arguments, NewTensor, Repeated, ResultMeta, SameTensor
+from .record.effects import untouched
 from .record.live_bytes import LiveBytes
-from .record.metadata import MetadataInference, hook_reason, untouched
-from .record.placed import PlacedTensor, TensorMeta
+from .record.metadata import MetadataInference
 from .record.placement import Placement
-from .record.recording import Command, Recording
-from .record.structure import rebuild
+from .record.recording import Recording
+from .record.tracing import without_hooks
 from .runtime.executor import StageExecutor
 from .runtime.gradients import GradientBooks
 from .runtime.microbatch import MicrobatchState
@@ -80,17 +76,20 @@ def play(placement: Placement, kinds: Sequence[Sequence[Recording]]) -> Played:
     works = [Work(0, recordings[0].graph()) for recordings in kinds]
     policy = Policy(active_microbatches=1)
     played.lists = [lower(compute_order([work], policy), [work], placement.num_stages) for work in works]
-    with untouched(placement.root), _without_hooks(), _without_gc(), streams.executing():
-        inference.install_fakes(placement.root)
-        _all_parameters(placement.root)
-        fake = Placement(placement.root, placement.stage_of, placement.num_stages)
+    with (
+        without_hooks(placement.root),
+        untouched(placement.root),
+        fake_parameters(placement.root, inference),
+        streams.executing(),
+        _without_gc(),
+    ):
         for stage in range(placement.num_stages):
-            player = _Player(stage, fake, inference, streams)
+            player = _Player(stage, placement, inference, streams)
             for kind, (work, recordings) in enumerate(zip(works, kinds, strict=True)):
                 for first in (True, False)[: len(recordings)]:
                     found = player.run(work, recordings[0], played.lists[kind][stage])
                     played.memory |= {(kind, first, action): memory for action, memory in found.items()}
-            played.not_counted.append(tuple(player.stand_ins))
+            played.not_counted.append(tuple(player.commands.stand_ins))
             played.with_gradient |= player.with_gradient()
     return played
 
@@ -108,19 +107,19 @@ class _Player:
             if home == stage
         }
         self.live = LiveBytes([*placement.root.parameters(), *placement.root.buffers()])
-        self.stand_ins: dict[str, None] = {}
+        self.commands = FakeCommands(stage, inference)
 
     def with_gradient(self) -> set[str]:
         return {name for name, parameter in self.parameters.items() if parameter.grad is not None}
 
     def run(self, work: Work, recording: Recording, actions: Sequence[Action]) -> dict[Action, ActionMemory]:
         """Plays one microbatch; gradients add up from call to call."""
-        recording, ordinary = self._fake(recording)
+        recording, ordinary = self.commands.of(recording)
         books = GradientBooks(self.placement)
         executor = StageExecutor(
             self.stage,
             self.placement,
-            _Wire(),
+            FakeWire(),
             self.streams,
             before_backward=books.before,
             after_backward=books.after,
@@ -136,10 +135,9 @@ class _Player:
             for action in actions:
                 alive, gradients = live.alive, self._gradient_bytes()
                 live.peak = alive
-                try:
-                    for reason in executor.run([action]):
-                        raise AssertionError(f"playing waits: {reason}")
-                except Exception as error:
+                for reason in executor.run([action]):
+                    raise AssertionError(f"playing waits: {reason}")
+                if (error := executor.error) is not None:
                     raise CannotPlay(
                         f"{action} does not run on tensors without data ({type(error).__name__}: {error})"
                     ) from error
@@ -155,154 +153,6 @@ class _Player:
             if parameter.grad is not None and parameter.grad.layout is torch.strided
         ]
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-    # The recording with fake tensors ------------------------------------------------------------------------
-
-    def _fake(self, recording: Recording) -> tuple[Recording, list[torch.Tensor]]:
-        """This stage's commands on fakes of the ordinary tensors that they captured, and these."""
-        made: dict[int, torch.Tensor] = {}
-        commands = [
-            self._fake_command(command, made) if command.stage_index == self.stage else command
-            for command in recording.commands
-        ]
-        return replace(recording, microbatch_index=0, commands=commands), list(made.values())
-
-    def _fake_command(self, command: Command, made: dict[int, torch.Tensor]) -> Command:
-        if command.parameter is not None:
-            return command
-        given = command.arguments
-        leaves = list(given.leaves)
-        for position, tensor in zip(given.positions, given.tensors, strict=True):
-            if type(tensor) is not PlacedTensor:
-                if id(tensor) not in made:
-                    made[id(tensor)] = self.inference.fake_arguments(Arguments.of((tensor,), {}))[0][0]
-                leaves[position] = made[id(tensor)]
-        arguments = Arguments(leaves, given.spec)
-        meta = command.meta
-        assert meta is not None
-        if command.module is None:
-            function = command.function
-            assert function is not None
-            call = self._with_stand_in(command.label, function, meta, ())
-            return replace(command, arguments=arguments, function=call)
-        parameters = tuple(command.module.parameters())
-        call = self._with_stand_in(command.label, command.module, meta, parameters)
-        return replace(command, arguments=arguments, module=_Module(command.module, call))
-
-    def _with_stand_in(
-        self,
-        label: str,
-        call: Callable[..., Any],
-        meta: ResultMeta,
-        parameters: Sequence[torch.Tensor],
-    ) -> Callable[..., Any]:
-        """The call, or where fake tensors cannot run it, something of its form."""
-
-        def either(*args: Any, **kwargs: Any) -> Any:
-            if not (isinstance(call, nn.Module) and hook_reason(call)):
-                try:
-                    return call(*args, **kwargs)
-                except Exception:
-                    pass  # the recorder could not run it on fake tensors either
-            self.stand_ins[label] = None
-            return _stand_in(meta, Arguments.of(args, kwargs).tensors, parameters)
-
-        return either
-
-
-class _Module(nn.Module):
-    """Takes a module's place in a command, and has its parameters."""
-
-    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.inner = module
-        self.call = call
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*args, **kwargs)
-
-
-class _Wire:
-    """Carries nothing: what is sent has left, what is received has arrived, into memory of its own."""
-
-    def send(self, tensor: torch.Tensor, meta: TensorMeta, stage: int) -> Transfer:
-        departure(tensor, meta)
-        return _Arrived(None)
-
-    def receive(self, meta: TensorMeta, stage: int) -> Transfer:
-        return _Arrived(arrival(meta))
-
-
-class _Arrived:
-    def __init__(self, tensor: torch.Tensor | None) -> None:
-        self._tensor = tensor
-
-    def done(self) -> bool:
-        return True
-
-    def tensor(self) -> torch.Tensor:
-        assert self._tensor is not None
-        return self._tensor
-
-
-class _StandIn(torch.autograd.Function):
-    """New tensors that depend on all inputs, and keep nothing of them."""
-
-    @staticmethod
-    def forward(ctx: Any, metas: Sequence[TensorMeta], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.metas = [(tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in inputs]
-        made = [torch.empty(meta.shape, dtype=meta.dtype, device=meta.device) for meta in metas]
-        ctx.mark_non_differentiable(*[t for t, meta in zip(made, metas) if not meta.requires_grad])
-        return tuple(made)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        return None, *[torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.metas]
-
-
-def _stand_in(meta: ResultMeta, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> Any:
-    """A result of the described form."""
-    described = [leaf.meta for leaf in meta.leaves if type(leaf) is NewTensor]
-    sources = [t for t in (*tensors, *parameters) if t.is_floating_point() or t.is_complex()]
-    new: tuple[torch.Tensor, ...] = _StandIn.apply(described, *sources) if described else ()
-    following = iter(new)
-    leaves: list[Any] = []
-    for leaf in meta.leaves:
-        if type(leaf) is NewTensor:
-            leaves.append(next(following))
-        elif type(leaf) is SameTensor:
-            leaves.append(tensors[leaf.argument])
-        elif type(leaf) is Repeated:
-            leaves.append(new[leaf.index])
-        else:
-            leaves.append(leaf.value)  # type: ignore[union-attr]
-    return rebuild(meta.spec, iter(leaves))
-
-
-def _all_parameters(root: nn.Module) -> None:
-    """A fake of a frozen parameter is a parameter too."""
-    made: dict[int, nn.Parameter] = {}
-    for module in root.modules():
-        for name, tensor in module._parameters.items():
-            if tensor is not None and not isinstance(tensor, nn.Parameter):
-                if id(tensor) not in made:
-                    made[id(tensor)] = nn.Parameter(tensor, requires_grad=False)
-                module._parameters[name] = made[id(tensor)]
-
-
-@contextlib.contextmanager
-def _without_hooks() -> Iterator[None]:
-    """Module calls run ``forward`` alone: the user's hooks must not see fake tensors."""
-    original = nn.Module.__call__
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return module.forward(*args, **kwargs)
-
-    nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -1,84 +1,49 @@
-"""Saving and loading: ``smp.save``, ``smp.load``, and whole checkpoints.
+"""Saving whole checkpoints: ``smp.save_checkpoint``; :mod:`smp_lite.resuming` reads them.
 
-A *partial* checkpoint holds each mp rank's own part and resumes with the same partition, which is stored
-with it. A *full* one is one file that any plain PyTorch program reads; it never holds optimizer state.
-Files appear under their final names only when they are complete. (SMP API reference, "Saving and Loading";
-the layout of ``save_checkpoint`` follows SMP 1.10.)
+A *partial* checkpoint holds each mp rank's own part and resumes on the same partition, which is stored with
+it. A *full* one is the state of the whole model and of the whole optimizer, each a file that any plain
+PyTorch program reads, and resumes on any number of partitions. (SMP API reference, "Saving and Loading"; the
+layout follows SMP 1.10, whose full checkpoints have no optimizer state.)
+
+Every state that a kill can leave resumes, and from one save: each part names its save
+(:mod:`smp_lite.storage.identity`), and a save takes the place of the one before at once
+(:mod:`smp_lite.storage.switch`). That is so for each file system: where hosts write to disks of their own,
+each switches by itself, after all have written. A kill between these switches leaves hosts with different
+saves; what they still have in common is resumed from, else it is an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import pickle
-import re
-import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from .errors import SMPError
+from .errors import SMPError, SMPMismatch
+from .model import DistributedModel
+from .optimizer import DistributedOptimizer
 from .session import Session, current
+from .storage.durable import write_text
+from .storage.identity import Identity, read_identity
+from .storage.layout import (
+    MODEL,
+    OPTIMIZER,
+    PARTITION_FILE,
+    PARTS,
+    USER_CONTENT,
+    check_tag,
+    full_file,
+    part_file,
+    partial_name,
+    remove_old,
+)
+from .storage.switch import Switch, new_name, write_newest
+from .storage.torch_files import write_torch
+from .together import together
 
-_PARTITION_FILE = "partition.json"
-
-
-def save(
-    obj: Any,
-    f: str | os.PathLike[str],
-    partial: bool = True,
-    pickle_module: Any = pickle,
-    pickle_protocol: int = 2,
-    v3: bool = False,
-) -> None:
-    """``torch.save``, to a file of this mp rank's own if ``partial``.
-
-    Args:
-        obj: what to save.
-        f: path; a partial one gets ``_{mp_rank}`` appended.
-        partial: whether each mp rank saves its part; call it on ranks with ``smp.dp_rank() == 0`` then.
-        pickle_module, pickle_protocol: as in ``torch.save``.
-        v3: the naming of sharded optimizer state, which is not supported yet.
-    """
-    if not isinstance(f, str | os.PathLike):
-        raise TypeError(f"smp.save: f must be a path, got {type(f).__name__}")
-    if v3:
-        raise SMPError("smp.save(v3=True) belongs to sharded optimizer state, which is not supported yet")
-    path = _partial_name(f) if partial else os.fspath(f)
-    _write(
-        path,
-        lambda name: torch.save(obj, name, pickle_module=pickle_module, pickle_protocol=pickle_protocol),
-    )
-
-
-def load(
-    f: str | os.PathLike[str],
-    map_location: Any = None,
-    pickle_module: Any = pickle,
-    partial: bool = True,
-    back_compat: bool = False,
-    **pickle_load_args: Any,
-) -> Any:
-    """``torch.load`` of what :func:`save` wrote; call it on all ranks.
-
-    Args:
-        f: path as given to :func:`save`.
-        map_location: as in ``torch.load``; None: CPU.
-        partial: read this mp rank's own file.
-        back_compat: accepted for SMP scripts; there is one naming only.
-    """
-    path = _partial_name(f) if partial else os.fspath(f)
-    if not os.path.exists(path):
-        other = "a full one is there: pass partial=False" if os.path.exists(f) else "was it saved?"
-        raise FileNotFoundError(f"smp.load: {path!r} does not exist ({other})")
-    pickle_load_args.setdefault("weights_only", False)
-    return torch.load(
-        path,
-        map_location="cpu" if map_location is None else map_location,
-        pickle_module=pickle_module,
-        **pickle_load_args,
-    )
+_SAVE = "save_checkpoint"
 
 
 def save_checkpoint(
@@ -94,138 +59,177 @@ def save_checkpoint(
     """Saves model, optimizer and user content under ``path``. Collective: call it on all ranks.
 
     Partial: ``path/{tag}_partial/model_{mp_rank}.pt``, ``optimizer_{mp_rank}.pt``, ``user_content.pt`` and
-    the partition. Full: ``path/{tag}`` with the whole state dict, ``path/user_content_{tag}``. In both cases
-    ``path/newest`` names the newest.
+    the partition. Full: ``path/{tag}`` with the whole state dict, ``path/optimizer_{tag}`` with the state
+    dict of a plain optimizer over the same parameters, ``path/user_content_{tag}``. In both cases
+    ``path/newest`` names the newest. An older save of the same tag is replaced as a whole.
 
     Args:
+        path: a folder; one job at a time saves into it.
+        tag: a file name.
+        model: the ``DistributedModel``; None: the one there is.
+        optimizer: the ``DistributedOptimizer``; None: its state is not saved.
+        user_content: rank 0's is saved; tensors, numbers, strings and plain containers are read back without
+            asking.
         translate_if_full: accepted; there is nothing to translate without tensor parallelism.
         num_kept_partial_checkpoints: older partial checkpoints than the last n are removed.
+
+    Raises:
+        SMPError: a rank could not write its part. The older save of the same tag is as it was.
+        SMPMismatch: ranks save different things.
+        ValueError, TypeError: an argument is wrong; nothing was written.
     """
     keep = num_kept_partial_checkpoints
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"num_kept_partial_checkpoints must be a positive integer, got {keep!r}")
+    check_tag(tag, _SAVE, partial=partial)
     session = current()
     model = model if model is not None else session.model
+    _check_wrappers(model, optimizer)
     if partial and model is not None and not model.partitioned:
-        raise SMPError("save_checkpoint: the model is not partitioned yet, run a step first")
+        raise SMPError(f"{_SAVE}: the model is not partitioned yet, run a step first")
+    objects = {MODEL: model, OPTIMIZER: optimizer, USER_CONTENT: user_content}
+    identity = _agree(session, tag, partial, objects)
     root = Path(path)
-    first = session.rank == 0
-    root.mkdir(parents=True, exist_ok=True)
-    writes = session.group_rank("DP") == 0
-    if partial:
-        folder = root / f"{tag}_partial"
-        folder.mkdir(exist_ok=True)
-        if writes:
-            part = f"{session.group_rank('MP')}.pt"
-            if model is not None:
-                save(model.local_state_dict(), folder / f"model_{part}", partial=False)
-            if optimizer is not None:
-                save(optimizer.local_state_dict(), folder / f"optimizer_{part}", partial=False)
-        if first:
-            if model is not None:
-                text = model.partition.to_json()
-                _write(os.fspath(folder / _PARTITION_FILE), lambda name: Path(name).write_text(text))
-            if user_content is not None:
-                save(user_content, folder / "user_content.pt", partial=False)
-    else:
-        state = model.state_dict(gather_to_rank0=True) if model is not None and writes else None
-        if first:
-            if state is not None:
-                save(state, root / tag, partial=False)
-            if user_content is not None:
-                save(user_content, root / f"user_content_{tag}", partial=False)
-    _barrier(session, "save_checkpoint")
-    if first:
-        newest = f"{tag}_partial" if partial else tag
-        _write(os.fspath(root / "newest"), lambda name: Path(name).write_text(newest))
-        if partial and keep is not None:
-            _remove_old(root, newest, keep)
-    _barrier(session, "save_checkpoint")  # whoever returns from here can resume from it
+    name = partial_name(tag) if partial else tag
+    switch = Switch(root, name, identity.save)
 
+    def commit() -> None:
+        if switch.leads:
+            with _writing(root / name):
+                switch.commit()
 
-def resume_from_checkpoint(
-    path: str | os.PathLike[str],
-    tag: str | None = None,
-    partial: bool = True,
-    strict: bool = True,
-    load_optimizer: bool = True,
-    load_sharded_optimizer_state: bool = True,
-    translate_function: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-) -> Any:
-    """Loads what :func:`save_checkpoint` saved into the model and the optimizer; call it on all ranks.
+    def finish() -> None:
+        if switch.leads:
+            switch.finish()
+            write_newest(root, name)
+            if partial and keep is not None:
+                remove_old(root, name, keep)
 
-    Call it after both wrappers exist; before the first step, the weights are put in place by it.
-
-    Args:
-        tag: which checkpoint; None: the newest of that kind.
-        strict: keys must match.
-        load_optimizer: also load the optimizer's state, where it was saved.
-        load_sharded_optimizer_state: accepted; there is no sharded state.
-        translate_function: applied to a full state dict before it is loaded.
-
-    Returns:
-        The user content, or None.
-    """
-    session = current()
-    root = Path(path)
-    if session.model is None:
-        raise SMPError("resume_from_checkpoint: wrap the model with smp.DistributedModel first")
-    if not partial:
-        file = root / (tag if tag is not None else _newest(root, partial=False))
-        state = load(file, partial=False)
-        session.model.load_state_dict(translate_function(state) if translate_function else state, strict)
-        content = root / f"user_content_{file.name}"
-        return load(content, partial=False) if content.exists() else None
-    folder = root / (f"{tag}_partial" if tag is not None else _newest(root, partial=True))
-    if not folder.is_dir():
-        raise FileNotFoundError(f"resume_from_checkpoint: {os.fspath(folder)!r} does not exist")
-    session.model.use_stored_partition(folder / _PARTITION_FILE)
-    part = f"{session.group_rank('MP')}.pt"
-    state = load(folder / f"model_{part}", partial=False)
-    session.model.load_state_dict(state, strict, same_partition_load=True)
-    file = folder / f"optimizer_{part}"
-    if load_optimizer and session.optimizer is not None and file.exists():
-        session.optimizer.load_state_dict(load(file, partial=False))
-    content = folder / "user_content.pt"
-    return load(content, partial=False) if content.exists() else None
-
-
-def _partial_name(f: str | os.PathLike[str]) -> str:
-    return f"{os.fspath(f)}_{current().group_rank('MP')}"
-
-
-def _write(path: str, write: Callable[[str], Any]) -> None:
-    """Writes beside the final name, then renames: a reader never sees half a file."""
-    temporary = f"{path}.{os.getpid()}.part"
     try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
+        together(session, _SAVE, lambda: _begin(switch, identity) if session.rank == 0 else None)
+        if partial:
+            together(session, _SAVE, lambda: _write_own_parts(session, switch, identity, objects))
+        else:
+            _write_whole(session, switch, identity, objects)
+        together(session, _SAVE, commit)
+    except Exception:
+        switch.discard()
+        raise
+
+    together(session, _SAVE, finish)  # whoever returns from here can resume from it
 
 
-def _barrier(session: Session, what: str) -> None:
-    if session.world is not None:
-        session.world.exchange(None, "WORLD", what)
+def _check_wrappers(model: Any, optimizer: Any) -> None:
+    for found, kind in ((model, DistributedModel), (optimizer, DistributedOptimizer)):
+        if found is not None and not isinstance(found, kind):
+            raise TypeError(f"{_SAVE}: it saves an smp.{kind.__name__}, got {type(found).__name__}")
 
 
-def _newest(root: Path, *, partial: bool) -> str:
-    file = root / "newest"
-    name = file.read_text().strip() if file.exists() else ""
-    if not name or name.endswith("_partial") != partial:
-        found = sorted((p for p in root.glob("*_partial") if p.is_dir()), key=lambda p: p.stat().st_mtime)
-        if partial and found:
-            return found[-1].name
-        kind = "partial" if partial else "full"
-        raise FileNotFoundError(f"resume_from_checkpoint: no {kind} checkpoint in {os.fspath(root)!r}")
-    return name
-
-
-def _remove_old(root: Path, newest: str, keep: int) -> None:
-    folders = sorted(
-        (p for p in root.iterdir() if p.is_dir() and re.search(r"_partial$", p.name)),
-        key=lambda p: (p.name == newest, p.stat().st_mtime),
+def _agree(session: Session, tag: str, partial: bool, objects: dict[str, Any]) -> Identity:
+    """The save's identity, from rank 0; the ranks that write must be about to write the same."""
+    model = objects[MODEL]
+    asked: dict[str, Any] = {"tag": tag, "partial": partial}
+    if session.group_rank("DP") == 0:
+        asked["model and optimizer"] = [part for part in (MODEL, OPTIMIZER) if objects[part] is not None]
+        asked["step"] = session.steps_run
+        if model is not None and model.partitioned:
+            asked["partition"] = model.partition.digest()
+    mine = Identity(
+        save=new_name(),
+        tag=tag,
+        partial=partial,
+        step=session.steps_run,
+        saved_at_ns=time.time_ns(),
+        partitions=session.num_stages,
+        mp_size=len(session.group("MP")),
+        partition=asked.get("partition"),
+        parts=tuple(part for part in PARTS if objects[part] is not None),
     )
-    for folder in folders[:-keep]:
-        shutil.rmtree(folder)
+    if session.world is None:
+        answers = [(asked, mine)]
+    else:
+        answers = session.world.exchange((asked, mine), "WORLD", _SAVE)
+    of_rank_0, identity = answers[0]
+    for rank, (theirs, _) in enumerate(answers):
+        for key, value in theirs.items():
+            if value != of_rank_0.get(key):
+                raise SMPMismatch(
+                    f"{_SAVE}: all ranks must save the same, but {key} is {value!r} on rank {rank} and "
+                    f"{of_rank_0.get(key)!r} on rank 0"
+                )
+    if not identity.parts:
+        raise SMPError(f"{_SAVE}: there is no model, no optimizer and no user content to save")
+    return identity
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Within: what goes wrong names the file as the user knows it."""
+    try:
+        yield
+    except Exception as error:
+        raise SMPError(
+            f"{_SAVE}: {os.fspath(path)!r} could not be written ({type(error).__name__}: {error}). What was "
+            "saved before is still there"
+        ) from error
+
+
+def _begin(switch: Switch, identity: Identity) -> None:
+    """The folder to write in; nothing that is no checkpoint may be in the way of the names to come."""
+    root, tag = switch.root, identity.tag
+    names = {part: full_file(part, tag) for part in PARTS}
+    final = [root / switch.name] if identity.partial else [root / name for name in names.values()]
+    wrong = [path for path in final if (path.is_file() if identity.partial else path.is_dir())]
+    if wrong:
+        kind = "file" if identity.partial else "folder"
+        raise SMPError(f"{_SAVE}: {os.fspath(wrong[0])!r} is a {kind}: choose another tag, or remove it")
+    with _writing(root / switch.name):
+        switch.begin()
+        if not identity.partial:
+            saved = [names[part] for part in identity.parts]
+            gone = [name for name in names.values() if name not in saved and _is_ours(root / name)]
+            switch.list_files(saved, gone)
+
+
+def _is_ours(path: Path) -> bool:
+    return path.is_file() and read_identity(path) is not None
+
+
+def _write_own_parts(session: Session, switch: Switch, identity: Identity, objects: dict[str, Any]) -> None:
+    final = switch.root / switch.name
+    if not switch.folder.exists():
+        with _writing(final):
+            switch.begin()  # a host with a disk of its own
+    mp_rank = session.group_rank("MP")
+
+    def write(part: str, content: Any) -> None:
+        file = part_file(part, mp_rank)
+        note = identity.of(part, mp_rank).to_json()
+        with _writing(final / file):
+            write_torch(switch.folder / file, content, note)
+
+    for part in (MODEL, OPTIMIZER):
+        if objects[part] is not None and session.group_rank("DP") == 0:
+            write(part, objects[part].local_state_dict())
+    if objects[USER_CONTENT] is not None and session.rank == 0:
+        write(USER_CONTENT, objects[USER_CONTENT])
+    if objects[MODEL] is not None and switch.leads:
+        with _writing(final / PARTITION_FILE):
+            write_text(switch.folder / PARTITION_FILE, objects[MODEL].partition.to_json())
+
+
+def _write_whole(session: Session, switch: Switch, identity: Identity, objects: dict[str, Any]) -> None:
+    """One part after the other, so that rank 0 never holds more than the largest."""
+    for part in identity.parts:
+        content = objects[part]
+        if part != USER_CONTENT and session.group_rank("DP") == 0:
+            content = content.state_dict(gather_to_rank0=True)
+
+        def write(part: str = part, content: Any = content) -> None:
+            if session.rank == 0:
+                file = full_file(part, identity.tag)
+                with _writing(switch.root / file):
+                    write_torch(switch.folder / file, content, identity.of(part).to_json())
+
+        together(session, _SAVE, write)
+        del content, write  # before the next one is gathered

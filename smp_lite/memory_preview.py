@@ -26,7 +26,6 @@ from .partitioning import optimizer_states
 from .plan.actions import Action
 from .plan.memory import ActionMemory, StageMemory, StagePeak, step_peak
 from .plan.units import human_bytes
-from .record.placed import PlacedTensor
 from .record.placement import Placement
 from .record.recording import Recording
 from .runtime.step_runner import Batch
@@ -208,8 +207,8 @@ def _ordinary_bytes(recordings: Iterable[Recording], inputs: Iterable[torch.Tens
         tensor
         for recording in recordings
         for command in recording.commands
-        for tensor in command.arguments.tensors
-        if type(tensor) is not PlacedTensor
+        for tensor, source in zip(command.arguments.tensors, command.sources, strict=True)
+        if source < 0
     ]
     sizes: dict[int, int] = {}
     parts: dict[int, dict[tuple[int, int], None]] = {}

@@ -201,7 +201,13 @@ class DistributedModel(nn.Module):
             print(report_partition(session, partition, costs), flush=True)
         placement = Placement(self.module, partition.stage_of, session.num_stages)
         self._runtime = ModelRuntime(
-            placement, peers, session.wire(), session.policy(), session.collectives(), self._options
+            placement,
+            peers,
+            session.wire(),
+            session.policy(),
+            session.collectives(),
+            self._options,
+            session.exchange_over_replicas,
         )
         self._runtime.runner.on_planned = session.on_planned
         self._timeline = StepTimeline.if_asked(session, peers.stages)
@@ -287,14 +293,27 @@ class DistributedModel(nn.Module):
         for _, module in self.local_named_modules():
             yield module
 
+    def forget_away_gradients(self) -> None:
+        """Parameters of other stages have no gradient any more; their own rank sees to its part."""
+        if self._runtime is not None:
+            self._runtime.placement.forget_gradients()
+
     # State --------------------------------------------------------------------------------------------------
 
     def _state(self) -> ModelState:
         return ModelState(self._session, self.module, self._runtime)
 
+    def _state_in_place(self) -> ModelState:
+        if self._pending_state:
+            raise SMPError(
+                "this rank's part of the model was loaded and waits for the first step, which puts it in "
+                "place: run a step before asking for the state"
+            )
+        return self._state()
+
     def local_state_dict(self) -> dict[str, Any]:
         """This rank's part of the state dict, marked ``_smp_is_partial: True``."""
-        return self._state().local()
+        return self._state_in_place().local()
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any
@@ -306,7 +325,7 @@ class DistributedModel(nn.Module):
         """
         if args or kwargs:
             raise TypeError(f"DistributedModel.state_dict() takes gather_to_rank0 only, got {args} {kwargs}")
-        return self._state().whole(gather_to_rank0=gather_to_rank0)
+        return self._state_in_place().whole(gather_to_rank0=gather_to_rank0)
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: dict[str, Any], strict: bool = True, same_partition_load: bool = False
@@ -332,7 +351,7 @@ class DistributedModel(nn.Module):
 
     def cpu(self) -> DistributedModel:
         """Gathers all parameters and buffers to the CPU of every mp rank; collective over the mp group."""
-        state = self._state().whole()
+        state = self._state_in_place().whole()
         with torch.no_grad():
             self._state().materialise(state)
         return self

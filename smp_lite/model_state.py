@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .errors import SMPError
+from .record.away import is_away
 from .record.placement import FOREIGN, SPLIT
 from .runtime.model_runtime import ModelRuntime
 from .session import Session
@@ -73,7 +74,13 @@ class ModelState:
         found: dict[str, Any] = {}
         for part in parts:
             found.update(part)
-        return {key: found[key] for key in self.module.state_dict() if key in found}
+        whole: dict[str, Any] = {}
+        first: dict[int, str] = {}  # a tied parameter is one again, as in a plain state dict
+        for key, value in self.module.state_dict(keep_vars=True).items():
+            if key in found:
+                tied = isinstance(value, nn.Parameter)
+                whole[key] = found[first.setdefault(id(value), key) if tied else key]
+        return whole
 
     def merged(self, state: dict[str, Any], same_partition_load: bool) -> dict[str, Any]:
         """The dict to load: partial ones of all mp ranks are merged, unless this rank's own will do."""
@@ -103,7 +110,7 @@ class ModelState:
                 f"load_state_dict: missing keys {missing[:5]}, unknown keys {unknown[:5]} "
                 "(strict=False ignores both)"
             )
-        local = {key: value for key, value in state.items() if key in own and not _is_away(own[key])}
+        local = {key: value for key, value in state.items() if key in own and not is_away(own[key])}
         result = self.module.load_state_dict(local, strict=False)
         result.missing_keys[:] = missing
         result.unexpected_keys[:] = unknown
@@ -115,7 +122,7 @@ class ModelState:
         made: dict[int, nn.Parameter] = {}
         for part in self.module.modules():
             for name, parameter in part._parameters.items():
-                if parameter is None or not _is_away(parameter):
+                if parameter is None or not is_away(parameter):
                     continue
                 if id(parameter) not in made:
                     key = next(
@@ -126,11 +133,6 @@ class ModelState:
                     made[id(parameter)] = nn.Parameter(state[key].clone(), parameter.requires_grad)
                 part._parameters[name] = made[id(parameter)]
         self.module.load_state_dict(state)
-
-
-def _is_away(value: Any) -> bool:
-    """Whether another rank holds it."""
-    return isinstance(value, torch.Tensor) and value.device.type == "meta"
 
 
 def _to_cpu(value: Any) -> Any:

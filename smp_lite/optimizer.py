@@ -16,6 +16,7 @@ import torch
 from . import session as session_module
 from .errors import SMPError
 from .model_state import PARTIAL_KEY
+from .record.away import is_away
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -51,6 +52,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "loss scaling belongs to fp16, which is not supported yet: leave static_loss_scale, "
                 "dynamic_loss_scale and dynamic_loss_args at their defaults"
             )
+        if session.unread_optimizer is not None:
+            raise SMPError(
+                f"resume_from_checkpoint found the optimizer's state, {session.unread_optimizer!r}, before "
+                "there was an optimizer: call it after both wrappers exist, or with load_optimizer=False"
+            )
         self.optimizer = optimizer
         self._session = session
         self._pending: dict[str, Any] | None = None
@@ -82,7 +88,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for group, slots in zip(self.optimizer.param_groups, self._slots, strict=True):
             before = group["params"]
             now = [p if name is None else live[name] for name, p in zip(slots, before, strict=True)]
-            kept = [i for i, parameter in enumerate(now) if parameter.device.type != "meta"]
+            kept = [i for i, parameter in enumerate(now) if not is_away(parameter)]
             for parameter in {*before}.difference(now):
                 self.optimizer.state.pop(parameter, None)
             for key in {"params", "param_names"} & set(group):
@@ -121,9 +127,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none=set_to_none)
+        self._session.model.forget_away_gradients()
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """This rank's part, with parameters numbered as in the whole model; marked partial."""
+        if self._pending is not None:
+            raise SMPError(
+                "the optimizer's state was loaded and waits for the first step, which puts it in place: run "
+                "a step before asking for the state"
+            )
         state = self.optimizer.state_dict()
         if self._order:
             flat = [position for order in self._order for position in order]
@@ -145,11 +157,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         local = self.local_state_dict()
         local.pop(PARTIAL_KEY)
-        if self._session.world is None or not self._order:
-            return local
         world = self._session.world
-        parts = world.exchange(_to_cpu(local), "MP", "optimizer.state_dict")
-        if gather_to_rank0 and world.group_rank("MP") != 0:
+        if world is None or not self._order:
+            return local if world is None or not gather_to_rank0 or world.group_rank("MP") == 0 else {}
+        collect = world.gather if gather_to_rank0 else world.exchange
+        parts = collect(_to_cpu(local), "MP", "optimizer.state_dict")
+        if parts is None:
             return {}
         state: dict[int, Any] = {}
         for part in parts:

@@ -23,6 +23,7 @@ from .errors import SMPError
 from .errors_record import record_failure
 from .plan.schedules import Policy
 from .plan.topology import Topology
+from .record.interception import stop_intercepting
 from .stop_notice import listen, stop_listening
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Session:
         # What the layers above put here; their types are theirs.
         self.model: Any = None
         self.optimizer: Any = None
+        self.unread_optimizer: str | None = None  # the file of a state that was saved, while there was none
         self.step: Any = None
         self.steps_run = 0
         self.is_tracing = False
@@ -108,6 +110,10 @@ class Session:
         if self.cfg.horovod or self.cfg.ddp_dist_backend == "mpi":
             return self.world.collectives("DP")
         return C10dCollectives(self.process_groups["DP"])
+
+    def exchange_over_replicas(self, item: Any) -> list[Any]:
+        """Every replica's object; collective over the dp group."""
+        return self.world.exchange(item, "DP", "how a step failed") if self.world is not None else [item]
 
     def _stage_of_mp_rank(self) -> list[int]:
         return [self.topology.coordinate(rank)["pp"] for rank in self.group("MP")]
@@ -237,6 +243,7 @@ def reset() -> None:
             destroy_process_groups()
         _session.world.close()
     stop_listening()
+    stop_intercepting()
     _session = None
 
 

@@ -94,7 +94,7 @@ class StepContext:
             if kept is not None:
                 self.recorder.tape = None
                 assert self.runtime is not None
-                if self.runtime.streams_drew():
+                if self.recorder.drew_by_itself():
                     raise refuse("draws random numbers itself")
                 kept.outputs, kept.has_backward = outputs, self.has_backward
         if self.runtime is None:
@@ -108,6 +108,7 @@ class StepContext:
         slots = []
         for recording, tape, (args, kwargs) in zip(kept.recordings, kept.tapes, self.inputs, strict=True):
             slots.append(tape.replay(_leaves((args, kwargs))))
+            recording.draw_again()
             runtime.runner.add(recording)
         self.has_backward = kept.has_backward
         return self._finish(kept.outputs, detach_outputs, slots)
@@ -173,10 +174,10 @@ class StepContext:
             ]
         )
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException) -> None:
         if self.runtime is not None:
             self.runtime.recorder.tape = None
-            self.runtime.runner.abandon()
+            self.runtime.abandon(error)
 
 
 class _Output:

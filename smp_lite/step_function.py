@@ -44,8 +44,8 @@ class StepFunction:
         session.step = context
         try:
             result = context.run(self.function, self.detach_outputs, self._static)
-        except BaseException:
-            context.abandon()
+        except BaseException as error:
+            context.abandon(error)
             raise
         finally:
             session.step = None

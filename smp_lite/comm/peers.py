@@ -15,11 +15,17 @@ import torch
 
 from ..errors import SMPError, SMPMismatch
 from ..record.placed import TensorMeta
+from .collectives import Pending
 from .layout import arrival, as_bytes, departure
 from .waiting import wait_until
 from .world import World
 
 PACK_BELOW_BYTES = 1 << 16
+NUM_CHECKS = 4
+"""How many checks ranks compare at a time: always as many, so that they meet wherever each of them is."""
+
+_MASK = (1 << 62) - 1
+_FAILED = -1
 
 
 class Peers(Protocol):
@@ -27,6 +33,8 @@ class Peers(Protocol):
 
     stages: frozenset[int]
     """Stages that this process plays."""
+    rank: int
+    """World rank of this process; -1 where it plays all stages."""
 
     def drive(self, generators: Mapping[int, Iterator[str]]) -> None:
         """Runs the generators of this process's stages to their ends."""
@@ -38,7 +46,16 @@ class Peers(Protocol):
         """The owner's object on every rank."""
 
     def compare(self, checks: Sequence[Check]) -> None:
-        """Raises :class:`SMPMismatch` unless all ranks agree on every check."""
+        """Raises :class:`SMPMismatch` unless all ranks agree on every check.
+
+        As many checks as in every other call; :class:`SMPError` if a rank has failed instead of coming.
+        """
+
+    def fail(self, text: str) -> None:
+        """This rank will not come to the next :meth:`compare`: tells the others, and does not wait."""
+
+    def outcomes(self, mine: Any, what: str) -> list[Any]:
+        """What every rank says of a list of actions; an empty list if all say None."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +75,8 @@ class Check:
 
 class OneProcess:
     """All stages in this process."""
+
+    rank = -1
 
     def __init__(self, num_stages: int) -> None:
         self.stages = frozenset(range(num_stages))
@@ -89,6 +108,12 @@ class OneProcess:
     def compare(self, checks: Sequence[Check]) -> None:
         pass
 
+    def fail(self, text: str) -> None:
+        pass
+
+    def outcomes(self, mine: Any, what: str) -> list[Any]:
+        return [mine] if mine is not None else []
+
 
 class RankPeers:
     """One stage in this process; the others in other ranks of the mp group.
@@ -100,12 +125,15 @@ class RankPeers:
 
     def __init__(self, world: World, stage_of_rank: Sequence[int]) -> None:
         self.world = world
+        self.rank = world.rank
         self.ranks = world.group("MP")
         self.group_rank = world.group_rank("MP")
         self.stages = frozenset({stage_of_rank[self.group_rank]})
         self._rank_of_stage = {stage: i for i, stage in enumerate(stage_of_rank)}
         self._others = [rank for rank in self.ranks if rank != world.rank]
         self._collectives = world.collectives("MP")
+        self._unawaited: list[tuple[Pending, Any]] = []
+        self._num_failures = 0
 
     def drive(self, generators: Mapping[int, Iterator[str]]) -> None:
         for generator in generators.values():
@@ -179,14 +207,45 @@ class RankPeers:
         return found[self._rank_of_stage[stage]]
 
     def compare(self, checks: Sequence[Check]) -> None:
-        mine = torch.tensor([check.digest & ((1 << 62) - 1) for check in checks], dtype=torch.int64)
-        theirs = torch.empty(len(self.ranks), len(mine), dtype=torch.int64)
-        pending = self._collectives.all_gather(mine, theirs)
-        self._wait(pending.done, "not all mp ranks came to the end of recording a step")
+        theirs = self._gather([check.digest & _MASK for check in checks], "the end of recording a step")
+        failed = {
+            rank: int(row[1]) for rank, row in zip(self.ranks, theirs, strict=True) if int(row[0]) == _FAILED
+        }
+        if failed:
+            texts = [self.world.receive_failure(rank, number) for rank, number in failed.items()]
+            raise SMPError(
+                f"rank {next(iter(failed))} failed while it recorded a step, so the step cannot run: {texts[0]}. "
+                "The next step can, if that rank goes on"
+            )
         for check, column in zip(checks, theirs.unbind(1), strict=True):
             if bool((column != column[0]).any()):
                 lines = self.world.exchange(check.lines(), "MP", f"comparing {check.what}")
                 raise SMPMismatch(_first_difference(check.what, lines, self.ranks))
+
+    def fail(self, text: str) -> None:
+        self._num_failures += 1
+        mine = torch.full((NUM_CHECKS,), _FAILED, dtype=torch.int64)
+        mine[1] = self._num_failures
+        theirs = torch.empty(len(self.ranks), NUM_CHECKS, dtype=torch.int64)
+        # Kept until it has ended: nobody may be there to end it now.
+        self._unawaited.append((self._collectives.all_gather(mine, theirs), (mine, theirs)))
+        posted = self.world.post_failure(self._num_failures, text, self._others)
+        self._unawaited += [(pending, text) for pending in posted]
+
+    def outcomes(self, mine: Any, what: str) -> list[Any]:
+        found = self._gather([int(mine is not None)], what)
+        if not bool(found.any()):
+            return []
+        return [each for each in self.world.exchange(mine, "MP", what) if each is not None]
+
+    def _gather(self, numbers: list[int], what: str) -> torch.Tensor:
+        """Each rank's numbers as a row."""
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        theirs = torch.empty(len(self.ranks), len(mine), dtype=torch.int64)
+        pending = self._collectives.all_gather(mine, theirs)
+        self._wait(pending.done, f"not all mp ranks came to {what}")
+        self._unawaited[:] = [item for item in self._unawaited if not item[0].done()]
+        return theirs
 
 
 def _first_difference(what: str, lines: list[list[str]], ranks: Sequence[int]) -> str:

@@ -29,6 +29,7 @@ class Tag(IntEnum):
     ROLL_CALL = 1
     MESSAGE = 2
     GOODBYE = 3
+    FAILURE = 4
 
 
 class Host(NamedTuple):

@@ -146,6 +146,26 @@ class World:
             lambda: [dest],
         )
 
+    def post_failure(self, number: int, text: str, ranks: Sequence[int]) -> list[Pending]:
+        """Says why this rank has failed, without waiting for anybody to hear it."""
+        data = pickle.dumps((number, text), protocol=pickle.HIGHEST_PROTOCOL)
+        return [self.transport.send(data, rank, Tag.FAILURE) for rank in ranks]
+
+    def receive_failure(self, source: int, number: int) -> str:
+        """Why ``source`` has failed for the ``number``-th time; earlier words of it are passed over."""
+        found: list[str] = []
+
+        def receive() -> bool:
+            message = self.transport.receive(source, Tag.FAILURE)
+            if message is not None:
+                their_number, text = pickle.loads(message)
+                if their_number == number:
+                    found.append(text)
+            return bool(found)
+
+        wait_until(receive, lambda: f"rank {source} has failed and does not say why", lambda: [source])
+        return found[0]
+
     def receive_object(self, source: int, what: str = "recv_from") -> Any:
         found: list[bytes] = []
 

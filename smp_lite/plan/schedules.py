@@ -19,7 +19,8 @@ How many microbatches may be in flight (started on a stage, their backward there
 The oldest unfinished microbatch is exempt from every bound, so a schedule always exists. Runs of the same
 visit of a stage go by microbatch, in every policy: gradients and buffers then see the microbatches in the
 same order, and the result does not depend on the schedule to the bit. Where microbatches took different
-branches a module may be in other visits of each, so there all runs of a stage go by microbatch.
+branches a module may be in other visits of each, and where several visits change the same state (running
+statistics of a module that is called twice) their order counts: there all runs of a stage go by microbatch.
 """
 
 from __future__ import annotations
@@ -169,7 +170,8 @@ class _Machine:
                 needs = [(ActionKind.BACKWARD, m, i) for i in work.graph.backward_inputs(segment)]
                 needs.append((ActionKind.FORWARD, m, segment.index))
             # The same visit of the previous microbatch comes first.
-            lane = (task.kind, segment.stage_index, segment.visit if self.same_visits else -1)
+            by_visit = self.same_visits and segment.stage_index not in work.graph.ordered
+            lane = (task.kind, segment.stage_index, segment.visit if by_visit else -1)
             if lane in last:
                 needs.append(last[lane])
             last[lane] = task.key

@@ -34,6 +34,8 @@ class CommandNode:
         cost: its forward's cost, in any one unit.
         epoch: how often execution had been forced before it was recorded. Commands of different
             epochs never share a segment, since the earlier ones have run already.
+        touches: numbers of the state that it changes (running statistics); whatever touches the same state
+            runs in recorded order.
     """
 
     stage_index: int
@@ -42,6 +44,7 @@ class CommandNode:
     links: tuple[tuple[int, ...], ...]
     cost: float = 1.0
     epoch: int = 0
+    touches: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class Segment:
     roots: tuple[int, ...]
     forward_cost: float
     epoch: int
+    after: tuple[int, ...] = ()  # segments that change state which this one changes too
 
     @property
     def has_backward(self) -> bool:
@@ -79,10 +83,11 @@ class SegmentGraph:
     producer: dict[int, int]  # value -> segment
     consumers: dict[int, tuple[int, ...]]  # value -> segments that import it
     value_bytes: dict[int, int] = field(default_factory=dict)  # size of each cut value
+    ordered: frozenset[int] = frozenset()  # stages where several segments change the same state
 
     def forward_inputs(self, segment: Segment) -> tuple[int, ...]:
         """Segments that must have run forward before this one."""
-        return tuple(sorted({self.producer[value] for value in segment.imports}))
+        return tuple(sorted({*segment.after, *[self.producer[value] for value in segment.imports]}))
 
     def backward_inputs(self, segment: Segment) -> tuple[int, ...]:
         """Segments whose backward must have run before this one's."""
@@ -135,7 +140,8 @@ def build_graph(
         needed: further values wanted after the step (outputs) or already fetched by everybody.
         value_bytes: bytes of each value, kept for the cut ones.
     """
-    groups, group_of_command = _group(commands)
+    earlier = _earlier_touches(commands)
+    groups, group_of_command = _group(commands, earlier)
     produced_by = {value: i for i, command in enumerate(commands) for value in command.outputs}
     producer = {value: group_of_command[i] for value, i in produced_by.items()}
     roots, needed = set(roots), set(needed)
@@ -169,6 +175,7 @@ def build_graph(
                 roots=tuple(v for v in outputs if v in roots),
                 forward_cost=sum(commands[i].cost for i in members),
                 epoch=commands[members[0]].epoch,
+                after=tuple(sorted({group_of_command[e] for i in members for e in earlier[i]} - {index})),
             )
         )
     sizes = value_bytes or {}
@@ -177,10 +184,23 @@ def build_graph(
         producer={value: producer[value] for value in producer if value in consumers or value in needed},
         consumers={value: tuple(sorted(found)) for value, found in consumers.items()},
         value_bytes={value: sizes[value] for value in consumers if value in sizes},
+        ordered=frozenset(segment.stage_index for segment in segments if segment.after),
     )
 
 
-def _group(commands: Sequence[CommandNode]) -> tuple[list[tuple[int, list[int]]], list[int]]:
+def _earlier_touches(commands: Sequence[CommandNode]) -> list[tuple[int, ...]]:
+    """For each command the last ones before it that touch what it touches."""
+    last: dict[int, int] = {}
+    found: list[tuple[int, ...]] = []
+    for i, command in enumerate(commands):
+        found.append(tuple([last[state] for state in command.touches if state in last]))
+        last.update(dict.fromkeys(command.touches, i))
+    return found
+
+
+def _group(
+    commands: Sequence[CommandNode], earlier: Sequence[tuple[int, ...]]
+) -> tuple[list[tuple[int, list[int]]], list[int]]:
     """Greedy grouping; returns (stage, command indices) of each group, and each command's group.
 
     Ancestor sets are bit masks over groups. Joining a command to its stage's open group is allowed if no
@@ -193,6 +213,7 @@ def _group(commands: Sequence[CommandNode]) -> tuple[list[tuple[int, list[int]]]
     open_group: dict[tuple[int, int], int] = {}
     for i, command in enumerate(commands):
         sources = {producer[value] for value in command.inputs}
+        sources.update([group_of_command[e] for e in earlier[i]])
         key = (command.stage_index, command.epoch)
         group = open_group.get(key)
         if group is None or any(s != group and ancestors[s] >> group & 1 for s in sources):

@@ -33,6 +33,7 @@ class Binder:
         self.recording = recording
         self.listener = listener
         self.serial = serial
+        self.made: list[weakref.ref[PlacedTensor]] = []
 
     def bind(self, command: Command, meta: ResultMeta) -> tuple[Any, Links]:
         """Completes the command; returns its result and, for each output, the values it depends on."""
@@ -64,7 +65,7 @@ class Binder:
         command.meta = meta
         command.outputs = tuple(outputs)
         command.changes = tuple(changes.items())
-        self.recording.draws |= meta.draws
+        self.recording.draws |= meta.draws and command.module is not None
         return rebuild(meta.spec, iter(leaves)), tuple(links)
 
     def _place(self, leaf: NewTensor, command: Command) -> PlacedTensor:
@@ -73,6 +74,7 @@ class Binder:
         placed.smp_stage = command.stage_index
         placed.smp_microbatch = self.serial
         placed.smp_value = self.recording.new_value(command.stage_index, leaf.meta)
+        self.made.append(weakref.ref(placed))
         base = command.arguments.tensors[leaf.aliases] if leaf.aliases is not None else None
         if type(base) is PlacedTensor:
             if base.smp_aliases is None:
@@ -89,7 +91,7 @@ class Binder:
         if type(target) is not PlacedTensor:
             raise SMPError(
                 f"{command.label} changes one of its arguments in place, an ordinary tensor that every "
-                "rank holds, and only its own stage would see it: pass a copy (tensor.clone())"
+                "rank holds, depending on data: pass a copy (tensor.clone())"
             )
         if hasattr(target, "smp_parameter"):
             return []  # the owner's parameter itself changes; it has no versions
@@ -106,7 +108,9 @@ class Binder:
                 member.requires_grad_(changed.meta.requires_grad)
             member.smp_stage = command.stage_index
             member.smp_value = self.recording.new_value(command.stage_index, member.smp_meta)
-            found.append((old, member.smp_value, tuple(dict.fromkeys((*reached, old)))))
+            # A buffer of zeros gets no gradient, even if what was written into it does.
+            before = (old,) if self.recording.values[old].meta.requires_grad else ()
+            found.append((old, member.smp_value, tuple(dict.fromkeys((*reached, *before)))))
         return found
 
 

@@ -29,6 +29,16 @@ class Arguments:
         spec = flatten((args, kwargs), leaves)
         return cls(leaves, spec)
 
+    def replace(self, i: int, tensor: torch.Tensor) -> None:
+        """Another tensor in the place of the i-th."""
+        self.tensors[i] = self.leaves[self.positions[i]] = tensor
+
+    def forget(self, sources: Sequence[int]) -> None:
+        """Lets go of the placed tensors, which their sources stand for from now on."""
+        for i, source in enumerate(sources):
+            if source >= 0:
+                self.tensors[i] = self.leaves[self.positions[i]] = None  # type: ignore[assignment]
+
     def build(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with other tensors."""
         leaves = list(self.leaves)
@@ -36,12 +46,6 @@ class Arguments:
             leaves[position] = tensor
         args, kwargs = rebuild(self.spec, iter(leaves))
         return args, kwargs
-
-    def args(self, fakes: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[Any, ...]:
-        return self.build([given for _, given in fakes])[0]
-
-    def kwargs(self, fakes: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
-        return self.build([given for _, given in fakes])[1]
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,17 @@ class ChangedArgument:
 
 @dataclass(frozen=True)
 class ResultMeta:
-    """Everything that recording needs to know of a call's result."""
+    """Everything that recording needs to know of a call's result.
+
+    ``buffers`` are the module's own that the call changes, by name within it. ``states`` are where the random
+    generators went, if the call ran for real and drew from them.
+    """
 
     spec: Spec
     leaves: tuple[NewTensor | SameTensor | Repeated | Constant, ...]
     changed: tuple[ChangedArgument, ...] = ()
+    buffers: tuple[str, ...] = ()
+    states: tuple[torch.Tensor, ...] = ()
     draws: bool = False
     flops: float = 0.0
     kept_bytes: int = 0

@@ -1,8 +1,9 @@
 """Descriptions of calls, each made once and kept.
 
-A call is looked up by what it calls (modules that are built alike are one), the structure and metadata of its
-arguments, and the torch state around it. The first such call is described by a fake run; one that cannot be
-is run for real by its owner, and what that shows is kept too, unless it depended on data.
+A call is looked up by what it calls (modules that are built alike are one), the plain Python values that its
+code reads elsewhere, the structure and metadata of its arguments, and the torch state around it. The first
+such call is described by a fake run; one that cannot be is run for real by its owner, and what that shows is
+kept too, unless it depended on data.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from torch._subclasses.fake_tensor import (
 
 from .ambient import Ambient
 from .calls import Arguments, Constant, ResultMeta
-from .metadata import MetadataInference, MutableArgument
+from .code_watch import Names, mentioned_in
+from .effects import NeedsOpening
+from .metadata import MetadataInference
+from .places import PlacesRead, Seen
+from .reads import places_read
 from .signature import (
     ModuleSignatures,
     plain_key,
@@ -38,8 +43,14 @@ class Description(NamedTuple):
     structure: int
 
 
+class Opened(NamedTuple):
+    """The module's own code has to run where it is called, and why."""
+
+    reason: str
+
+
 class NeedsData(NamedTuple):
-    """The call returns Python data of an argument (``torch.equal``): nothing to record."""
+    """The call wants a number that is only in a tensor."""
 
 
 class NotDescribed(NamedTuple):
@@ -61,18 +72,15 @@ class Descriptions:
         self.inferring = False
         # Key of a call -> (description, content tokens by label, structure token).
         self._known: dict[Any, tuple[ResultMeta, dict[str, int], int]] = {}
+        self._names: dict[int, Names] = {}  # by signature
+        self._places: dict[int, tuple[int, int, PlacesRead]] = {}  # by module: (signature, functions, places)
 
     def describe(
         self, label: str, what: nn.Module | Callable[..., Any], arguments: Arguments, ambient: Ambient
-    ) -> Description | NeedsData | NotDescribed:
-        """What ``what`` of the arguments returns.
-
-        Raises:
-            MutableArgument: a module stored tensors in an object that it was given.
-        """
+    ) -> Description | Opened | NeedsData | NotDescribed:
+        """What ``what`` of the arguments returns."""
         is_module = isinstance(what, nn.Module)
-        named = (None, self.signatures.of(what)) if is_module else (label, what)
-        key: Any = (*named, arguments.spec, ambient, *[_leaf_key(leaf) for leaf in arguments.leaves])
+        key = self._key(label, what, arguments, ambient)
         try:
             found = self._known.get(key)
         except TypeError:  # an argument that cannot be hashed
@@ -85,20 +93,62 @@ class Descriptions:
             return Description(meta, content, structure)
         self.inferring = True
         try:
-            infer: Callable[..., ResultMeta] = self.inference.module if is_module else self.inference.function
-            meta = infer(what, arguments)
-        except MutableArgument:
-            raise
+            if is_module:
+                meta, names = self.inference.module(what, arguments)
+                self._learn_names(what, names)
+                key = key and self._key(label, what, arguments, ambient)
+            else:
+                meta = self.inference.function(what, arguments)
+        except NeedsOpening as effect:
+            return Opened(str(effect)) if is_module else NotDescribed(None)
         except DataDependentOutputException:
             return NotDescribed(None) if is_module else NeedsData()
         except DynamicOutputShapeException:
             return NotDescribed(None)
         except Exception:
-            # No fake kernel, a hook, or an error of the user's, which the real run will show.
-            return NotDescribed(key)
+            if is_module and self.inference.touched_placed:
+                return Opened("uses a value of the step that is not among its arguments")
+            # No fake kernel, or an error of the user's, which the real run will show.
+            if is_module and self._names.get(self.signatures.of(what)) is None:
+                self._learn_names(what, mentioned_in(what))
+            return NotDescribed(key and self._key(label, what, arguments, ambient))
         finally:
             self.inferring = False
         return self._keep(key, label, arguments, meta)
+
+    def _key(self, label: str, what: Any, arguments: Arguments, ambient: Ambient) -> Any:
+        if isinstance(what, nn.Module):
+            seen = self.seen(what)
+            named: Any = (None, self.signatures.of(what), seen.number if seen is not None else -1)
+        else:
+            named = (label, what)
+        return (*named, arguments.spec, ambient, *[_leaf_key(leaf) for leaf in arguments.leaves])
+
+    # What a module's code reads elsewhere -------------------------------------------------------------------
+
+    def places(self, module: nn.Module) -> PlacesRead | None:
+        """Where the code of the module finds plain values; None as long as it has not run."""
+        signature = self.signatures.of(module)
+        names = self._names.get(signature)
+        if names is None:
+            return None
+        found = self._places.get(id(module))
+        if found is None or found[0] != signature or found[1] != len(names.functions):
+            found = (signature, len(names.functions), places_read(module, names))
+            self._places[id(module)] = found
+        return found[2]
+
+    def seen(self, module: nn.Module) -> Seen | None:
+        """What is at these places now."""
+        places = self.places(module)
+        return places.look() if places is not None else None
+
+    def _learn_names(self, module: nn.Module, names: Names) -> None:
+        known = self._names.setdefault(self.signatures.of(module), names)
+        if known is not names:
+            known.add(names)
+
+    # Calls run for real -------------------------------------------------------------------------------------
 
     def learn(self, unknown: NotDescribed, label: str, arguments: Arguments, meta: ResultMeta) -> None:
         """Keeps what a real run has shown, if the next call will surely show the same."""

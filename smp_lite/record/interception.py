@@ -1,30 +1,38 @@
-"""Where recording listens: module calls, torch functions, autograd functions.
+"""Where recording listens: module calls, attributes of modules, torch functions, autograd functions.
 
-While a recorder is active, ``Module.__call__`` and ``autograd.Function.apply`` are replaced (never
-``forward``, so hooks of owned modules fire when the owner runs them and not while recording, as in
-torch.fx), and a torch function mode is on. The mode sees calls on ordinary tensors as well: recording
-must know when one that a command has captured is changed in place. Placed tensors are recognised by the
-mode too, so each call costs one look-up only.
+``Module.__call__``, ``Module.__setattr__``, ``Module.__delattr__`` and ``autograd.Function.apply`` are replaced
+once per process, when the first step begins, by functions that ask whether a recorder is listening; replacing
+them at every step would cost more than the asking, since Python updates every subclass. Never ``forward``, so
+hooks fire where calls are made. While a step is recorded a torch function mode is on as well. The mode sees
+calls on ordinary tensors: recording must know when one that a command has captured is changed in place. Placed
+tensors are recognised by the mode too, so each call costs one look-up only.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from .placed import PlacedTensor
+from .python_state import MISSING
 from .source_line import CHECKPOINT_WITHOUT_EFFECT, warn_once_at_user_line
 
 if TYPE_CHECKING:
     from .recorder import Recorder
 
+__all__ = ["ApplyFunction", "listening", "stop_intercepting"]
+
 _active: Recorder | None = None
+_thread: int | None = None
+_originals: dict[str, Any] = {}
 
 
 class ApplyFunction:
@@ -66,37 +74,92 @@ def listening(recorder: Recorder) -> Iterator[None]:
     Raises:
         RuntimeError: another recorder is listening in this process.
     """
-    global _active
+    global _active, _thread
     if _active is not None:
         raise RuntimeError("a step function was called inside another step function: call it outside")
-    original_call = nn.Module.__call__
-    original_apply = torch.autograd.Function.__dict__["apply"]
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if recorder.descriptions.inferring:
-            return module.forward(*args, **kwargs)
-        if recorder.suspended:
-            return original_call(module, *args, **kwargs)
-        return recorder.call_module(module, original_call, args, kwargs)
-
-    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        listens = not recorder.suspended and not recorder.descriptions.inferring
-        if listens and cls is CheckpointFunction:
-            # Reentrant checkpointing hands over a function that may call modules of any stage.
-            warn_once_at_user_line(CHECKPOINT_WITHOUT_EFFECT)
-            run_function, _, *inputs = args
-            return run_function(*inputs)
-        if listens and any(type(arg) is PlacedTensor for arg in args):
-            return recorder.torch_function(ApplyFunction(cls), args, kwargs)
-        return original_apply.__get__(None, cls)(*args, **kwargs)
-
-    nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    _active = recorder
+    _intercept()
+    _active, _thread = recorder, threading.get_ident()
     try:
         with _Listener(recorder):
             yield
     finally:
-        _active = None
-        nn.Module.__call__ = original_call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = original_apply  # type: ignore[method-assign]
+        _active = _thread = None
+
+
+def _intercept() -> None:
+    """Replaces the methods; does nothing if they are replaced."""
+    if _originals:
+        return
+    original_call: Callable[..., Any] = nn.Module.__call__
+    original_set, original_delete = nn.Module.__setattr__, nn.Module.__delattr__
+    original_apply = torch.autograd.Function.__dict__["apply"]
+    _originals.update(call=original_call, set=original_set, delete=original_delete, apply=original_apply)
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        recorder = _active
+        if recorder is None or recorder.suspended or threading.get_ident() != _thread:
+            return original_call(module, *args, **kwargs)
+        if recorder.descriptions.inferring:
+            return _call_on_fakes(module, original_call, args, kwargs)
+        return recorder.call_module(module, original_call, args, kwargs)
+
+    def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+        recorder = _active
+        if recorder is not None and not recorder.not_listening and threading.get_ident() == _thread:
+            recorder.attribute_set(module, name, value)
+        original_set(module, name, value)
+
+    def delete_attribute(module: nn.Module, name: str) -> None:
+        recorder = _active
+        if recorder is not None and not recorder.not_listening and threading.get_ident() == _thread:
+            recorder.attribute_set(module, name, MISSING)
+        original_delete(module, name)
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        recorder = _active
+        if recorder is not None and not recorder.not_listening and threading.get_ident() == _thread:
+            if cls is CheckpointFunction:
+                return _run_checkpointed(*args)
+            if any(type(arg) is PlacedTensor for arg in args):
+                return recorder.torch_function(ApplyFunction(cls), args, kwargs)
+        return original_apply.__get__(None, cls)(*args, **kwargs)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
+    nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
+    nn.Module.__delattr__ = delete_attribute  # type: ignore[method-assign, assignment]
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+
+
+def stop_intercepting() -> None:
+    """Puts torch's own methods back."""
+    if _originals:
+        nn.Module.__call__ = _originals["call"]  # type: ignore[method-assign]
+        nn.Module.__setattr__ = _originals["set"]  # type: ignore[method-assign]
+        nn.Module.__delattr__ = _originals["delete"]  # type: ignore[method-assign]
+        torch.autograd.Function.apply = _originals["apply"]  # type: ignore[method-assign]
+        _originals.clear()
+
+
+def _call_on_fakes(
+    module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A call inside a fake run. Hooks that are there by now were put on by the code that runs."""
+    if (
+        module._backward_hooks
+        or module._backward_pre_hooks
+        or torch_module._has_any_global_hook()
+        or not (module._forward_hooks or module._forward_pre_hooks)
+    ):
+        return module.forward(*args, **kwargs)
+    return call(module, *args, **kwargs)
+
+
+def _run_checkpointed(run_function: Callable[..., Any], preserve: bool, *inputs: Any) -> Any:
+    """Reentrant checkpointing hands over a function that may call modules of any stage: it runs plainly.
+
+    As in plain torch, nothing in it trains unless an input requires a gradient.
+    """
+    warn_once_at_user_line(CHECKPOINT_WITHOUT_EFFECT)
+    wanted = any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and wanted):
+        return run_function(*inputs)

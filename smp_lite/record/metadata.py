@@ -2,20 +2,18 @@
 
 :class:`MetadataInference` runs a module's ``forward`` or a torch function under torch's ``FakeTensorMode``
 and describes the result: its structure, each tensor's metadata, which arguments it returns or changes in
-place, from which arguments gradients reach it, whether it draws random numbers, its flops, and the bytes
-that its backward would keep. The recorder caches the description.
+place, which buffers of its own it changes, from which arguments gradients reach it, whether it draws random
+numbers, its flops, and the bytes that its backward would keep. The recorder caches the description.
 
-A fake run leaves no trace: the attributes of the modules it passes through, buffers and parameters
-included, are put back afterwards, and hooks do not fire. A call that cannot run on fake tensors (it looks
-at data, an operator has no fake kernel, a hook may change the result) is reported as
-:class:`NeedsRealRun`, and its owner runs it for real instead.
+A fake run leaves no trace (:mod:`.python_state`), and it shows whether a real one would: a module that sets
+attributes, fills a list that it was given, draws from a generator of its own or reaches for a value of the
+step that is not among its arguments cannot run later as one closed call. :class:`NeedsOpening` says so, and
+the recorder lets the module's own code run where it is called.
 """
 
 from __future__ import annotations
 
-import contextlib
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,16 +31,12 @@ from .calls import (
     ResultMeta,
     SameTensor,
 )
+from .code_watch import Names
+from .effects import Effects, FakeTables, NeedsOpening
 from .placed import PlacedTensor, TensorMeta
+from .random_state import kept, python_state
 from .structure import flatten
-
-
-class NeedsRealRun(Exception):
-    """The call cannot be described without its data; the reason is the text."""
-
-
-class MutableArgument(ValueError):
-    """A module stored tensors in an object that it was given."""
+from .tables import plain_table
 
 
 class MetadataInference:
@@ -50,24 +44,37 @@ class MetadataInference:
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.touched_placed = False  # a placed value was used by code that was run on fake tensors
 
     def function(self, func: Callable[..., Any], arguments: Arguments) -> ResultMeta:
         """Describes ``func`` of the arguments. Errors of fake tensors pass through."""
+        self.touched_placed = False
         fakes = self._fakes(arguments.tensors)
-        return self._run(lambda: func(*arguments.args(fakes), **arguments.kwargs(fakes)), fakes, set())
+        args, kwargs = arguments.build([given for _, given in fakes])
+        return self._run(lambda: func(*args, **kwargs), fakes, FakeTables())
 
-    def module(self, module: nn.Module, arguments: Arguments) -> ResultMeta:
-        """Describes the module's forward; raises :class:`NeedsRealRun` where that is not possible."""
-        reason = hook_reason(module)
-        if reason is not None:
-            raise NeedsRealRun(reason)
+    def module(self, module: nn.Module, arguments: Arguments) -> tuple[ResultMeta, Names]:
+        """Describes the module's forward, and says what its code mentions.
+
+        Raises:
+            NeedsOpening: it does something that one closed call cannot do.
+        """
+        self.touched_placed = False
         fakes = self._fakes(arguments.tensors)
-        with untouched(module):
-            parameters = self.install_fakes(module)
-            args, kwargs = arguments.args(fakes), arguments.kwargs(fakes)
-            meta = self._run(lambda: module.forward(*args, **kwargs), fakes, parameters)
-            _refuse_changed_objects(module, arguments)
-        return meta
+        args, kwargs = arguments.build([given for _, given in fakes])
+        effects = Effects(module, args, kwargs)
+        tables = self.install_fakes(module)
+        try:
+            with effects.watched():
+                meta = self._run(lambda: module.forward(*args, **kwargs), fakes, tables)
+            reason = effects.found()
+            if self.touched_placed:
+                reason = "uses a value of the step that is not among its arguments"
+        finally:
+            effects.undo()
+        if reason is not None:
+            raise NeedsOpening(reason)
+        return meta, effects.names
 
     def fake_arguments(self, arguments: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with every tensor replaced by a fake one."""
@@ -83,7 +90,7 @@ class MetadataInference:
                 leaf.requires_grad_()
                 with torch.inference_mode(False), torch.enable_grad(), self.mode:
                     # Not a leaf, so that the call may change it in place as it may the real one.
-                    fakes.append((leaf, leaf.clone()))
+                    fakes.append((leaf, _Given.apply(leaf)))
             else:
                 fakes.append((leaf, leaf))
         return fakes
@@ -94,28 +101,28 @@ class MetadataInference:
                 return torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
             return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
 
-    def install_fakes(self, module: nn.Module) -> set[int]:
-        """Puts fake parameters and buffers in place; returns the storages of the parameters."""
+    def install_fakes(self, module: nn.Module) -> FakeTables:
+        """Puts fake parameters and buffers in place."""
         made: dict[int, torch.Tensor] = {}
-        storages = set()
-        for part in module.modules():
+        tables = FakeTables()
+        for prefix, part in module.named_modules():
             for table in ("_parameters", "_buffers"):
                 faked: dict[str, torch.Tensor | None] = {}
-                for name, tensor in part.__dict__[table].items():
+                for name, tensor in plain_table(part.__dict__[table]).items():
                     if tensor is None:
                         faked[name] = None
                         continue
                     if id(tensor) not in made:
                         made[id(tensor)] = self._fake_state(tensor)
-                        storages.add(made[id(tensor)].untyped_storage()._cdata)
                     faked[name] = made[id(tensor)]
                 part.__dict__[table] = faked
+                tables.add(prefix, faked, is_buffers=table == "_buffers")
             flat = part.__dict__.get("_flat_weights")
             if isinstance(flat, list):  # nn.RNNBase keeps a second list of its parameters
                 part.__dict__["_flat_weights"] = [
                     part._parameters.get(name) for name in part.__dict__["_flat_weights_names"]
                 ]
-        return storages
+        return tables
 
     def _fake_state(self, tensor: torch.Tensor) -> torch.Tensor:
         meta = tensor.smp_meta if type(tensor) is PlacedTensor else TensorMeta.of(tensor)
@@ -128,26 +135,26 @@ class MetadataInference:
         self,
         call: Callable[[], Any],
         fakes: list[tuple[torch.Tensor, torch.Tensor]],
-        parameters: set[int],
+        tables: FakeTables,
     ) -> ResultMeta:
         versions = [given._version if not given.is_inference() else 0 for _, given in fakes]
-        kept: dict[int, torch.UntypedStorage] = {}
+        kept_storages: dict[int, torch.UntypedStorage] = {}
 
         def pack(tensor: torch.Tensor) -> None:
             # The storage alone: a kept tensor, if it is an output, would be a circle that is never freed,
             # and a freed storage's address would soon be another's.
             storage = tensor.untyped_storage()
-            if storage._cdata not in parameters:
-                kept[storage._cdata] = storage
+            if storage._cdata not in tables.storages:
+                kept_storages[storage._cdata] = storage
 
         watch = _Watch()
-        python_state = random.getstate()
-        try:
+        with kept():
+            before = python_state()
             with self.mode, watch, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
                 result = call()
-        finally:
-            python_drew = random.getstate() != python_state
-            random.setstate(python_state)
+            drew = python_state() != before
+        if watch.changes_outside:
+            raise NeedsOpening("changes a tensor in place that is neither an argument nor a buffer")
         leaves: list[Any] = []
         spec = flatten(result, leaves)
         describe = _Describer(fakes)
@@ -156,15 +163,29 @@ class MetadataInference:
             ChangedArgument(i, TensorMeta.of(given), describe.links(given))
             for i, (_, given) in enumerate(fakes)
             if (not given.is_inference() and given._version != versions[i])
+            or (given.layout is torch.strided and given.untyped_storage()._cdata in watch.written)
         )
         return ResultMeta(
             spec=spec,
             leaves=described,
             changed=changed,
-            draws=watch.draws or python_drew,
+            buffers=tables.changed_buffers(watch.written),
+            draws=watch.draws or drew,
             flops=watch.flops,
-            kept_bytes=sum(storage.nbytes() for storage in kept.values()),
+            kept_bytes=sum(storage.nbytes() for storage in kept_storages.values()),
         )
+
+
+class _Given(torch.autograd.Function):
+    """A tensor made from a leaf, with the leaf's strides, whatever they are; a clone would be dense."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
 
 
 def describe_result(
@@ -173,6 +194,8 @@ def describe_result(
     leaves: Sequence[torch.Tensor | None],
     *,
     draws: bool,
+    buffers: tuple[str, ...] = (),
+    states: tuple[torch.Tensor, ...] = (),
 ) -> ResultMeta:
     """Describes the result of a real run.
 
@@ -181,6 +204,8 @@ def describe_result(
         given: the tensors it was given; those that have a leaf are fresh copies of it.
         leaves: for each of them its leaf in the graph, None for ordinary tensors.
         draws: whether it drew random numbers.
+        buffers: those of its module that it changed.
+        states: where the random generators went.
 
     Raises:
         ValueError: the call changed an ordinary tensor in place.
@@ -195,7 +220,9 @@ def describe_result(
         for i, (leaf, tensor) in enumerate(fakes)
         if leaf is not tensor and not tensor.is_inference() and tensor._version > 0
     )
-    return ResultMeta(spec=spec, leaves=described, changed=changed, draws=draws)
+    return ResultMeta(
+        spec=spec, leaves=described, changed=changed, buffers=buffers, states=states, draws=draws
+    )
 
 
 class _Describer:
@@ -244,12 +271,14 @@ class _Describer:
 
 
 class _Watch(TorchDispatchMode):
-    """Counts flops and notices random draws."""
+    """Counts flops, notices random draws, and what is written to."""
 
     def __init__(self) -> None:
         super().__init__()
         self.draws = False
         self.flops = 0.0
+        self.changes_outside = False
+        self.written: set[int] = set()  # storages that kernels change although their schemas do not say so
 
     def __torch_dispatch__(
         self,
@@ -259,11 +288,30 @@ class _Watch(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        schema = func._schema
+        if schema.is_mutable:
+            for argument, value in zip(schema.arguments, args):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self.changes_outside |= any(
+                        isinstance(t, torch.Tensor) and not isinstance(t, FakeTensor)
+                        for t in (value if isinstance(value, list | tuple) else (value,))
+                    )
+        elif "batch_norm" in schema.name and "backward" not in schema.name:
+            self._note_statistics(schema, args)
         result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and _really_draws(func, args, kwargs):
             self.draws = True
         self.flops += operator_flops(func, args, kwargs, result)
         return result
+
+    def _note_statistics(self, schema: Any, args: tuple[Any, ...]) -> None:
+        given = {argument.name: value for argument, value in zip(schema.arguments, args)}
+        if not (given.get("training") or given.get("use_input_stats")):
+            return
+        for name in ("running_mean", "running_var"):
+            statistics = given.get(name)
+            if isinstance(statistics, torch.Tensor):
+                self.written.add(statistics.untyped_storage()._cdata)
 
 
 def _really_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -285,65 +333,3 @@ def operator_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
         return float(4 * query.numel() * key.shape[-2])
     first = result[0] if isinstance(result, tuple | list) and result else result
     return float(first.numel()) if isinstance(first, torch.Tensor) else 0.0
-
-
-def hook_reason(module: nn.Module) -> str | None:
-    """Why the module's result cannot be told without running its hooks, or None."""
-    for name, part in module.named_modules():
-        for table in ("_forward_hooks", "_forward_pre_hooks"):
-            if part.__dict__.get(table):
-                return f"{name or type(module).__name__} has {table.strip('_').replace('_', ' ')}"
-    return None
-
-
-@contextlib.contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
-    """Puts back every attribute of the module and its parts, one level into lists, dicts and sets."""
-    saved = []
-    for part in module.modules():
-        attributes = dict(part.__dict__)
-        contents = {
-            name: value.copy()
-            for name, value in attributes.items()
-            if type(value) in (list, dict, set) and not name.startswith("_")
-        }
-        saved.append((part, attributes, contents))
-    try:
-        yield
-    finally:
-        for part, attributes, contents in saved:
-            part.__dict__.clear()
-            part.__dict__.update(attributes)
-            for name, content in contents.items():
-                value = attributes[name]
-                if type(value) is list:
-                    value[:] = content
-                else:
-                    value.clear()
-                    value.update(content)
-
-
-def _refuse_changed_objects(module: nn.Module, arguments: Arguments) -> None:
-    """A fake run must not leave fake tensors in an object of the caller's (a key/value cache)."""
-    for leaf in arguments.leaves:
-        if isinstance(leaf, torch.Tensor | nn.Module) or not hasattr(leaf, "__dict__"):
-            continue
-        if _holds_fake(leaf, depth=4):
-            raise MutableArgument(
-                f"{type(module).__name__} stores tensors in an argument of type {type(leaf).__name__}. "
-                "Only the stage that runs the module would see them. Switch that off "
-                "(for transformers models: use_cache=False), or return the tensors instead"
-            )
-
-
-def _holds_fake(value: Any, depth: int) -> bool:
-    if isinstance(value, FakeTensor):
-        return True
-    if depth == 0 or isinstance(value, torch.Tensor | nn.Module | type):
-        return False
-    if isinstance(value, dict):
-        return any(_holds_fake(item, depth - 1) for item in value.values())
-    if isinstance(value, list | tuple | set):
-        return any(_holds_fake(item, depth - 1) for item in value)
-    attributes = getattr(value, "__dict__", None)
-    return bool(attributes) and any(_holds_fake(item, depth - 1) for item in attributes.values())

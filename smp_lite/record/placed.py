@@ -58,6 +58,8 @@ class PlacedTensor(torch.Tensor):
     smp_meta: TensorMeta
     smp_aliases: list[Any] | None
     smp_microbatch: int
+    smp_data: torch.Tensor | None  # set after the step, if somebody still holds the value
+    smp_is_late: bool  # the data stays on its stage until somebody asks
 
     @staticmethod
     def __new__(cls, meta: TensorMeta) -> PlacedTensor:
@@ -74,6 +76,8 @@ class PlacedTensor(torch.Tensor):
         self.smp_meta = meta
         self.smp_recorder = None
         self.smp_aliases = None
+        self.smp_data = None
+        self.smp_is_late = False
 
     @classmethod
     def __torch_function__(

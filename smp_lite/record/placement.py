@@ -7,17 +7,22 @@ tensors that every rank has. A module without parameters and buffers is *statele
 largest input is.
 
 While recording, every parameter is seen through a placed value (``self.head.weight`` used in the root's
-forward, for one), so :meth:`Placement.swap_in` puts them into the modules' tables.
+forward, for one), so :meth:`Placement.swap_in` puts other tables into the modules (:mod:`.tables`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-from .placed import Listener, PlacedTensor, TensorMeta
+from ..errors import SMPError
+from .away import away_buffer, is_away, send_away
+from .placed import PlacedTensor, TensorMeta
+from .tables import BufferListener, BufferTable, ParameterTable, plain_table
 
 SPLIT = -1
 STATELESS = -2
@@ -39,7 +44,10 @@ class Placement:
         self.names: dict[int, str] = {}
         self.parameter_names: dict[int, str] = {}
         self.parameter_stage: dict[str, int] = {}
+        self.local_stages = frozenset(range(num_stages))
+        self.strange: set[int] = set()  # ids of modules whose parameters somebody has exchanged
         self._homes: dict[int, int] = {}
+        self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._modules = list(root.named_modules())  # keeps them alive, so ids stay valid
         stages: dict[int, set[int]] = {}
         for name, module in self._modules:
@@ -70,12 +78,35 @@ class Placement:
             for own, parameter in module._parameters.items()
             if parameter is not None
         ]
+        self._own_names = {
+            (id(module), own): self.parameter_names[id(parameter)]
+            for _, module in self._modules
+            for own, parameter in module._parameters.items()
+            if parameter is not None
+        }
         self._slots = {full: (table, own) for table, own, full in self._entries}
         self._metas = {
             full: _meta_of(table[own])  # type: ignore[arg-type]
             for table, own, full in self._entries
         }
         self._requires_grad: tuple[bool, ...] = ()
+        self.owners = self._owners()
+        self._swapped: list[_Swapped] = []
+        self._is_swapped = False
+
+    def _owners(self) -> dict[int, tuple[int, ...]]:
+        """For each module the ids of those that are called whole and contain it, itself included."""
+        found: dict[int, tuple[int, ...]] = {}
+        for _, module in self._modules:
+            if self._homes[id(module)] != SPLIT:
+                for part in module.modules():
+                    found[id(part)] = (*found.get(id(part), ()), id(module))
+        return found
+
+    def alias(self, tensor: torch.Tensor) -> str | None:
+        """The name of the parameter that this object is."""
+        found = self._aliases.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
 
     def home(self, module: nn.Module) -> int:
         """The stage that owns the module, or SPLIT, STATELESS, FOREIGN."""
@@ -92,7 +123,7 @@ class Placement:
         for name, module in self._modules:
             if self.stage_of[name] not in stages and self._homes[id(module)] != SPLIT:
                 continue
-            for own, buffer in module._buffers.items():
+            for own, buffer in plain_table(module._buffers).items():
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
                     found.append((f"{name}.{own}" if name else own, buffer))
@@ -106,25 +137,55 @@ class Placement:
         return found
 
     def free_other_stages(self, stages: frozenset[int]) -> None:
-        """Replaces parameters of stages that this process does not hold by memoryless ones."""
-        empty: dict[str, nn.Parameter] = {}
+        """Parameters of stages that this process does not hold become away ones, without memory."""
+        self.local_stages = stages
+        away: dict[str, nn.Parameter] = {}
         for table, own, full in self._entries:
-            if self.parameter_stage[full] in stages:
+            parameter = table[own]
+            assert isinstance(parameter, nn.Parameter)
+            stage = self.parameter_stage[full]
+            if stage in stages:
+                parameter.smp_stage = stage  # type: ignore[attr-defined]
                 continue
+            if full not in away:
+                away[full] = send_away(parameter, stage, full)
+            table[own] = away[full]
+        for table, own, full in self._entries:
             parameter = table[own]
             assert parameter is not None
-            if full not in empty:
-                with torch.no_grad():
-                    meta = torch.empty_like(parameter, device="meta")
-                empty[full] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
-            table[own] = empty[full]
+            self._aliases[id(parameter)] = (weakref.ref(parameter), full)
         for _, module in self._modules:
             if isinstance(module.__dict__.get("_flat_weights"), list):  # nn.RNNBase's second list
                 module.__dict__["_flat_weights"] = [
                     getattr(module, name, None) for name in module.__dict__["_flat_weights_names"]
                 ]
 
-    def refresh(self, recorder: Listener) -> bool:
+    def is_here(self, module: nn.Module) -> bool:
+        """Whether this process plays the stage of the module's own parameters and buffers."""
+        return self.stage_of[self.names[id(module)]] in self.local_stages
+
+    def send_buffer_away(self, module: nn.Module, own: str) -> None:
+        """Its stage has changed a buffer that this process does not keep up to date."""
+        name = self.names[id(module)]
+        stage = self.stage_of[name]
+        table = plain_table(module._buffers)
+        if not self.is_here(module) and not is_away(table[own]) and table[own] is not None:
+            table[own] = away_buffer(table[own], stage, f"{name}.{own}" if name else own)
+
+    def note_gradients(self, names: Iterable[str]) -> None:
+        """These parameters have got gradients; those of other stages are away."""
+        for full in names:
+            parameter = self.parameter(full)
+            if is_away(parameter) and parameter.requires_grad and parameter.grad is None:
+                parameter.grad = away_buffer(parameter, self.parameter_stage[full], f"the gradient of {full}")
+
+    def forget_gradients(self) -> None:
+        """Parameters of other stages have no gradient any more."""
+        for table, own, _ in self._entries:
+            if is_away(table[own]):
+                table[own].grad = None  # type: ignore[union-attr]
+
+    def refresh(self, recorder: Any) -> bool:
         """Makes the placed parameters; returns whether any ``requires_grad`` has changed."""
         flags = tuple(table[own].requires_grad for table, own, _ in self._entries)  # type: ignore[union-attr]
         if flags == self._requires_grad:
@@ -139,19 +200,82 @@ class Placement:
                 placed.smp_stage = self.parameter_stage[full]
                 placed.smp_parameter = full
                 self._placed[full] = placed
+        self._swapped = [_Swapped(module, self, recorder) for _, module in self._modules]
         return True
 
-    def swap_in(self) -> list[torch.Tensor | None]:
-        """Every parameter of the model becomes its placed value; returns what :meth:`swap_out` needs."""
-        real = [table[own] for table, own, _ in self._entries]
-        placed = self._placed
-        for table, own, full in self._entries:
-            table[own] = placed[full]  # type: ignore[assignment]
-        return real
+    def name_of(self, module: nn.Module, own: str) -> str:
+        """The name under which the module's parameter is known, which may be another module's."""
+        return self._own_names[id(module), own]
 
-    def swap_out(self, real: list[torch.Tensor | None]) -> None:
-        for (table, own, _), parameter in zip(self._entries, real, strict=True):
-            table[own] = parameter  # type: ignore[assignment]
+    def placed_parameter(self, full: str) -> PlacedTensor:
+        return self._placed[full]
+
+    def swap_in(self) -> None:
+        """Python code sees placed parameters from here on, and its use of buffers is heard."""
+        if not self._is_swapped:
+            self._is_swapped = True
+            for swapped in self._swapped:
+                swapped.enter()
+
+    def swap_out(self) -> None:
+        """The modules have their own tables again; what was exchanged comes back with :meth:`swap_in`."""
+        if self._is_swapped:
+            self._is_swapped = False
+            for swapped in self._swapped:
+                swapped.leave()
+
+    def end_recording(self) -> None:
+        """Forgets exchanged parameters; the modules have their own tables.
+
+        Raises:
+            SMPError: somebody has exchanged parameters for good.
+        """
+        if self.strange:
+            names = sorted(self.names[key] or "the model" for key in self.strange)
+            self._requires_grad = ()  # new tables next time
+            self.strange.clear()
+            raise SMPError(
+                f"parameters of {', '.join(names)} were exchanged, added or removed inside an smp.step and "
+                "not put back: the partition is made once, so change the model before the first step"
+            )
+
+
+class _Swapped:
+    """The two pairs of tables of one module."""
+
+    def __init__(self, module: nn.Module, placement: Placement, listener: BufferListener) -> None:
+        self.namespace = module.__dict__
+        self.tables: list[tuple[str, Any]] = []
+        self.real: list[Any] = []
+        parameters = plain_parameters(module)
+        if parameters:
+            placed = {
+                own: None if p is None else placement.placed_parameter(placement.name_of(module, own))
+                for own, p in parameters.items()
+            }
+            self.tables.append(("_parameters", ParameterTable(placed, id(module), placement.strange)))
+            flat = self.namespace.get("_flat_weights")
+            if isinstance(flat, list):  # nn.RNNBase's second list
+                self.tables.append(("_flat_weights", [placed.get(n) for n in module._flat_weights_names]))
+        if module._buffers and placement.home(module) != FOREIGN:
+            self.tables.append(("_buffers", BufferTable(module, module._buffers, listener)))
+
+    def enter(self) -> None:
+        namespace = self.namespace
+        self.real = [namespace[name] for name, _ in self.tables]
+        for name, table in self.tables:
+            if name == "_buffers":
+                table.real = namespace[name]
+            namespace[name] = table
+
+    def leave(self) -> None:
+        for (name, _), table in zip(self.tables, self.real, strict=True):
+            self.namespace[name] = table
+
+
+def plain_parameters(module: nn.Module) -> dict[str, Any]:
+    """The module's own table of parameters; never while it is swapped."""
+    return module.__dict__["_parameters"]
 
 
 def _meta_of(parameter: torch.Tensor) -> TensorMeta:

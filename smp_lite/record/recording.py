@@ -19,7 +19,9 @@ from torch import nn
 from ..plan.segments import CommandNode, SegmentGraph, build_graph
 from .ambient import Ambient
 from .calls import Arguments, ResultMeta
+from .draws import Draw
 from .placed import TensorMeta
+from .places import Place
 
 
 @dataclass(slots=True)
@@ -37,7 +39,9 @@ class Command:
     """One recorded call: of a module, of a torch function, or the use of a parameter.
 
     ``sources`` gives for each tensor argument its value, or -1 for an ordinary tensor, which is kept in
-    ``arguments``. ``changes`` pairs each value that the call changes in place with its new version; the
+    ``arguments``. ``bare`` calls run without the module's forward hooks, which have run around the recording.
+    ``touches`` numbers the modules whose buffers the call changes. ``carried`` is Python state to run it with.
+    ``changes`` pairs each value that the call changes in place with its new version; the
     first ``num_targets`` of them are the arguments themselves, the rest views that share their memory.
     """
 
@@ -51,6 +55,12 @@ class Command:
     function: Callable[..., Any] | None = None
     module: nn.Module | None = None
     parameter: str | None = None
+    input: torch.Tensor | None = None
+    bare: bool = False
+    touches: tuple[int, ...] = ()
+    carried: list[tuple[Place, Any]] | None = None
+    seed_key: tuple[str, int] | None = None
+    draw: Draw | None = None
     meta: ResultMeta | None = None
     outputs: tuple[int, ...] = ()
     changes: tuple[tuple[int, int], ...] = ()
@@ -58,6 +68,11 @@ class Command:
     def values(self) -> list[int]:
         """Values that it reads."""
         return [source for source in self.sources if source >= 0]
+
+    def carry(self, state: list[tuple[Place, Any]]) -> None:
+        """Runs with this state, unless what is there by then was noted before: the earlier word counts."""
+        known = {place.identity for place, _ in self.carried or ()}
+        self.carried = [*(self.carried or ()), *[pair for pair in state if pair[0].identity not in known]]
 
 
 @dataclass
@@ -79,6 +94,7 @@ class Recording:
     needed: set[int] = field(default_factory=set)
     links: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
     parameters: dict[str, int] = field(default_factory=dict)
+    inputs: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     complete: bool = False
     epoch: int = 0
     digest: int = 0
@@ -94,9 +110,16 @@ class Recording:
         """Appends a command; ``links`` per output, ``tokens`` its content and its structure."""
         self.commands.append(command)
         self.links.append(links)
-        place = (command.stage_index, command.epoch, *command.sources)
+        place = (command.stage_index, command.epoch, *command.touches, -2, *command.sources)
         self.digest = hash((self.digest, tokens[0], place))
         self.structure_digest = hash((self.structure_digest, tokens[1], place))
+
+    def draw_again(self) -> None:
+        """For a step that is replayed: its functions draw the next numbers."""
+        for command in self.commands:
+            if command.draw is not None:
+                command.draw.note()
+                command.draw.advance()
 
     def roots(self) -> list[int]:
         return [value for backward in self.backwards for value in backward.values]
@@ -116,6 +139,7 @@ class Recording:
                     links=links,
                     cost=COMMAND_FLOPS + (command.meta.flops if command.meta else 0.0),
                     epoch=command.epoch,
+                    touches=command.touches,
                 )
             )
         sizes = {value.index: value.meta.num_bytes for value in self.values}

@@ -3,7 +3,8 @@
 Two modules that are built alike share one cache entry: the *signature* of a module is its class, its plain
 attributes, the metadata of its parameters and buffers, and the signatures of its children. Attributes that
 are neither plain nor containers of plain values count by identity. A module's signature is computed again
-when its *fingerprint* (all plain attributes, the training flags among them) has changed since the last step.
+when its *fingerprint* (all attributes, the training flags among them) has changed since the last step, or
+when an attribute is heard to be set.
 
 A *token* is a 64-bit number made of text that is the same in every process: names, metadata and plain
 values, but no addresses.
@@ -12,6 +13,7 @@ values, but no addresses.
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import nn
 
 from .calls import ResultMeta
 from .placed import PlacedTensor, TensorMeta
+from .tables import plain_table
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _PLAIN_SET = frozenset(_PLAIN)
@@ -52,7 +55,7 @@ class ModuleSignatures:
 
     def __init__(self) -> None:
         self._parts: dict[int, list[nn.Module]] = {}
-        self._fingerprints: dict[int, tuple[Any, ...]] = {}
+        self._fingerprints: dict[int, list[Any]] = {}
         self._signatures: dict[int, int] = {}
         self._numbers: dict[Hashable, int] = {}
         self._checked: set[int] = set()
@@ -65,24 +68,52 @@ class ModuleSignatures:
         self._signatures.clear()
         self._checked.clear()
 
+    def changed(self, key: int) -> None:
+        """An attribute in the module of that id, or the list of its parts, has changed."""
+        self._checked.discard(key)
+        self._parts.pop(key, None)
+
     def of(self, module: nn.Module) -> int:
         """A number that equal modules share."""
         key = id(module)
         if key not in self._checked:
             self._checked.add(key)
             fingerprint = self._fingerprint(module)
-            if self._fingerprints.get(key) != fingerprint or key not in self._signatures:
+            if key not in self._signatures or not same_values(self._fingerprints[key], fingerprint):
                 self._fingerprints[key] = fingerprint
                 signature = self._signature(module)
                 self._signatures[key] = self._numbers.setdefault(signature, len(self._numbers))
         return self._signatures[key]
 
-    def _fingerprint(self, module: nn.Module) -> tuple[Any, ...]:
+    def unheard(self, module: nn.Module) -> str | None:
+        """An attribute that has changed since the signature was taken, and both values; None if none has."""
+        before = self._fingerprints.get(id(module))
+        if (
+            before is None
+            or id(module) not in self._checked
+            or same_values(before, self._fingerprint(module))
+        ):
+            return None
+        old = iter(before)
+        for name, part in module.named_modules():
+            for key, value in part.__dict__.items():
+                if key in _MODULE_TABLES:
+                    continue
+                was = next(old, None)
+                if was is not value and not same_values([was], [value]):
+                    return (
+                        f"{name}.{key} was {was!r} and is {value!r}"
+                        if name
+                        else f"{key} was {was!r} and is {value!r}"
+                    )
+        return "an attribute was removed"
+
+    def _fingerprint(self, module: nn.Module) -> list[Any]:
         parts = self._parts.get(id(module))
         if parts is None:
             parts = self._parts[id(module)] = list(module.modules())
-        plain = _PLAIN_SET
-        return tuple([v for part in parts for v in part.__dict__.values() if type(v) in plain])
+        tables = _MODULE_TABLES
+        return [v for part in parts for k, v in part.__dict__.items() if k not in tables]
 
     def _signature(self, module: nn.Module) -> Hashable:
         attributes = [
@@ -92,7 +123,7 @@ class ModuleSignatures:
         ]
         state = [
             (name, None if tensor is None else tensor_meta(tensor))
-            for table in (module._parameters, module._buffers)
+            for table in (module._parameters, plain_table(module._buffers))
             for name, tensor in table.items()
         ]
         children = [
@@ -100,6 +131,15 @@ class ModuleSignatures:
             for name, child in module._modules.items()
         ]
         return (type(module), tuple(attributes), tuple(state), tuple(children))
+
+
+def same_values(a: list[Any], b: list[Any]) -> bool:
+    """Whether two lists hold the same objects, or equal plain values."""
+    if len(a) != len(b):
+        return False
+    if all(map(operator.is_, a, b)):
+        return True
+    return all(x is y or (type(x) is type(y) and type(x) in _PLAIN_SET and x == y) for x, y in zip(a, b))
 
 
 def function_name(function: Callable[..., Any]) -> str:

@@ -3,7 +3,7 @@
 The run is on fake tensors: no data, no time. Flops, the bytes that backward keeps and the bytes of results
 are noted for the module whose own code was running. Where the model cannot run on fake tensors (it looks
 at its data), or where execution times are wanted (``trace_execution_times``), it runs for real, and buffers
-and random numbers are put back afterwards. Hooks do not fire in either case.
+and random numbers are put back afterwards. Hooks that are on before do not fire, if the model can do without.
 
 The loss belongs to the step function, which has not got there yet when the model must be cut. What it keeps
 is guessed: one tensor as large as each result of the model that carries a gradient and is not kept already,
@@ -23,12 +23,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..plan.partition import ModuleCost
 from .calls import Arguments
-from .metadata import MetadataInference, operator_flops, untouched
+from .effects import untouched
+from .metadata import MetadataInference, operator_flops
+from .random_state import kept
 from .structure import flatten
+
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
 
 
 @dataclass
@@ -63,11 +73,37 @@ def trace_model(
     """Runs the model once on these arguments and notes what each module costs."""
     if not measure_times:
         try:
-            return _trace_fake(root, args, kwargs, inference)
+            with without_hooks(root):
+                return _trace_fake(root, args, kwargs, inference)
         except Exception:
-            # Whatever fake tensors cannot do, the real run can; if that fails too, its error is the user's.
+            # Whatever fake tensors cannot do, the real run can.
             pass
-    return _trace_real(root, args, kwargs)
+    try:
+        with without_hooks(root):
+            return _trace_real(root, args, kwargs)
+    except Exception:
+        # What only works with hooks; if it does not work with them either, the error is the user's.
+        return _trace_real(root, args, kwargs)
+
+
+@contextmanager
+def without_hooks(root: nn.Module) -> Iterator[None]:
+    """Within: hooks are off that were on before; those that the model's own code puts on fire."""
+    tables = [
+        getattr(part, name)
+        for part in root.modules()
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        if getattr(part, name)
+    ]
+    tables += [getattr(torch_module, name) for name in _GLOBAL_HOOKS if getattr(torch_module, name)]
+    kept_hooks = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, kept_hooks, strict=True):
+            table.update(hooks)
 
 
 def _trace_fake(
@@ -75,9 +111,9 @@ def _trace_fake(
 ) -> ModuleTrace:
     trace = ModuleTrace()
     fake_args, fake_kwargs = inference.fake_arguments(Arguments.of(args, kwargs))
-    with untouched(root):
+    with untouched(root, fake_args, fake_kwargs), kept():
         state = inference.install_fakes(root)
-        watch = _Watch(root, trace, state)
+        watch = _Watch(root, trace, state.storages)
         with watch.calls(), inference.mode, watch:
             root(*fake_args, **fake_kwargs)
     return trace
@@ -86,16 +122,18 @@ def _trace_fake(
 def _trace_real(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleTrace:
     trace = ModuleTrace()
     trace.ran_for_real = True
+    tables = [(module._buffers, dict(module._buffers)) for module in root.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in root.buffers()]
-    random_state = torch.default_generator.get_state()
     storages = {p.untyped_storage()._cdata for p in root.parameters()}
     try:
-        with untouched(root):
+        with untouched(root, args, kwargs), kept():
             watch = _Watch(root, trace, storages)
             with watch.calls(), watch:
                 root(*args, **kwargs)
     finally:
-        torch.default_generator.set_state(random_state)
+        for table, own in tables:  # a module may have bound its buffers anew
+            table.clear()
+            table.update(own)
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
@@ -141,20 +179,20 @@ class _Watch(TorchDispatchMode):
 
     @contextmanager
     def calls(self) -> Iterator[None]:
-        """Follows module calls, without hooks."""
+        """Follows module calls."""
         original: Callable[..., Any] = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             name = self.names.get(id(module))
             if name is None:
-                return module.forward(*args, **kwargs)
+                return original(module, *args, **kwargs)
             self._charge()
             self.stack.append([name, name])
             tally = self.trace.of(name)
             if tally.order < 0:
                 tally.order = sum(t.order >= 0 for t in self.trace.tallies.values())
             try:
-                result = module.forward(*args, **kwargs)
+                result = original(module, *args, **kwargs)
             finally:
                 self._charge()
                 _, last = self.stack.pop()

@@ -7,6 +7,7 @@ its twin, stands in for ``total``; when the microbatch ends, its value is writte
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,6 +41,10 @@ class Twins:
     def among(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a tensor in the arguments has a twin."""
         return bool(self) and any(id(tensor) in self._by_id for tensor in Arguments.of(args, kwargs).tensors)
+
+    def of_any(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether one of the tensors has a twin."""
+        return bool(self) and any(id(tensor) in self._by_id for tensor in tensors)
 
     def substitute(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
 
 from ..errors import SMPError
 from ..plan.segments import Segment
 from ..record.ambient import Ambient
 from ..record.calls import NewTensor
+from ..record.draws import at_states
+from ..record.effects import Buffers, Effects, NeedsOpening
 from ..record.placement import Placement
+from ..record.places import in_force
 from ..record.recording import Command, Recording
 from ..record.structure import LEAF, flatten
 from .random_streams import RandomStreams
@@ -22,8 +30,8 @@ class CommandRunner:
     def __init__(self, placement: Placement, streams: RandomStreams) -> None:
         self.placement = placement
         self.streams = streams
-        # Command -> (tensors given, result, whether it drew), for a command that is still to be described.
-        self.undescribed: dict[int, tuple[list[torch.Tensor], Any, bool]] = {}
+        self.undescribed: dict[int, RealRun] = {}  # by command
+        self.doing = ""  # the command that runs, for errors
 
     def run_segment(self, recording: Recording, segment: Segment, local: dict[int, torch.Tensor]) -> None:
         """Runs the segment's commands; ``local`` maps its imports, and then all its values, to tensors."""
@@ -32,11 +40,13 @@ class CommandRunner:
         wanted = frozenset((*segment.exports, *segment.roots))
         for index in segment.commands:
             command = recording.commands[index]
+            self.doing = command.label
             if command.ambient == ambient:
                 self._run(recording, command, local, cut, wanted)
             else:
                 with command.ambient.entered():
                     self._run(recording, command, local, cut, wanted)
+        self.doing = ""
 
     def _run(
         self,
@@ -49,6 +59,9 @@ class CommandRunner:
         if command.parameter is not None:
             local[command.outputs[0]] = self.placement.parameter(command.parameter)
             return
+        if command.input is not None:
+            local[command.outputs[0]] = command.input.detach().requires_grad_()
+            return
         changed = self._before_changes(recording, command, local, cut, wanted) if command.changes else {}
         tensors = [
             tensor if source < 0 else changed.get(source, local[source])
@@ -58,17 +71,12 @@ class CommandRunner:
             # Copies: whether the call changes its arguments in place is not known yet.
             tensors = [t.clone() if s >= 0 else t for t, s in zip(tensors, command.sources)]
         args, kwargs = command.arguments.build(tensors)
-        if command.meta is None or command.meta.draws:
-            self.streams.seed(recording.microbatch_index, command.index)
-        call = command.module if command.module is not None else command.function
-        assert call is not None
+        if command.seed_key is not None:
+            self.streams.seed(recording.microbatch_index, command.seed_key)
         if command.meta is None:
-            before = torch.default_generator.get_state()
-            result = call(*args, **kwargs)
-            drew = not torch.equal(before, torch.default_generator.get_state())
-            self.undescribed[command.index] = (tensors, result, drew)
+            self.undescribed[command.index] = _run_for_real(command, tensors, args, kwargs)
             return
-        result = call(*args, **kwargs)
+        result = _call(command, args, kwargs)
         self._store(command, result, local)
         for old, new in command.changes:
             local[new] = changed[old]
@@ -122,11 +130,105 @@ class CommandRunner:
 
     def adopt(self, command: Command, local: dict[int, torch.Tensor]) -> None:
         """Stores the result of a command that was described only after it had run."""
-        tensors, result, _ = self.undescribed.pop(command.index)
-        self._store(command, result, local)
+        run = self.undescribed.pop(command.index)
+        self._store(command, run.result, local)
         for old, new in command.changes:
-            position = command.sources.index(old)
-            local[new] = tensors[position]
+            local[new] = run.tensors[command.sources.index(old)]
+
+
+@dataclass
+class RealRun:
+    """What the run of a command that was not described has shown.
+
+    Attributes:
+        tensors: what it was given.
+        result: what it returned.
+        drew: whether it drew random numbers.
+        buffers: of its module, those that it changed.
+        states: where the generators went that it drew from.
+        effect: what else it would have left behind, if anything; then all of it has been undone.
+    """
+
+    tensors: list[torch.Tensor]
+    result: Any
+    drew: bool
+    buffers: tuple[str, ...] = ()
+    states: tuple[torch.Tensor, ...] = ()
+    effect: str | None = None
+
+
+def _run_for_real(
+    command: Command, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> RealRun:
+    """Runs a command that was not described, and looks at what it does beside returning a result."""
+    module = command.module
+    before = torch.default_generator.get_state()
+    try:
+        effects = Effects(module, args, kwargs) if module is not None else None
+    except NeedsOpening as reason:
+        return RealRun(tensors, None, False, effect=str(reason))
+    if effects is None or module is None:
+        return _run_function(command, tensors, args, kwargs)
+    buffers = Buffers(module)
+    with effects.watched():
+        result = _call(command, args, kwargs)
+    drew = not torch.equal(before, torch.default_generator.get_state())
+    found = effects.found()
+    if found is not None:
+        effects.undo()
+        buffers.restore()
+        return RealRun(tensors, None, drew, effect=found)
+    return RealRun(tensors, result, drew, buffers.changed())
+
+
+def _run_function(
+    command: Command, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> RealRun:
+    assert command.function is not None and command.draw is not None
+    before = command.draw.states
+    with at_states(before):
+        result = command.function(*args, **kwargs)
+        after = tuple(generator.get_state() for generator, _ in before)
+    drew = any(not torch.equal(a, b) for (_, a), b in zip(before, after, strict=True))
+    return RealRun(tensors, result, drew, states=after if drew else ())
+
+
+def _call(command: Command, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call itself, in the Python state that it was recorded under."""
+    if command.function is not None:
+        if command.draw is None:
+            return command.function(*args, **kwargs)
+        with at_states(command.draw.states):
+            return command.function(*args, **kwargs)
+    module = command.module
+    assert module is not None
+    if not command.carried and not command.bare:
+        return module(*args, **kwargs)
+    with contextlib.ExitStack() as stack:
+        if command.carried:
+            stack.enter_context(in_force(command.carried))
+        if command.bare:
+            stack.enter_context(without_forward_hooks(module))
+        return module(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def without_forward_hooks(module: nn.Module) -> Iterator[None]:
+    """Within: the module's forward hooks, and those for all modules, are off."""
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        torch_module._global_forward_hooks,
+        torch_module._global_forward_pre_hooks,
+    )
+    kept = [dict(table) for table in hooks]
+    for table in hooks:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, own in zip(hooks, kept, strict=True):
+            table.update(own)
 
 
 def _checked(command: Command, tensor: Any, described: NewTensor) -> torch.Tensor:

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 
 from ..comm.wires import Transfer, Wire
-from ..plan.actions import COMPUTE_KINDS, Action, ActionKind
+from ..plan.actions import COMPUTE_KINDS, RECV_KINDS, Action, ActionKind
 from ..plan.segments import Segment
 from ..record.placed import TensorMeta
 from ..record.placement import Placement
 from ..record.recording import Command
-from .commands import CommandRunner
+from .commands import CommandRunner, RealRun
+from .failure import Failure
 from .microbatch import MicrobatchState, edge_of
 from .random_streams import RandomStreams
 
@@ -68,6 +69,8 @@ class StageExecutor:
         self.states: dict[int, MicrobatchState] = {}
         self.spans: list[Span] = []
         self.gradient_scale = 1.0
+        self.failure: Failure | None = None  # of the last list
+        self.error: Exception | None = None
         self._commands = CommandRunner(placement, streams)
         self._before_backward = before_backward
         self._after_backward = after_backward
@@ -83,8 +86,12 @@ class StageExecutor:
         }
 
     def run(self, actions: Sequence[Action]) -> Iterator[str]:
-        """Executes the list; yields what it waits for whenever it cannot go on."""
-        for action in actions:
+        """Executes the list; yields what it waits for whenever it cannot go on.
+
+        If an action fails, ``failure`` says so afterwards; all transfers of the list have been made.
+        """
+        self.failure = None
+        for number, action in enumerate(actions):
             state = self.states[action.microbatch_index]
             if action.kind in COMPUTE_KINDS:
                 for transfer, value, stage in self._needs(action, state):
@@ -94,8 +101,14 @@ class StageExecutor:
                             f"{action} on stage {self.stage_index} needs {kind} v{value} from stage {stage}"
                         )
                 start = time.perf_counter()
-                with _profiler_span(action):
-                    self._table[action.kind](action, state)
+                try:
+                    with _profiler_span(action):
+                        self._table[action.kind](action, state)
+                except Exception as error:
+                    self.failure = Failure.of(error, self.stage_index, action, self._commands.doing)
+                    self.error = error
+                    yield from self._transfers_only(actions[number + 1 :])
+                    break
                 self.spans.append(Span(action, start, time.perf_counter()))
             else:
                 self._table[action.kind](action, state)
@@ -104,22 +117,54 @@ class StageExecutor:
                 yield f"stage {action.peer} has not received {action}"
         self._sends.clear()
 
+    def _transfers_only(self, actions: Sequence[Action]) -> Iterator[str]:
+        """What the other stages count on, without computing: zeros for what is not there.
+
+        Both ends of a transfer stand side by side in the order of all actions (:mod:`..plan.lowering`), so each
+        receive can be waited for as soon as it is posted, and its memory freed.
+        """
+        pending = [transfer for state in self.states.values() for transfer in state.receives()]
+        for transfer in pending:
+            while not transfer.done():
+                yield f"a value for stage {self.stage_index}, which has failed, has not arrived"
+        for action in actions:
+            if action.kind in COMPUTE_KINDS:
+                continue
+            value, peer = action.value, action.peer
+            assert value is not None and peer is not None
+            state = self.states[action.microbatch_index]
+            meta = state.recording.values[value].meta
+            if action.kind in RECV_KINDS:
+                transfer = self.wire.receive(meta, peer)
+                while not transfer.done():
+                    yield f"{action} for stage {self.stage_index}, which has failed, has not arrived"
+                continue
+            tensor = state.data.get(value) if action.kind is ActionKind.SEND_FORWARD else None
+            if tensor is None:
+                tensor = torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
+            self._sends.append((action, self.wire.send(tensor, meta, peer)))
+
     def in_transit(self) -> list[Transfer]:
         """Transfers that have not ended; their memory must outlive them."""
         posted = [transfer for _, transfer in self._sends]
         for state in self.states.values():
-            posted += [*state.arriving.values(), *state.arriving_gradients.values()]
+            posted += state.receives()
         return [transfer for transfer in posted if not transfer.done()]
 
     def end_step(self) -> None:
+        self.failure = self.error = None
         self._sends.clear()
         self.states.clear()
         self._to_adopt.clear()
         self._commands.undescribed.clear()
 
-    def result_of(self, command: Command) -> tuple[list[torch.Tensor], Any, bool]:
-        """(tensors given, result, whether it drew) of a command that ran before it was described."""
+    def result_of(self, command: Command) -> RealRun:
+        """What a command has shown that ran before it was described."""
         return self._commands.undescribed[command.index]
+
+    def forget(self, command: Command) -> None:
+        """The run of the command has been undone."""
+        del self._commands.undescribed[command.index]
 
     def adopt_later(self, state: MicrobatchState, command: Command) -> None:
         """The command is described now: :meth:`adopt` will store its values."""
@@ -157,6 +202,9 @@ class StageExecutor:
         leaves = {value: local[value] for value in segment.imports}
         self._commands.run_segment(recording, segment, local)
         key = segment.commands[0]
+        for value, _ in recording.inputs:
+            if value in local and value not in segment.imports:
+                state.inputs[value] = local[value]
         state.forward_done.add(key)
         if segment.has_backward or not recording.complete:
             state.leaves[key] = leaves

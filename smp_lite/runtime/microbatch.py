@@ -24,6 +24,7 @@ class MicrobatchState:
         arriving: posted receives of values.
         gradients: gradients of cut values by value and consumer segment, waiting to be summed.
         arriving_gradients: posted receives of gradients, by value and stage.
+        inputs: leaves for ordinary tensors of which the gradient is wanted.
         outgoing: gradients of received values, waiting for the last consumer here.
     """
 
@@ -38,6 +39,7 @@ class MicrobatchState:
     gradients: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
     arriving_gradients: dict[tuple[int, int], Transfer] = field(default_factory=dict)
     outgoing: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+    inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     forward_done: set[int] = field(default_factory=set)  # first commands of segments
     backward_done: set[int] = field(default_factory=set)
     sent: set[tuple[int, int]] = field(default_factory=set)
@@ -47,6 +49,10 @@ class MicrobatchState:
         self.graph = graph
         self.by_visit = {s.visit: s for s in graph.segments if s.stage_index == stage_index}
         self._count_uses(stage_index)
+
+    def receives(self) -> list[Transfer]:
+        """Posted receives that nobody has taken the result of."""
+        return [*self.arriving.values(), *self.arriving_gradients.values()]
 
     def _count_uses(self, stage_index: int) -> None:
         """Counts the uses that are still to come of values made or received here."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,10 +17,12 @@ from torch import nn
 from ..comm.collectives import Collectives
 from ..comm.peers import Peers
 from ..comm.wires import MemoryWire, Wire
+from ..errors import SMPTimeout
 from ..plan.schedules import Policy
 from ..record.placement import Placement
 from ..record.recorder import Recorder
 from .executor import StageExecutor
+from .failure import error_like, failure_kind
 from .gradients import GradientBooks
 from .random_streams import RandomStreams
 from .reducer import Reducer, broadcast_tensors
@@ -48,6 +51,7 @@ class ModelRuntime:
         policy: the schedule's.
         collectives: over the dp group; None without data parallelism.
         options: see :class:`ReductionOptions`.
+        exchange: gives every dp rank's object to all of them; needed with ``collectives``.
     """
 
     def __init__(
@@ -58,11 +62,13 @@ class ModelRuntime:
         policy: Policy,
         collectives: Collectives | None,
         options: ReductionOptions,
+        exchange: Callable[[Any], list[Any]] | None = None,
     ) -> None:
         self.placement = placement
         self.peers = peers
         self.options = options
         self.collectives = collectives
+        self._exchange = exchange
         self.streams = RandomStreams()
         self.reducer: Reducer | None = None
         self._passes = 0
@@ -131,17 +137,47 @@ class ModelRuntime:
     def finish(
         self, outputs: Sequence[tuple[int, int]], *, has_backward: bool, keep_graph: bool
     ) -> list[torch.Tensor]:
-        """Executes the step; gradients are reduced when it returns."""
-        found = self.runner.finish(outputs, keep_graph=keep_graph)
+        """Executes the step; gradients are reduced when it returns.
+
+        Raises:
+            SMPError: the step failed on a rank of the mp group or, if gradients are reduced, of any replica.
+        """
+        try:
+            found = self.runner.finish(outputs, keep_graph=keep_graph)
+        except Exception as error:
+            self._join_reduction(error, expected=has_backward)
+            raise
         if has_backward:
             self._passes += 1
-            if self.reducer is not None and self._reduce_now:
-                self.reducer.finish()
+            self._reduce(None)
         return found
 
-    def streams_drew(self) -> bool:
-        """Whether the replicated random stream has moved since the step began."""
-        return self.runner.drew()
+    def abandon(self, error: BaseException) -> None:
+        """The step failed before it could be executed to its end."""
+        if self.runner.is_open:
+            self.runner.abandon(error)
+            # Whether the other replicas come to a backward in this step is not known here.
+            self._join_reduction(error, expected=torch.is_grad_enabled() and self.placement.root.training)
+
+    def _join_reduction(self, error: BaseException, *, expected: bool) -> None:
+        if expected and isinstance(error, Exception) and not isinstance(error, SMPTimeout):
+            self._reduce(error)
+
+    def _reduce(self, error: Exception | None) -> None:
+        """Averages gradients over the replicas, unless the step has failed on one of them."""
+        if self.reducer is None or not self._reduce_now:
+            return
+        failed = self.reducer.finish(failed=error is not None)
+        if not failed:
+            return
+        assert self._exchange is not None
+        texts = self._exchange(None if error is None else (self.peers.rank, str(error), failure_kind(error)))
+        self.runner.drop_gradients_of(self.placement)
+        if error is None:
+            rank, text, kind = next(item for item in texts if item is not None)
+            raise error_like(
+                kind, f"another replica failed, so gradients were not averaged: rank {rank}: {text}"
+            )
 
     def _on_final(self, parameter: nn.Parameter) -> None:
         if self.reducer is not None and self._reduce_now:

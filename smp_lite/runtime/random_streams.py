@@ -3,7 +3,7 @@
 The user's function draws from the torch generator while it is being recorded, alike on every mp rank
 (layer drop, span masks). Owned modules must not disturb that stream, and what they draw must depend
 neither on the schedule nor on which rank runs them: each command that draws is seeded from the state of
-the replicated stream at the start of the step, the microbatch, and the command's number. Running the same
+the replicated stream at the start of the step, the microbatch, its name and how many of that name came before. Running the same
 seed again gives the same numbers.
 
 If any command of a step draws, the replicated stream is moved on by one number at the end, as it would
@@ -16,9 +16,11 @@ import contextlib
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
 
 import torch
+
+from ..record.random_state import kept
+from ..record.signature import token
 
 _MASK = (1 << 63) - 1
 
@@ -40,28 +42,19 @@ class RandomStreams:
         state = torch.default_generator.get_state().numpy().tobytes()
         return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little") >> 3
 
-    def seed(self, microbatch_index: int, command_index: int) -> None:
-        """Seeds the generators for one command."""
-        seed = hash((self._step_seed, microbatch_index, command_index)) & _MASK
+    def seed(self, microbatch_index: int, key: tuple[str, int]) -> None:
+        """Seeds the generators for one command: ``key`` is its label and how many of that label drew before."""
+        label, number = key
+        seed = hash((self._step_seed, microbatch_index, token(label), number)) & _MASK
         torch.manual_seed(seed)
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
-    @contextlib.contextmanager
-    def executing(self) -> Iterator[None]:
+    @staticmethod
+    def executing() -> contextlib.AbstractContextManager[None]:
         """Within: the generators are the stage's; afterwards the replicated stream goes on as before."""
-        torch_state = torch.default_generator.get_state()
-        python_state = random.getstate()
-        numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
-        numpy_state = numpy_random.get_state() if numpy_random else None
-        try:
-            yield
-        finally:
-            torch.default_generator.set_state(torch_state)
-            random.setstate(python_state)
-            if numpy_random:
-                numpy_random.set_state(numpy_state)
+        return kept()
 
     @staticmethod
     def move_on() -> None:

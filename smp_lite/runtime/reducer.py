@@ -18,7 +18,9 @@ from torch import nn
 
 from ..comm.collectives import Collectives, Pending
 from ..comm.waiting import wait_until
-from ..errors import SMPError
+from ..errors import SMPError, SMPMismatch
+
+_STEPS_MODULO = 1_000_003  # a float32 sum of as many replicas as there are stays exact
 
 Hook = Callable[[Any, "GradBucket"], "torch.futures.Future[torch.Tensor]"]
 
@@ -93,8 +95,10 @@ class Reducer:
         self._buckets = _buckets(parameters, bucket_cap_bytes)
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._next = 0
+        self._steps = 0
 
     def begin_step(self) -> None:
+        self._steps += 1
         self._next = 0
         self.started_in_backward = 0
         for bucket in self._buckets:
@@ -111,19 +115,40 @@ class Reducer:
             self._start()
             self.started_in_backward += 1
 
-    def finish(self) -> None:
-        """Starts what has not been, waits for all, and puts the averages in place."""
+    def finish(self, *, failed: bool = False) -> bool:
+        """Starts what has not been, waits for all, and puts the averages in place.
+
+        Args:
+            failed: the step has failed here; the other members must not wait in vain.
+
+        Returns:
+            Whether the step has failed on any member; then gradients are not to be used.
+
+        Raises:
+            SMPMismatch: the members are at different steps.
+        """
         used = torch.tensor(
-            [float(p.grad is not None) for bucket in self._buckets for p in bucket.parameters]
+            [
+                *[float(p.grad is not None) for bucket in self._buckets for p in bucket.parameters],
+                float(failed),
+                float(self._steps % _STEPS_MODULO),
+            ]
         )
         while self._next < len(self._buckets):
             self._start()
-        pending_use = self.collectives.all_reduce(used) if len(used) else None
+        pending_use = self.collectives.all_reduce(used)
         for number, bucket in enumerate(self._buckets):
             self._wait(bucket, number)
-        if pending_use is not None:
-            wait_until(pending_use.done, lambda: "the dp group did not agree on which parameters were used")
-        flags = iter(used.tolist())
+        wait_until(pending_use.done, lambda: "the dp group did not agree on which parameters were used")
+        *numbers, num_failed, steps = used.tolist()
+        if steps != self.collectives.size * (self._steps % _STEPS_MODULO):
+            raise SMPMismatch(
+                "the replicas are at different steps: one of them left out a step that the others made, or "
+                "failed in one and went on. All replicas must call the same step functions equally often"
+            )
+        if num_failed:
+            return True
+        flags = iter(numbers)
         for bucket in self._buckets:
             assert bucket.flat is not None
             for parameter, view in zip(bucket.parameters, bucket.views(bucket.flat), strict=True):
@@ -137,6 +162,7 @@ class Reducer:
                     parameter.grad.copy_(view)
             if not self.as_views:
                 bucket.flat = None
+        return False
 
     @torch.no_grad()
     def _start(self) -> None:

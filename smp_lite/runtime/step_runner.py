@@ -17,18 +17,24 @@ from typing import Any
 import torch
 
 from ..comm.peers import Check, Peers
-from ..errors import SMPError
+from ..errors import SMPError, SMPTimeout
 from ..plan.actions import ActionKind
 from ..plan.lowering import Schedule, lower
 from ..plan.schedules import Policy, Work, compute_order
 from ..record.calls import ResultMeta
 from ..record.metadata import describe_result
+from ..record.placed import PlacedTensor, TensorMeta
+from ..record.placement import Placement
 from ..record.recorder import Recorder
 from ..record.recording import Command, Recording, describe_command
 from .executor import StageExecutor
+from .failure import step_failure
 from .gradients import GradientBooks
 from .microbatch import MicrobatchState
 from .random_streams import RandomStreams
+
+EAGER_BYTES = 1 << 20
+"""Values that the script still holds when a step ends come to every rank if they are no larger."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class Batch:
 
     works: tuple[Work, ...]
     schedule: Schedule
+    trained: frozenset[str] = frozenset()  # parameters that a backward of it reaches
 
 
 @dataclass
@@ -81,10 +88,11 @@ class StepRunner:
         self._plans: dict[Any, Batch] = {}
         self._progress: dict[int, _Progress] = {}
         self._recorder: Recorder | None = None
-        self._real: list[torch.Tensor | None] = []
+        self._late: dict[tuple[int, int], torch.Tensor] = {}
         self._in_transit: list[Any] = []
         self._inputs: tuple[int, Callable[[], list[str]]] = (0, list)
         self._start_state = 0
+        self.all_know = False  # whether an error that is on its way is raised on all mp ranks
 
     # The life of a step -----------------------------------------------------------------------------------
 
@@ -99,17 +107,20 @@ class StepRunner:
         Args:
             recorder: whose host this is for the step.
             gradient_scale: what each backward starts with instead of 1.
-            inputs: a digest of the batch, compared between ranks, and its description; 0: not compared.
+            inputs: a digest of the batch, compared between ranks, and its description; 0: not compared, nor
+                is anything else that need not be looked at in every step.
         """
         self._recorder = recorder
-        recorder.begin_step()
+        recorder.begin_step(strict=inputs[0] != 0)
         self._inputs = inputs
+        self._late.clear()
+        self.all_know = False
         self._start_state = self.streams.begin_step()
         for executor in self.executors.values():
             executor.gradient_scale = gradient_scale
             executor.spans.clear()
         self._progress.clear()
-        self._real = recorder.placement.swap_in()
+        recorder.placement.swap_in()
 
     def add(self, recording: Recording) -> None:
         """A microbatch begins to be recorded."""
@@ -126,33 +137,104 @@ class StepRunner:
         """
         recorder = self._recorder
         assert recorder is not None
-        recorder.placement.swap_out(self._real)
-        self._real = []
+        recorder.placement.swap_out()
         recorder.suspended = True
         try:
+            recorder.placement.end_recording()
             self._execute(last_batch=True)
-            items = []
-            for m, value in outputs:
-                home = self._progress[m].recording.values[value]
-                executor = self.executors.get(home.stage_index)
-                tensor = executor.states[m].data[value] if executor else None
-                items.append((home.stage_index, home.meta, tensor))
-            found = self.peers.share(items)
+            survivors = self._surviving()
+            found = self.peers.share([self._item(m, v) for m, v in (*outputs, *survivors)])
+            self._give_data(survivors, found[len(outputs) :])
+            self._pass_gradients_to_inputs()
             if keep_graph:
-                found = [t if t is not None else f for f, (_, _, t) in zip(found, items, strict=True)]
-            return found
+                items = [self._item(m, value)[2] for m, value in outputs]
+                found = [own if own is not None else f for f, own in zip(found, items)]
+            return found[: len(outputs)]
         finally:
             recorder.suspended = False
             self._end(recorder)
 
-    def abandon(self) -> None:
-        """The step failed: lets go of everything but the memory that a wire may still write into."""
+    def _item(self, microbatch_index: int, value: int) -> tuple[int, TensorMeta, torch.Tensor | None]:
+        """(stage, metadata, data if it is here) of a value."""
+        home = self._progress[microbatch_index].recording.values[value]
+        executor = self.executors.get(home.stage_index)
+        data = executor.states[microbatch_index].data[value] if executor else None
+        return home.stage_index, home.meta, data
+
+    def _surviving(self) -> list[tuple[int, int]]:
+        """Values that somebody still holds, as far as they are small; the others stay on their stage."""
+        assert self._recorder is not None
+        found = []
+        for m, placed in self._recorder.survivors:
+            if placed.smp_meta.num_bytes <= EAGER_BYTES:
+                found.append((m, placed.smp_value))
+            else:
+                placed.smp_is_late = True
+                data = self._item(m, placed.smp_value)[2]
+                if data is not None:
+                    self._late[placed.smp_microbatch, placed.smp_value] = data.detach()
+        return found
+
+    def _give_data(self, survivors: list[tuple[int, int]], found: list[torch.Tensor]) -> None:
+        assert self._recorder is not None
+        data = dict(zip(survivors, found, strict=True))
+        for m, placed in self._recorder.survivors:
+            placed.smp_data = data.get((m, placed.smp_value))
+
+    def share_late(self, placed: PlacedTensor) -> torch.Tensor:
+        key = (placed.smp_microbatch, placed.smp_value)
+        here = placed.smp_stage in self.executors
+        if here and key not in self._late:
+            raise SMPError(
+                f"a tensor of {placed.smp_meta.num_bytes} bytes that was made in an earlier smp.step is gone: "
+                "read it before the next step, or return it from the step function"
+            )
+        self.peers.share_object(None, placed.smp_stage, "reading a tensor that was made in the last smp.step")
+        (placed.smp_data,) = self.peers.share(
+            [(placed.smp_stage, placed.smp_meta, self._late[key] if here else None)]
+        )
+        return placed.smp_data
+
+    def _pass_gradients_to_inputs(self) -> None:
+        """Ordinary tensors that the commands have read get their gradients, on every rank."""
+        wanted = [
+            (m, value, tensor)
+            for m, progress in self._progress.items()
+            for value, tensor in progress.recording.inputs
+        ]
+        if not wanted:
+            return
+        items: list[tuple[int, TensorMeta, torch.Tensor | None]] = []
+        for m, value, tensor in wanted:
+            stage = self._progress[m].recording.values[value].stage_index
+            executor = self.executors.get(stage)
+            leaf = executor.states[m].inputs.get(value) if executor else None
+            gradient = leaf.grad if leaf is not None else None
+            has_gradient = self.peers.share_object(
+                gradient is not None, stage, "the gradient of an input of a step"
+            )
+            if has_gradient:
+                items.append((stage, TensorMeta.of(tensor)._replace(requires_grad=False), gradient))
+            else:
+                items.append((stage, TensorMeta.of(tensor), None))
+        shared = iter(self.peers.share([item for item in items if not item[1].requires_grad]))
+        for (_, _, tensor), (_, meta, _) in zip(wanted, items, strict=True):
+            if not meta.requires_grad:
+                torch.autograd.backward(tensor, next(shared), retain_graph=True)
+
+    def abandon(self, error: BaseException | None = None) -> None:
+        """The step failed: tells the other ranks, unless they know, and lets go of everything but the memory
+        that a wire may still write into."""
         recorder = self._recorder
         if recorder is not None:
+            if isinstance(error, Exception) and not self.all_know and not isinstance(error, SMPTimeout):
+                self.peers.fail(f"{type(error).__name__}: {error}")
+                recorder.modules.restore_buffers()
+                if self._has_run_backward():
+                    self.drop_gradients()
             self._in_transit += [executor.in_transit() for executor in self.executors.values()]
-            if self._real:
-                recorder.placement.swap_out(self._real)
-                self._real = []
+            recorder.placement.swap_out()
+            recorder.placement.strange.clear()
             self._end(recorder)
 
     def _end(self, recorder: Recorder) -> None:
@@ -169,21 +251,37 @@ class StepRunner:
 
     # Host of the recorder -----------------------------------------------------------------------------------
 
-    def run_for_real(self, recording: Recording, command: Command) -> ResultMeta:
+    def run_for_real(self, recording: Recording, command: Command) -> ResultMeta | str:
         self._execute_now()
         m, stage = recording.microbatch_index, command.stage_index
-        meta: ResultMeta | None = None
+        found: ResultMeta | str | None = None
         executor = self.executors.get(stage)
         if executor is not None:
             state = executor.states[m]
-            given, result, drew = executor.result_of(command)
+            run = executor.result_of(command)
             leaves = state.leaves[command.index]
-            meta = describe_result(result, given, [leaves.get(s) for s in command.sources], draws=drew)
-        meta = self.peers.share_object(meta, stage, f"the result of {command.label}")
-        assert meta is not None
-        if executor is not None:
+            found = run.effect or describe_result(
+                run.result,
+                run.tensors,
+                [leaves.get(s) for s in command.sources],
+                buffers=run.buffers,
+                states=run.states,
+                draws=run.drew,
+            )
+        found = self.peers.share_object(found, stage, f"the result of {command.label}")
+        assert found is not None
+        if executor is not None and isinstance(found, str):
+            executor.forget(command)
+        elif executor is not None:
             executor.adopt_later(executor.states[m], command)
-        return meta
+        if isinstance(found, str):
+            command.meta = ResultMeta(spec=("tuple",), leaves=())
+        return found
+
+    def share(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
+        own = tensor if stage in self.executors else None
+        (data,) = self.peers.share([(stage, TensorMeta.of(tensor)._replace(requires_grad=False), own)])
+        return data if own is None else own
 
     def fetch(self, recording: Recording, values: list[int]) -> list[torch.Tensor]:
         m = recording.microbatch_index
@@ -206,13 +304,13 @@ class StepRunner:
         recorder = self._recorder
         assert recorder is not None
         suspended = recorder.suspended
-        recorder.placement.swap_out(self._real)
+        recorder.placement.swap_out()
         recorder.suspended = True
         try:
             self._execute(last_batch=False)
         finally:
             recorder.suspended = suspended
-            self._real = recorder.placement.swap_in()
+            recorder.placement.swap_in()
 
     # Planning and executing ---------------------------------------------------------------------------------
 
@@ -221,6 +319,8 @@ class StepRunner:
         recordings = {m: progress.recording for m, progress in self._progress.items()}
         if last_batch and self.on_planned is not None:
             self.on_planned(batch, recordings)
+        assert self._recorder is not None
+        self._recorder.modules.before_running()
         self._compare(recordings, last_batch=last_batch)
         for executor in self.executors.values():
             executor.adopt()
@@ -233,8 +333,45 @@ class StepRunner:
             self.peers.drive(
                 {stage: executor.run(batch.schedule[stage]) for stage, executor in self.executors.items()}
             )
+        self._agree_on_outcome(batch)
         self._note(batch)
+        self._recorder.placement.note_gradients(batch.trained)
         self.last_batch = batch
+
+    def _agree_on_outcome(self, batch: Batch) -> None:
+        """Raises the same error on all ranks if an action has failed on any."""
+        own = [executor for executor in self.executors.values() if executor.failure is not None]
+        mine = min((e.failure for e in own if e.failure is not None), key=lambda f: f.time_ns, default=None)
+        if mine is not None:
+            mine.rank = self.peers.rank
+        outcomes = self.peers.outcomes(mine, "the end of a step")
+        if not outcomes:
+            return
+        self.all_know = True
+        recorder = self._recorder
+        assert recorder is not None
+        recorder.modules.restore_buffers()
+        if any(work.pending_backwards() for work in batch.works) or self._has_run_backward():
+            self.drop_gradients()
+        raise step_failure(outcomes) from next((e.error for e in own if e.failure is mine), None)
+
+    def _has_run_backward(self) -> bool:
+        return any(progress.backward_done for progress in self._progress.values())
+
+    def drop_gradients(self) -> None:
+        assert self._recorder is not None
+        self.drop_gradients_of(self._recorder.placement)
+
+    @staticmethod
+    def drop_gradients_of(placement: Placement) -> None:
+        """What a failed step has added to gradients cannot be taken out of them again."""
+        for parameter in placement.root.parameters():
+            parameter.grad = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self._recorder is not None
 
     def _plan(self, last_batch: bool) -> Batch:
         backwards_last = self.policy.pipeline == "simple" and not last_batch
@@ -277,8 +414,23 @@ class StepRunner:
             order = compute_order(works, self.policy)
             sent = {m: frozenset(progress.sent) for m, progress in self._progress.items()}
             schedule = lower(order, works, self.num_stages, sent=sent)
-            self._plans[key] = Batch(tuple(works), schedule)
+            self._plans[key] = Batch(tuple(works), schedule, self._trained(works))
         return self._plans[key]
+
+    def _trained(self, works: Sequence[Work]) -> frozenset[str]:
+        """Names of the parameters that the works' backwards reach, on whatever stage."""
+        assert self._recorder is not None
+        alias = self._recorder.placement.alias
+        found: set[str | None] = set()
+        for work in works:
+            commands = self._progress[work.microbatch_index].recording.commands
+            for segment in work.pending_backwards():
+                for index in segment.commands:
+                    command = commands[index]
+                    found.add(command.parameter)
+                    if command.module is not None:
+                        found.update([alias(parameter) for parameter in command.module.parameters()])
+        return frozenset(name for name in found if name is not None)
 
     def _note(self, batch: Batch) -> None:
         """Everything in the batch has run, on all stages."""
@@ -303,17 +455,27 @@ class StepRunner:
             ]
 
         recorded = hash(tuple(recording.digest for recording in recordings.values()))
-        checks = [Check("the recording of a step", recorded, calls)]
-        if last_batch:
-            checks.append(Check("the batch of a step", *self._inputs))
-            checks.append(
+        looks = 0 if last_batch else 1
+        self.all_know = True  # who is not alike raises, and so do the others
+        self.peers.compare(
+            [
+                Check(
+                    "what a step does",
+                    looks,
+                    lambda: [
+                        "looks at data while it records" if looks else "has recorded its step to the end"
+                    ],
+                ),
+                Check("the recording of a step", recorded, calls),
+                Check("the batch of a step", *(self._inputs if last_batch else (0, list))),
                 Check(
                     "the random numbers drawn in a step function",
-                    self._start_state if self.drew() else 0,
+                    self._start_state if last_batch and self.drew() else 0,
                     lambda: [f"has the random state {self._start_state:x}"],
-                )
-            )
-        self.peers.compare(checks)
+                ),
+            ]
+        )
+        self.all_know = False
 
     def drew(self) -> bool:
         """Whether the user's function drew random numbers in this step."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import smp_lite as smp
+from smp_lite.record.away import is_away
 from tests.api_support import batch, build, place, plain_train, same, train, wrap
 from tests.launch.api_cases import error_of
 
@@ -67,7 +68,7 @@ def local_things() -> dict[str, Any]:
         "buffers": [name for name, _ in model.local_named_buffers()],
         "modules": [name for name, _ in model.local_named_modules()],
         "state": list(model.local_state_dict()),
-        "memoryless": [name for name, p in parameters.items() if p.device.type == "meta"],
+        "memoryless": [name for name, p in parameters.items() if is_away(p)],
         "gradients": [name for name, p in parameters.items() if p.grad is not None],
         "all": list(parameters),
     }

@@ -5,14 +5,17 @@ each rank no parameters but its own."""
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import smp_lite as smp
+from smp_lite.record.away import is_away
 from tests.harness import run_distributed
 from tests.models.layers import WIDTH, Chain, regression_batch
 from tests.transparency.conftest import OpenSession
@@ -32,29 +35,32 @@ class Hold(torch.autograd.Function):
 
 
 class Watched(nn.Module):
-    """Notes at each call how many microbatches it keeps tensors of, and its activations weakly.
+    """Notes at each real run how many microbatches it keeps tensors of, and its activations weakly.
 
-    No hooks: what a hook returns is known only when it has run, so hooked modules run while
-    recording.
+    A module that notes anything on itself is run where it is called, one torch function after another; this
+    one is to stay a call that runs later. So it notes on a logger, whose attributes nobody takes for the
+    module's state, and not on fake tensors.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.saved: list[weakref.ref[Tensor]] = []
-        self.alive_at_call: list[int] = []
-        self.activations: list[weakref.ref[Tensor]] = []
+        self.notes: Any = logging.Logger("notes")
+        self.notes.saved, self.notes.alive_at_call, self.notes.activations = [], [], []
 
     def forward(self, x: Tensor) -> Tensor:
         saved = torch.zeros(1)
-        self.saved = [reference for reference in (*self.saved, weakref.ref(saved)) if reference() is not None]
-        self.alive_at_call.append(self.num_alive())
         output = Hold.apply(self.linear(x), saved)
-        self.activations += [weakref.ref(x), weakref.ref(output)]
+        if not isinstance(x, FakeTensor):
+            notes = self.notes
+            notes.saved.append(weakref.ref(saved))
+            notes.alive_at_call.append(self.num_alive())
+            notes.activations += [weakref.ref(x), weakref.ref(output)]
         return output
 
     def num_alive(self) -> int:
-        return sum(reference() is not None for reference in self.saved)
+        self.notes.saved[:] = [reference for reference in self.notes.saved if reference() is not None]
+        return len(self.notes.saved)
 
 
 def train(module: nn.Module, num_steps: int = 2, num_samples: int = 16) -> list[weakref.ref[Tensor]]:
@@ -74,7 +80,7 @@ def train(module: nn.Module, num_steps: int = 2, num_samples: int = 16) -> list[
     for _ in range(num_steps):
         step(model, regression_batch(num_samples)["x"])
     for part in module.modules():
-        seen += getattr(part, "activations", [])
+        seen += part.notes.activations if isinstance(part, Watched) else []
     return seen
 
 
@@ -105,7 +111,7 @@ def test_microbatches_in_flight(
     open_session(3, microbatches=8, **parameters)
     module = nn.Sequential(*(Watched() for _ in range(3)))
     train(module)
-    assert [max(part.alive_at_call) for part in module] == in_flight
+    assert [max(part.notes.alive_at_call) for part in module] == in_flight
 
 
 def test_a_failed_step_leaves_nothing(open_session: OpenSession) -> None:
@@ -140,7 +146,7 @@ def memory_on_rank() -> tuple[dict[str, bool], int, int]:
     module = nn.Sequential(*(Watched() for _ in range(smp.state.num_stages)))
     seen = train(module)
     gc.collect()
-    here = {name: parameter.device.type != "meta" for name, parameter in module.named_parameters()}
+    here = {name: not is_away(parameter) for name, parameter in module.named_parameters()}
     alive = sum(reference() is not None for reference in seen)
     return here, sum(part.num_alive() for part in module), alive
 

@@ -24,17 +24,20 @@ def test_peak_with_replicas() -> None:
 
 
 def check(name: str, num_ranks: int, parameters: dict[str, Any]) -> None:
+    """A message leaves a little earlier or later in each step, so the nearer of two steps counts."""
     planned = planned_memory(name, parameters)
     assert [stage.not_counted for stage in planned] == [()] * parameters["partitions"]
     measured = run_distributed(
-        "tests.transparency.planned_peaks:measured_peak",
+        "tests.transparency.planned_peaks:measured_peaks",
         num_ranks,
         kwargs={"name": name},
         parameters=parameters,
     )
     assert len(measured) == num_ranks
     errors = {
-        f"rank {rank}, stage {stage}, at {planned[stage].when}": planned[stage].total / peak - 1
-        for rank, (stage, peak) in enumerate(measured)
+        f"rank {rank}, stage {stage}, {planned[stage].when}": min(
+            abs(planned[stage].total / peak - 1) for peak in peaks
+        )
+        for rank, (stage, peaks) in enumerate(measured)
     }
-    assert {what: error for what, error in errors.items() if abs(error) > ALLOWED} == {}
+    assert {what: error for what, error in errors.items() if error > ALLOWED} == {}

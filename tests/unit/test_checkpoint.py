@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import smp_lite as smp
-from tests.api_support import Net, batch, build, in_memory, plain_train, same, train, wrap
+from tests.api_support import Net, batch, build, in_memory, same, train, wrap
 
 pytestmark = pytest.mark.filterwarnings("ignore:Stage ")
 MANUAL = {"auto_partition": False, "default_partition": 0}
@@ -126,20 +126,15 @@ def test_the_files_of_a_partial_checkpoint(tmp_path: Path) -> None:
     assert state["_smp_is_partial"] is True
 
 
-def test_a_full_checkpoint_holds_the_weights_alone(tmp_path: Path) -> None:
+def test_the_files_of_a_full_checkpoint(tmp_path: Path) -> None:
     model, optimizer = start()
-    run(model, optimizer, range(2))
+    run(model, optimizer, range(1))
     smp.save_checkpoint(tmp_path, "t", partial=False, model=model, optimizer=optimizer, user_content=[1])
-    assert names(tmp_path) == ["newest", "t", "user_content_t"]
+    assert names(tmp_path) == ["newest", "optimizer_t", "t", "user_content_t"]
     assert (tmp_path / "newest").read_text() == "t"
-    plain = Net()
-    plain.load_state_dict(torch.load(tmp_path / "t", weights_only=True))
-    losses = run(model, optimizer, range(2, 3))
-    # Into another number of partitions: that is what a full checkpoint is for.
-    model, optimizer = start(seed=8, partitions=3)
-    assert smp.resume_from_checkpoint(tmp_path, partial=False) == [1]
-    assert same(run(model, optimizer, range(2, 3)), losses)
-    assert same(losses[0], plain_train(plain, *batch(2)))
+    # What a save of the same tag does not hold is gone.
+    smp.save_checkpoint(tmp_path, "t", partial=False, model=model)
+    assert names(tmp_path) == ["newest", "t"]
 
 
 def test_a_plain_models_file_resumes_as_a_full_checkpoint(tmp_path: Path) -> None:
@@ -256,3 +251,31 @@ def test_resuming_is_strict_unless_told_otherwise(tmp_path: Path) -> None:
         smp.resume_from_checkpoint(tmp_path, tag="t", partial=False)
     smp.resume_from_checkpoint(tmp_path, tag="t", partial=False, strict=False)
     assert same(model.state_dict()["first.0.weight"], state["first.0.weight"])
+
+
+@pytest.mark.parametrize("is_partial", [True, False])
+def test_everything_is_on_the_disk_before_the_switch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_partial: bool
+) -> None:
+    model, optimizer = start()
+    run(model, optimizer, range(1))
+    log: list[tuple[str, set[Path]]] = []
+    sync, rename = os.fsync, os.rename
+
+    def noted_sync(descriptor: int) -> None:
+        sync(descriptor)
+        log.append(("sync", {Path(os.readlink(f"/proc/self/fd/{descriptor}"))}))
+
+    def noted_rename(source: Path, target: Path) -> None:
+        log.append(("rename", {Path(source), *Path(source).iterdir()}))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    smp.save_checkpoint(tmp_path, "t", partial=is_partial, model=model, optimizer=optimizer, user_content=1)
+    switch = next(i for i, (what, _) in enumerate(log) if what == "rename")
+    written = log[switch][1]
+    assert len(written) == 5  # four files and their folder
+    assert written <= set.union(*(paths for _, paths in log[:switch]))
+    assert log[switch + 1] == ("sync", {tmp_path})
+    assert ("sync", {tmp_path}) in log[switch + 2 :]  # its name, and that it is the newest

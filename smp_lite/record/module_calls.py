@@ -1,0 +1,408 @@
+"""What happens when a module is called while a step is recorded.
+
+A module that lies whole on one stage is recorded as one *closed* call, unless its own Python code has to run
+where it is called. Then it is *opened*: its code runs on every rank as a container's does, its torch
+functions are recorded one by one on its stage, and the modules in it are closed calls again, or opened. That
+is always right, and costs recording time. A module is opened
+
+- if a module in it has forward hooks, or forward hooks for all modules are set: hooks are code around calls;
+- if a run of it would leave something behind (:mod:`.effects`): attributes, a list that it was given;
+- while its parameters are exchanged for others (``torch.func.functional_call``);
+- while a mode of the user's sees every torch function.
+
+A module with hooks of its own and none inside stays a closed call: the hooks run around it, where it is called.
+
+A closed call runs later than it is recorded, so it carries what has changed in between: attributes set on its
+modules (setting one is heard), and plain values that its code reads elsewhere (:mod:`.places`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from ..errors import SMPError
+from .ambient import Ambient
+from .calls import Arguments
+from .placed import PlacedTensor
+from .placement import FOREIGN, SPLIT
+from .places import ModuleAttribute, Place, PlacesRead, Seen
+from .python_state import MISSING
+from .recording import Command
+from .replay import refuse
+from .tables import plain_table
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+__all__ = ["DRAWS", "ModuleCalls"]
+
+Call = Callable[..., Any]
+
+DRAWS = "draws random numbers in container code"
+"""Why a stateless module is opened that draws: its torch functions draw as plain torch's would."""
+
+
+class _Subtree:
+    """A module that may be a closed call, with what has to be looked at before each call."""
+
+    def __init__(self, module: nn.Module, name: str, home: int) -> None:
+        self.module, self.name, self.home = module, name, home
+        self.opened: str | None = None
+        self.look_again()
+
+    def look_again(self) -> None:
+        """The list of its modules has changed."""
+        parts = list(self.module.modules())
+        self.ids = frozenset(map(id, parts))
+        self.own_hooks = (self.module._forward_hooks, self.module._forward_pre_hooks)
+        self.inner_hooks = [
+            hooks for part in parts[1:] for hooks in (part._forward_hooks, part._forward_pre_hooks)
+        ]
+        self.has_state = any(True for _ in self.module.parameters()) or any(
+            True for _ in self.module.buffers()
+        )
+
+
+class _Pending:
+    """Closed calls of one module that have been recorded and have not run."""
+
+    def __init__(self, subtree: _Subtree) -> None:
+        self.subtree = subtree
+        self.commands: list[tuple[Command, PlacesRead | None, Seen | None]] = []
+
+
+class ModuleCalls:
+    """Module calls of one recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.placement = recorder.placement
+        self.home: int | None = None  # the stage of the opened module whose code is running
+        self.strict = False  # compare attributes that changed without being heard
+        self._subtrees: dict[int, _Subtree] = {}
+        self._pending: dict[int, _Pending] = {}
+        self.rebound: dict[tuple[int, str], nn.Module] = {}  # buffers that placed values stand for
+        self._changing: dict[tuple[int, str], nn.Module] = {}  # buffers that closed calls change
+        self._exposed: dict[int | None, nn.Module] = {}  # whose buffers Python code has seen, by memory
+        self._saved: dict[tuple[int, str], tuple[nn.Module, torch.Tensor, torch.Tensor]] = {}
+        self._numbers: dict[int, int] = {}
+
+    # The life of a step -------------------------------------------------------------------------------------
+
+    def begin_step(self, *, strict: bool) -> None:
+        self._saved.clear()
+        for (_, name), module in self._changing.items():
+            self._save_buffer(module, name)
+        self.strict = strict
+        self.home = None
+        self._pending.clear()
+        self._exposed.clear()
+
+    def end_step(self) -> None:
+        self.home = None
+        self._pending.clear()
+        self._exposed.clear()
+        self.rebound.clear()
+        for (_, name), module in self._changing.items():
+            self.placement.send_buffer_away(module, name)
+
+    # Calls --------------------------------------------------------------------------------------------------
+
+    def call(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``module(*args, **kwargs)``; ``call`` is the original ``Module.__call__``."""
+        subtree = self._subtrees.get(id(module))
+        if subtree is None or subtree.module is not module:
+            subtree = self._new_subtree(module)
+        home = subtree.home
+        if home == SPLIT:
+            return self._call_container(module, call, args, kwargs)
+        if home == FOREIGN and subtree.has_state:
+            return call(module, *args, **kwargs)
+        arguments: Arguments | None = None
+        if home < 0:
+            arguments = self.recorder.arguments(args, kwargs)
+            if not any(type(tensor) is PlacedTensor for tensor in arguments.tensors):
+                return call(module, *args, **kwargs)
+        reason = self._open_for(subtree)
+        if reason is not None:
+            return self._call_open(subtree, reason, call, args, kwargs)
+        if (
+            any(subtree.own_hooks)
+            or torch_module._global_forward_hooks
+            or torch_module._global_forward_pre_hooks
+        ):
+            return self._call_hooked(subtree, call, args, kwargs)
+        return self._call_closed(subtree, call, args, kwargs, arguments)
+
+    def _new_subtree(self, module: nn.Module) -> _Subtree:
+        home = self.placement.home(module)
+        subtree = _Subtree(module, self.placement.name(module), home)
+        self._subtrees[id(module)] = subtree
+        return subtree
+
+    def _open_for(self, subtree: _Subtree) -> str | None:
+        """Why the module's own code has to run here; None if one closed call will do."""
+        if subtree.opened is not None:
+            return subtree.opened
+        if any(subtree.inner_hooks):
+            return "has forward hooks inside"
+        if self.placement.strange and not self.placement.strange.isdisjoint(subtree.ids):
+            return "runs with other parameters than its own"
+        if (torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks) and len(
+            subtree.ids
+        ) > 1:
+            return "is under forward hooks for all modules"
+        if Ambient.current().num_modes != self.recorder.num_modes:
+            return "is under a mode that sees every torch function"
+        return None
+
+    def _call_container(
+        self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self._refuse_backward_hooks(module, "is split over stages")
+        with self.at(None):
+            return call(module, *args, **kwargs)
+
+    def _call_open(
+        self, subtree: _Subtree, reason: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self.recorder.tape is not None and reason != DRAWS:
+            raise refuse(f"calls {subtree.name}, which {reason}")
+        self._refuse_backward_hooks(subtree.module, reason)
+        with self.at(subtree.home if subtree.home >= 0 else self.home):
+            return call(subtree.module, *args, **kwargs)
+
+    def _call_hooked(
+        self, subtree: _Subtree, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Forward hooks of the module's own run here, around a closed call that runs without them."""
+        if self.recorder.tape is not None:
+            raise refuse(f"calls {subtree.name}, which has forward hooks")
+        module = subtree.module
+        namespace = module.__dict__
+        # Its backward hooks are for the run by its owner.
+        own = {key: namespace[key] for key in ("_backward_hooks", "_backward_pre_hooks")}
+        forward = namespace.get("forward", MISSING)
+
+        def restore() -> None:
+            namespace.update(own)
+            if forward is MISSING:
+                namespace.pop("forward", None)
+            else:
+                namespace["forward"] = forward
+
+        def closed(*args: Any, **kwargs: Any) -> Any:
+            restore()
+            return self._call_closed(subtree, _forward_of, args, kwargs, None, bare=True)
+
+        namespace.update({key: OrderedDict() for key in own})
+        namespace["forward"] = closed
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            restore()
+
+    def _call_closed(
+        self,
+        subtree: _Subtree,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        arguments: Arguments | None,
+        *,
+        bare: bool = False,
+    ) -> Any:
+        """Records the call; opens the module if it turns out that it has to be."""
+        recorder = self.recorder
+        if self.rebound or recorder.twins:
+            self._write_buffers_of(subtree)
+        if arguments is None:
+            arguments = recorder.arguments(args, kwargs)
+        reason, result = recorder.record_module(
+            subtree.name, subtree.module, arguments, subtree.home, bare=bare
+        )
+        if reason is None:
+            return result
+        subtree.opened = reason
+        self._take_over_buffers(subtree.module)
+        return self._call_open(subtree, reason, call, args, kwargs)
+
+    def note(self, command: Command) -> None:
+        """A closed call was recorded."""
+        module = command.module
+        assert module is not None
+        pending = self._pending.get(id(module))
+        if pending is None:
+            pending = self._pending[id(module)] = _Pending(self._subtrees[id(module)])
+        places = self.recorder.descriptions.places(module)
+        pending.commands.append((command, places, places.seen if places is not None else None))
+
+    def _refuse_backward_hooks(self, module: nn.Module, reason: str) -> None:
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise SMPError(
+                f"module {self.placement.name(module)!r} has backward hooks and {reason}, so that its code runs "
+                "on every rank: register them on modules that lie on one stage, or place it whole with "
+                "smp.partition"
+            )
+
+    @contextlib.contextmanager
+    def at(self, home: int | None) -> Iterator[None]:
+        """Within: torch functions go to this stage; None: to that of their largest input."""
+        before, self.home = self.home, home
+        try:
+            yield
+        finally:
+            self.home = before
+
+    # State between a call and its run -----------------------------------------------------------------------
+
+    def attribute_set(self, module: nn.Module, name: str, value: Any) -> None:
+        """An attribute of a module is about to be set, or deleted."""
+        namespace = module.__dict__
+        if namespace.get(name, MISSING) is value:
+            return
+        owners = self.placement.owners.get(id(module))
+        if owners is None:
+            return
+        if isinstance(value, nn.Module) or name in namespace.get("_modules", ()):
+            self._module_set(owners)
+            return
+        if name in namespace.get("_parameters", ()) or name in namespace.get("_buffers", ()):
+            return  # their tables hear of it
+        changed: list[tuple[Place, Any]] | None = None
+        for owner in owners:
+            self.recorder.descriptions.signatures.changed(owner)
+            pending = self._pending.get(owner)
+            if pending is None:
+                continue
+            if changed is None:
+                changed = [(ModuleAttribute(module, name), namespace.get(name, MISSING))]
+            for command, _, _ in pending.commands:
+                command.carry(changed)
+
+    def _module_set(self, owners: tuple[int, ...]) -> None:
+        """Modules inside closed calls are exchanged: what was recorded runs with the present ones."""
+        if any(owner in self._pending for owner in owners):
+            self.recorder.run_all_recorded()
+        for owner in owners:
+            self.recorder.descriptions.signatures.changed(owner)
+            subtree = self._subtrees.get(owner)
+            if subtree is not None:
+                subtree.opened = "gets modules while it runs"
+
+    def before_running(self) -> None:
+        """What has been recorded is about to run: gives each call what it was recorded with.
+
+        Raises:
+            SMPError: an attribute has changed in a way that was not heard.
+        """
+        signatures = self.recorder.descriptions.signatures
+        for pending in self._pending.values():
+            module = pending.subtree.module
+            for command, places, seen in pending.commands:
+                if places is not None and seen is not None and places.look() is not seen:
+                    command.carry(places.others_than_now(seen))
+            if self.strict:
+                text = signatures.unheard(module)
+                if text is not None:
+                    raise SMPError(
+                        f"{pending.subtree.name}: {text}. It changed after the module was called and before "
+                        "the call ran, in a way that cannot be carried (module.__dict__, or an object that is "
+                        "changed in place): set attributes of modules by module.name = value"
+                    )
+        self._pending.clear()
+
+    # Buffers ------------------------------------------------------------------------------------------------
+
+    def note_buffers(self, module: nn.Module, names: tuple[str, ...]) -> tuple[int, ...]:
+        """A closed call changes these buffers; returns numbers for the modules that hold them."""
+        touched: dict[int, None] = {}
+        for name in names:
+            prefix, _, own = name.rpartition(".")
+            part = module.get_submodule(prefix)
+            if (id(part), own) not in self._changing:
+                self._changing[id(part), own] = part
+                self._save_buffer(part, own)
+            touched[self._numbers.setdefault(id(part), len(self._numbers))] = None
+        return tuple(touched)
+
+    def _save_buffer(self, module: nn.Module, name: str) -> None:
+        """Copies a buffer that closed calls change here, in case the step fails."""
+        buffer = plain_table(module._buffers).get(name)
+        if type(buffer) is torch.Tensor and self.placement.is_here(module):
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                self._saved[id(module), name] = (module, buffer, buffer.clone())
+
+    def restore_buffers(self) -> None:
+        """The step has failed: buffers are as they were before it."""
+        for (_, name), (module, buffer, value) in self._saved.items():
+            with torch.no_grad():
+                plain_table(module._buffers)[name] = buffer.copy_(value)
+
+    def buffer_read(self, module: nn.Module, name: str, value: Any) -> Any:
+        """Python code is about to see a buffer: it must be what it is after all calls before this line."""
+        if not isinstance(value, torch.Tensor) or type(value) is PlacedTensor:
+            return value
+        if self.placement.home(module) < 0 or self.recorder.not_listening:
+            return value
+        if (id(module), name) in self._changing:
+            if self.recorder.tape is not None:
+                raise refuse(f"reads the buffer {name} of {self.placement.name(module)}")
+            stage = self.placement.stage_of[self.placement.names[id(module)]]
+            value = self.recorder.bring_up_to_date(value, stage, f"{self.placement.name(module)}.{name}")
+        storage = storage_of(value)
+        if storage is not None:
+            self._exposed[storage] = module
+        return value
+
+    def buffer_set(self, module: nn.Module, name: str, value: Any) -> None:
+        """Python code is about to bind a buffer anew, or to delete it."""
+        if self.recorder.not_listening:
+            return
+        self._run_pending(module)
+        if type(value) is PlacedTensor:
+            if self.recorder.tape is not None:
+                raise refuse(f"binds the buffer {name} of {self.placement.name(module)} anew")
+            self.rebound[id(module), name] = module
+
+    def before_change(self, target: Any) -> None:
+        """An ordinary tensor is about to change in place, which may be a buffer of closed calls."""
+        if self._exposed and isinstance(target, torch.Tensor):
+            module = self._exposed.get(storage_of(target))
+            if module is not None:
+                self._run_pending(module)
+
+    def _run_pending(self, module: nn.Module) -> None:
+        owners = self.placement.owners.get(id(module), ())
+        if any(owner in self._pending for owner in owners):
+            self.recorder.run_all_recorded()
+
+    def _take_over_buffers(self, module: nn.Module) -> None:
+        """From now on the module's own code runs on every rank, so every rank needs its buffers' values."""
+        table = plain_table(module._buffers)
+        for name, value in list(table.items()):
+            table[name] = self.buffer_read(module, name, value)
+            self._changing.pop((id(module), name), None)
+
+    def _write_buffers_of(self, subtree: _Subtree) -> None:
+        """Before a closed call: placed values that stand for its buffers are written into them."""
+        rebound = any(module in subtree.ids for module, _ in self.rebound)
+        if rebound or self.recorder.twins.of_any(subtree.module.buffers()):
+            self.recorder.write_back()
+
+
+def _forward_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module.forward(*args, **kwargs)
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """Identifies the memory of an ordinary tensor."""
+    with torch._C.DisableTorchFunction():  # no call of the user's
+        return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None

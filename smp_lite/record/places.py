@@ -1,0 +1,238 @@
+"""Places: where plain Python state lies that a recorded call reads, and can be given back to it.
+
+A call is recorded with the values at its places, and runs with them: if they are others by then, they are put
+in for the time of the run (:func:`in_force`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from .python_state import MISSING
+
+__all__ = [
+    "PLAIN",
+    "Attribute",
+    "Cell",
+    "Contents",
+    "Item",
+    "ModuleAttribute",
+    "Place",
+    "PlacesRead",
+    "Variable",
+    "in_force",
+    "is_plain",
+]
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+_PLAIN_SET = frozenset(PLAIN)
+
+
+class Place(Protocol):
+    """Somewhere that a plain value can be read and put."""
+
+    name: str
+    identity: Hashable
+
+    def get(self) -> Hashable: ...
+
+    def put(self, value: Any) -> None: ...
+
+    def value(self) -> Any:
+        """What :meth:`put` takes to bring back the present state."""
+
+
+class Item:
+    """An entry of a namespace: a global variable, an attribute of an object."""
+
+    def __init__(self, holder: dict[str, Any], key: str, name: str) -> None:
+        self.holder, self.key, self.name = holder, key, name
+        self.identity = (id(holder), key)
+
+    def get(self) -> Hashable:
+        value = self.holder.get(self.key, MISSING)
+        return value if isinstance(value, PLAIN) else id(value)
+
+    def value(self) -> Any:
+        return self.holder.get(self.key, MISSING)
+
+    def put(self, value: Any) -> None:
+        if value is MISSING:
+            self.holder.pop(self.key, None)
+        else:
+            self.holder[self.key] = value
+
+
+class Attribute:
+    """An attribute of a class, or of an object without a ``__dict__`` of its own (``threading.local``)."""
+
+    def __init__(self, holder: Any, key: str, name: str) -> None:
+        self.holder, self.key, self.name = holder, key, name
+        self.identity = (id(holder), key)
+
+    def get(self) -> Hashable:
+        value = self.value()
+        return value if isinstance(value, PLAIN) else id(value)
+
+    def value(self) -> Any:
+        if isinstance(self.holder, type):
+            return self.holder.__dict__.get(self.key, MISSING)
+        return getattr(self.holder, self.key, MISSING)
+
+    def put(self, value: Any) -> None:
+        if value is not MISSING:
+            setattr(self.holder, self.key, value)
+        elif self.value() is not MISSING:
+            delattr(self.holder, self.key)
+
+
+class Variable:
+    """A context variable."""
+
+    def __init__(self, variable: contextvars.ContextVar[Any], name: str) -> None:
+        self.variable, self.name, self.identity = variable, name, id(variable)
+
+    def get(self) -> Hashable:
+        value = self.variable.get(MISSING)
+        return value if isinstance(value, PLAIN) else id(value)
+
+    def value(self) -> Any:
+        return self.variable.get(MISSING)
+
+    def put(self, value: Any) -> None:
+        if value is not MISSING:
+            self.variable.set(value)
+
+
+class Cell:
+    """A variable of an enclosing function."""
+
+    def __init__(self, cell: Any, name: str) -> None:
+        self.cell, self.name, self.identity = cell, name, id(cell)
+
+    def value(self) -> Any:
+        try:
+            return self.cell.cell_contents
+        except ValueError:
+            return MISSING
+
+    def get(self) -> Hashable:
+        value = self.value()
+        return value if isinstance(value, PLAIN) else id(value)
+
+    def put(self, value: Any) -> None:
+        if value is MISSING:
+            del self.cell.cell_contents
+        else:
+            self.cell.cell_contents = value
+
+
+class Contents:
+    """What a list, dict or set of plain values holds."""
+
+    def __init__(self, holder: Any, name: str) -> None:
+        self.holder, self.name, self.identity = holder, name, id(holder)
+
+    def get(self) -> Hashable:
+        items = self.holder.items() if isinstance(self.holder, dict) else self.holder
+        return tuple([item if is_plain(item) else id(item) for item in items])
+
+    def value(self) -> Any:
+        return self.holder.copy()
+
+    def put(self, value: Any) -> None:
+        if isinstance(self.holder, list):
+            self.holder[:] = value
+        else:
+            self.holder.clear()
+            self.holder.update(value)
+
+
+class ModuleAttribute:
+    """An attribute of a module, set without anybody hearing of it."""
+
+    def __init__(self, module: nn.Module, key: str) -> None:
+        self.module, self.key = module, key
+        self.identity = (id(module), key)
+        self.name = f"{type(module).__name__}.{key}"
+
+    def value(self) -> Any:
+        return self.module.__dict__.get(self.key, MISSING)
+
+    def get(self) -> Hashable:
+        value = self.value()
+        return value if isinstance(value, PLAIN) else id(value)
+
+    def put(self, value: Any) -> None:
+        if value is MISSING:
+            self.module.__dict__.pop(self.key, None)
+        else:
+            self.module.__dict__[self.key] = value
+
+
+class PlacesRead:
+    """The places that one module's calls read, and what was there at the last look."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self.places = [*[p for p in places if type(p) is Item], *[p for p in places if type(p) is not Item]]
+        self._items = [(place.holder, place.key) for place in self.places if type(place) is Item]
+        self._others = self.places[len(self._items) :]
+        self.seen: Seen = Seen([], [])
+
+    def look(self) -> Seen:
+        """What is there now; the same object as long as it is the same."""
+        found = [holder.get(key, MISSING) for holder, key in self._items]
+        keys: list[Hashable] = [value if type(value) in _PLAIN_SET else id(value) for value in found]
+        keys += [place.get() for place in self._others]
+        if keys != self.seen.keys:
+            self.seen = Seen(keys, [*found, *[place.value() for place in self._others]])
+        return self.seen
+
+    def others_than_now(self, seen: Seen) -> list[tuple[Place, Any]]:
+        """The places that hold something else now, with what was seen there."""
+        now = self.look()
+        return [
+            (place, value)
+            for place, old, new, value in zip(self.places, seen.keys, now.keys, seen.values, strict=True)
+            if old != new
+        ]
+
+
+class Seen:
+    """What was at the places once: ``keys`` to compare, ``values`` to put back, a number for equal keys."""
+
+    __slots__ = ("keys", "number", "values")
+
+    def __init__(self, keys: list[Hashable], values: list[Any]) -> None:
+        self.keys, self.values = keys, values
+        self.number = _numbers.setdefault(tuple(keys), len(_numbers))
+
+
+_numbers: dict[Hashable, int] = {}
+
+
+@contextlib.contextmanager
+def in_force(state: Iterable[tuple[Place, Any]]) -> Iterator[None]:
+    """Within: the places hold these values; afterwards what they held before."""
+    before = []
+    try:
+        for place, value in state:
+            before.append((place, place.value()))
+            place.put(value)
+        yield
+    finally:
+        for place, value in reversed(before):
+            place.put(value)
+
+
+def is_plain(item: Any) -> bool:
+    """Whether an item of a container is a plain value, or a tuple of such."""
+    if isinstance(item, tuple):
+        return all(map(is_plain, item))
+    return isinstance(item, PLAIN)

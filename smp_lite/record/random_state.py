@@ -1,0 +1,42 @@
+"""All random streams of the process: torch's, Python's and numpy's, taken and put back."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["kept", "python_state"]
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Within: whatever is drawn is given back at the end."""
+    torch_state = torch.default_generator.get_state()
+    python_state = random.getstate()
+    numpy_random = _numpy_random()
+    numpy_state = numpy_random.get_state() if numpy_random else None
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(torch_state)
+        random.setstate(python_state)
+        if numpy_random:
+            numpy_random.set_state(numpy_state)
+
+
+def python_state() -> tuple[Any, ...]:
+    """Where Python's and numpy's streams are, to compare; torch's is not in it."""
+    numpy_random = _numpy_random()
+    if numpy_random is None:
+        return (random.getstate(),)
+    name, keys, *rest = numpy_random.get_state()
+    return random.getstate(), name, keys.tobytes(), *rest
+
+
+def _numpy_random() -> Any:
+    return sys.modules["numpy"].random if "numpy" in sys.modules else None

@@ -1,0 +1,140 @@
+"""Where the code of a module finds plain Python values, beside the attributes of modules.
+
+Globals, attributes of classes and of objects that the module holds (configs), containers of plain values,
+context variables, thread-locals, variables around functions. Attributes of modules themselves are not among
+them: setting one is heard.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+import threading
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from .code_watch import Names
+from .places import PLAIN, Attribute, Cell, Contents, Item, Place, PlacesRead, Variable, is_plain
+from .python_state import MISSING
+
+__all__ = ["places_read"]
+
+_MAX_ITEMS = 64
+_MAX_DEPTH = 3
+
+
+def places_read(module: nn.Module, names: Names) -> PlacesRead:
+    """Where code that mentions these names finds plain values, beside the attributes of modules.
+
+    Args:
+        module: whose calls run the code.
+        names: from watching one run of this module, or of one that is built alike.
+    """
+    finder = _Finder(names)
+    for namespace, name in names.globals.values():
+        finder.item(namespace, name, name, 0)
+    for part in module.modules():
+        label = type(part).__name__
+        for kind in type(part).__mro__:
+            if finder.is_users(kind):
+                finder.klass(kind)
+        for key, value in part.__dict__.items():
+            if key in names.attributes and not isinstance(value, PLAIN):
+                finder.into(value, f"{label}.{key}", 1)
+    return PlacesRead(finder.places)
+
+
+class _Finder:
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self.places: list[Place] = []
+        self._seen: dict[Any, Any] = {}
+
+    @staticmethod
+    def is_users(kind: type) -> bool:
+        first = kind.__module__.partition(".")[0]
+        return first != "torch" and first not in sys.stdlib_module_names
+
+    def item(self, holder: dict[str, Any], key: str, name: str, depth: int) -> None:
+        """A variable or an attribute, and what can be reached through it."""
+        if (id(holder), key) in self._seen:
+            return
+        self._seen[id(holder), key] = holder
+        value = holder[key]
+        if isinstance(value, PLAIN):
+            if not key.startswith("__"):
+                self.places.append(Item(holder, key, name))
+        else:
+            self.into(value, name, depth)
+
+    def into(self, value: Any, name: str, depth: int) -> None:
+        if id(value) in self._seen or isinstance(value, torch.Tensor | nn.Module):
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, contextvars.ContextVar):
+            self.places.append(Variable(value, name))
+        elif isinstance(value, threading.local):
+            self.places += [Attribute(value, key, f"{name}.{key}") for key in sorted(self.names.attributes)]
+        elif isinstance(value, list | dict | set):
+            items = list(value.items()) if isinstance(value, dict) else list(value)
+            if len(items) <= _MAX_ITEMS and all(map(is_plain, items)):
+                self.places.append(Contents(value, name))
+        elif isinstance(value, types.FunctionType):
+            self.function(value)
+        elif isinstance(value, types.MethodType):
+            self.function(value.__func__)
+        elif isinstance(value, type):
+            if self.is_users(value):
+                self.klass(value)
+        elif isinstance(value, types.ModuleType):
+            self.members(value, name, depth)
+        elif self.is_users(type(value)) or type(value) is types.SimpleNamespace:
+            for kind in type(value).__mro__:
+                if self.is_users(kind):
+                    self.klass(kind)
+            self.members(value, name, depth)
+
+    def members(self, value: Any, name: str, depth: int) -> None:
+        first = getattr(value, "__name__", "").partition(".")[0]
+        if isinstance(value, types.ModuleType) and (first == "torch" or first in sys.stdlib_module_names):
+            return
+        namespace = getattr(value, "__dict__", None)
+        if not isinstance(namespace, dict) or depth >= _MAX_DEPTH:
+            return
+        # Private ones too: a property that the code names reads them.
+        for key in [k for k in namespace if k in self.names.attributes]:
+            self.item(namespace, key, f"{name}.{key}", depth + 1)
+
+    def klass(self, kind: type) -> None:
+        if id(kind) in self._seen:
+            return
+        self._seen[id(kind)] = kind
+        for key, value in list(kind.__dict__.items()):
+            if isinstance(value, types.FunctionType):
+                self.function(value)
+            elif isinstance(value, staticmethod | classmethod):
+                self.function(value.__func__)
+            elif key in self.names.attributes and not isinstance(value, property):
+                if isinstance(value, PLAIN):
+                    self.places.append(Attribute(kind, key, f"{kind.__name__}.{key}"))
+                else:
+                    self.into(value, f"{kind.__name__}.{key}", 1)
+            if key == "forward":
+                self.places.append(Attribute(kind, key, f"{kind.__name__}.{key}"))
+
+    def function(self, function: Any) -> None:
+        """Variables around a function that has run."""
+        code = getattr(function, "__code__", None)
+        if code not in self.names.functions or id(function) in self._seen:
+            return
+        self._seen[id(function)] = function
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+            place = Cell(cell, name)
+            value = place.value()
+            if isinstance(value, PLAIN):
+                self.places.append(place)
+            elif value is not MISSING:
+                self.into(value, name, 1)

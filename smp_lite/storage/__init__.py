@@ -1,0 +1,1 @@
+"""Files that survive a kill at any moment; knows torch, no processes."""

@@ -1,0 +1,130 @@
+"""Training loops that catch the error of a step and go on; run in memory and in the ranks of an MPI job."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import smp_lite as smp
+from tests.models.layers import WIDTH, Chain, MLPBlock, regression_batch
+
+NUM_STEPS = 5
+FAILING_STEPS = (1, 3)
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        _fail_if("backward")
+        return gradient
+
+
+def _fail_if(where: str) -> None:
+    if os.environ.get("FAIL_NEXT") == where:
+        os.environ["FAIL_NEXT"] = ""
+        raise torch.OutOfMemoryError("out of memory, as if")
+
+
+class Failing(nn.Module):
+    """Normalises over the batch, so that a failed step could leave something behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MLPBlock()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.inner(x))
+        if not isinstance(x, torch._subclasses.FakeTensor):
+            _fail_if("forward")
+        return x + FailsInBackward.apply(y)
+
+
+class FailingChain(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Failing() for _ in range(4))
+
+
+def batches() -> list[dict[str, Tensor]]:
+    batch = regression_batch(8)
+    return [{name: tensor.roll(step, 0) for name, tensor in batch.items()} for step in range(NUM_STEPS)]
+
+
+def plain_states(skipped: tuple[int, ...]) -> dict[str, Tensor]:
+    """Where plain torch ends that never sees the failing steps' batches."""
+    torch.manual_seed(0)
+    model = FailingChain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step, batch in enumerate(batches()):
+        if step in skipped:
+            continue
+        optimizer.zero_grad()
+        for x, target in zip(batch["x"].chunk(4), batch["target"].chunk(4)):
+            (F.mse_loss(model(x), target) / 4).backward()
+        optimizer.step()
+    return copy.deepcopy(model.state_dict())
+
+
+def train(where: str, failing_rank: int) -> tuple[dict[str, Tensor], list[str]]:
+    """Trains in the open session; returns the whole state and the texts of the errors that were caught.
+
+    Args:
+        where: "forward", "backward", "recording" (on the failing rank), "everywhere" (recording on all ranks).
+        failing_rank: of the mp group; in memory any.
+    """
+    torch.manual_seed(0)
+    module = FailingChain()
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    fails_here = smp.state.world is None or smp.mp_rank() == failing_rank
+
+    @smp.step
+    def step(model: Any, x: Tensor, target: Tensor, fail: bool) -> Tensor:
+        output = model(x)
+        if fail and (where == "everywhere" or (where == "recording" and fails_here)):
+            raise ValueError("the user's own")
+        loss = F.mse_loss(output, target)
+        model.backward(loss)
+        return loss
+
+    texts = []
+    for number, batch in enumerate(batches()):
+        optimizer.zero_grad()
+        fail = number in FAILING_STEPS
+        if fail and fails_here and where in ("forward", "backward"):
+            os.environ["FAIL_NEXT"] = where
+        try:
+            step(model, batch["x"], batch["target"], fail)
+        except (torch.OutOfMemoryError, ValueError, smp.SMPError) as error:
+            texts.append(f"{type(error).__mro__[1].__name__}: {error}")
+            assert all(parameter.grad is None for parameter in model.local_parameters())
+            continue
+        optimizer.step()
+    return {key: value.clone() for key, value in model.state_dict().items()}, texts
+
+
+def train_on_rank(where: str, failing_rank: int, wire: str = "mpi") -> tuple[bool, list[str]]:
+    """Whether the state is that of plain torch without the failing steps; the errors' texts."""
+    os.environ["SMP_LITE_WIRE"] = wire
+    smp.init()
+    state, texts = train(where, failing_rank)
+    plain = plain_states(FAILING_STEPS)
+    return all(torch.equal(value, plain[key]) for key, value in state.items()), texts
+
+
+def train_on_one_replica(where: str) -> tuple[bool, list[str]]:
+    """As :func:`train_on_rank`, with two replicas of which the first fails."""
+    smp.init()
+    state, texts = train(where, 0 if smp.dp_rank() == 0 else -1)
+    plain = plain_states(FAILING_STEPS)
+    return all(torch.equal(value, plain[key]) for key, value in state.items()), texts
