@@ -236,7 +236,7 @@ def _memory(session: session_module.Session, ready: PlanReady) -> MemoryPreview 
     except CannotPlay as error:
         print(f"memory: not known, since {error}")
         return None
-    print("memory of one rank of each stage, at its peak in a training step")
+    print("memory of one rank of each stage at its peak in a training step: tensors, beside Python and torch")
     print(format_memory_table(memory.stages))
     print(*[f"- {note}" for note in memory.notes], sep="\n")
     return memory

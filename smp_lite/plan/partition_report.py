@@ -1,7 +1,9 @@
 """What a person is told about a partition: figures per stage, warnings and the table.
 
 The figures come from the same tree index as the solver's costs (`partition_tree`), so they agree
-with what was balanced. Costs are shares of the whole model: they sum to 1 over the stages.
+with what was balanced. Costs are shares of the whole model: they sum to 1 over the stages. Activations are
+an estimate, as if every stage held as many microbatches as there are stages; what a schedule really keeps
+is told by `smp-lite plan` (`memory`).
 """
 
 from __future__ import annotations

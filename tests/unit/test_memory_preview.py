@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import smp_lite as smp
+from smp_lite import memory_preview
+from smp_lite.action_memory import Played, play
 from smp_lite.memory_preview import CannotPlay, MemoryPreview, preview_memory
 from smp_lite.plan.memory import StageMemory
 from smp_lite.preview import PlanReady, stop_when_planned
@@ -157,6 +159,24 @@ def test_what_the_step_returns_lies_on_every_rank() -> None:
     for before, after in zip(without, returning, strict=True):
         # What the last step returned, and where this one's is more, that too.
         assert after.batch - before.batch in (x.nbytes, 2 * x.nbytes)
+
+
+def test_a_returned_loss_keeps_what_was_received_and_not_its_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its graph's leaves live as long as it does, until the step ends; what they got has been sent."""
+    seen: list[Played] = []
+
+    def listened(*args: Any) -> Played:
+        seen.append(play(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(memory_preview, "play", listened)
+    x = torch.zeros(2, 100)
+    stages(linears, x, returned=lambda loss, x: loss, microbatches=1)
+    (played,) = seen
+    left = sum(played.memory[0, True, action].kept for action in played.lists[0][1])
+    assert left == x.nbytes + 4
 
 
 def test_replicas_reduce_gradients_in_buckets() -> None:
