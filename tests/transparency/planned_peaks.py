@@ -37,11 +37,11 @@ class Job:
 
 
 class ConvNet(nn.Module):
-    """Convolutions with batch norm, and pooling after every third of them."""
+    """Convolutions with batch norm, and pooling after every fourth of them."""
 
     def __init__(self) -> None:
         super().__init__()
-        widths = (3, 16, 16, 16, 32, 32, 32, 64, 64)
+        widths = (3, 16, 16, 16, 16, 32, 32, 32, 32, 64, 64, 64, 64)
         self.blocks = nn.Sequential(
             *[
                 nn.Sequential(nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
@@ -53,7 +53,7 @@ class ConvNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for index, block in enumerate(self.blocks):
             x = block(x)
-            if index % 3 == 2:
+            if index % 4 == 3:
                 x = F.max_pool2d(x, 2)
         return self.head(x.mean((2, 3)))
 
