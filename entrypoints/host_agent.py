@@ -1,16 +1,15 @@
-"""What mpirun runs in place of ssh to start its daemon on another host (see `remote_daemon`).
+"""What mpirun runs in place of ssh to start its daemon on another host (see `hosts.remote_daemon`).
 
-python -m smp_lite.entrypoints.host_agent HOST "...; .../prted ARGUMENTS"
+python -m smp_lite.entrypoints.host_agent SETTINGS HOST "...; .../prted ARGUMENTS"
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from .network import KEY_VARIABLE, PORT_VARIABLE
-from .remote_daemon import parse_daemon_command, run_daemon_on
+from .hosts.remote_daemon import parse_daemon_command, read_settings, run_daemon_on
 
 __all__ = ["main"]
 
@@ -18,8 +17,8 @@ __all__ = ["main"]
 def main(argv: Sequence[str]) -> int:
     """Start the daemon and stay until it has ended; returns its exit code."""
     try:
-        host, arguments = parse_daemon_command(argv)
-        key, port = os.environ[KEY_VARIABLE].encode(), int(os.environ[PORT_VARIABLE])
+        key, port = read_settings(Path(argv[0]))
+        host, arguments = parse_daemon_command(argv[1:])
         return run_daemon_on(host, arguments, key, port)
     except (ValueError, OSError, EOFError) as error:
         print(f"smp-lite: {error}", file=sys.stderr)

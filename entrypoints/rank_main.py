@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import gc
 import io
-import json
 import os
 import runpy
 import sys
@@ -29,12 +28,10 @@ from pathlib import Path
 from smp_lite import stop_notice
 from smp_lite.errors_record import ERROR_DIR_VARIABLE, headline_of, record_failure
 
-from .one_machine import enter_host
+from .hosts.one_machine import enter_host
+from .mpi.rank_command import decode_words
 
-__all__ = ["ENCODED", "main"]
-
-ENCODED = "--encoded"
-"""Before the words of a command as one JSON list."""
+__all__ = ["main"]
 
 _FLUSH_S = 2.0
 _OUR_FRAMES = frozenset({__file__, "<frozen runpy>"})
@@ -42,8 +39,7 @@ _OUR_FRAMES = frozenset({__file__, "<frozen runpy>"})
 
 def main(argv: list[str]) -> None:
     """Run `argv`, which is `script args...` or `-m module args...`, or encodes one of these, as this rank."""
-    if argv[0] == ENCODED:
-        argv = json.loads(argv[1])
+    argv = decode_words(argv)
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     run_dir = Path(os.environ[ERROR_DIR_VARIABLE])
     # Before the process id is told: the notice would end a process that does not listen.

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 PACKAGES = Path(__file__).resolve().parents[2]
+SECRET_FILE = "job_secret"
+"""Lies beside the package, and holds what the hosts of the job know each other by (`hosts.secret`)."""
 
 
 def main():
@@ -33,6 +35,7 @@ def main():
         start.leave_failure(root, str(error))
         return 1
     add_hyperparameters(root, drivers)
+    take_secret()
     from smp_lite.entrypoints.train import main as train
 
     return train(["--root", str(root)])
@@ -56,6 +59,13 @@ def add_hyperparameters(root, drivers):
     given = json.loads(file.read_text("utf-8"))
     given.update({name: json.dumps(value) for name, value in added.items() if value is not None})
     file.write_text(json.dumps(given), "utf-8")
+
+
+def take_secret():
+    """Give the secret that came with the driver to the job, unless the user has given it one."""
+    file = PACKAGES / SECRET_FILE
+    if file.exists():
+        os.environ.setdefault("SMP_LITE_JOB_SECRET", file.read_text("utf-8"))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The first step in a container of the user's own image, which knows nothing of smp_lite.
 
-It is run out of the archive that was sent with the job (`estimator.shipping`), by a Python that may be
-too old for the package, so it uses the standard library only and no syntax younger than Python 3.7. It
-unpacks the package, lets pip install what the image lacks, never torch, and runs `train`.
+It is run out of the archive that was sent with the job (`estimator.request.shipping`), by a Python that
+may be too old for the package, so it uses the standard library only and no syntax younger than Python 3.7.
+It unpacks the package, lets pip install what the image lacks, never torch, and runs `train`.
 
 pip asks the network for nothing if everything is there, so an image prepared for it needs none.
 """

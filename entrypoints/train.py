@@ -3,11 +3,11 @@
 The contract is that of AWS's images, by which `SM_*`, the folders and the two files in
 `/opt/ml/output` are as scripts and the service expect them: `success`, or `failure` with the text
 of which the service shows the first 1,024 characters, so the cause comes first. The exit code is
-that of the rank which failed first. What happens in between is `run_job`.
+that of the rank which failed first. What happens in between is `hosts.run_job`.
 
 The service stops a job with SIGTERM and 120 seconds later with SIGKILL. SIGTERM becomes a notice to
-all ranks (see `local`), which have `SMP_LITE_GRACE_S` seconds (100) to save and end; a script asks
-for it with `smp.should_stop()`.
+all ranks (see `this_machine.launcher`), which have `SMP_LITE_GRACE_S` seconds (100) to save and end; a
+script asks for it with `smp.should_stop()`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from .ending import Ending
-from .job import DEFAULT_ROOT
-from .run_job import run_job
+from .container.job import DEFAULT_ROOT
+from .hosts.run_job import run_job
+from .this_machine.ending import Ending, shortened
 
 __all__ = ["main"]
 
@@ -84,22 +84,12 @@ def _leave_outcome(output: Path, ending: Ending) -> None:
         return
     lines = [ending.headline]
     if "\n" in ending.text.strip():
-        lines += ["", _shortened(ending.text.rstrip())]
+        lines += ["", shortened(ending.text.rstrip(), _LONGEST_TEXT)]
     if ending.last_lines:
         who = "mpirun" if ending.rank is None else f"rank {ending.rank}"
         lines += ["", f"{who} printed last:", *ending.last_lines]
     text = "\n".join(lines).rstrip("\n")
     (output / "failure").write_text(text, "utf-8", errors="backslashreplace")
-
-
-def _shortened(text: str) -> str:
-    """A text without its middle if it is very long: a traceback says who called at its start, and the error
-    at its end."""
-    left_out = len(text) - _LONGEST_TEXT
-    if left_out <= 0:
-        return text
-    half = _LONGEST_TEXT // 2
-    return f"{text[:half]}\n... {left_out} characters left out ...\n{text[-half:]}"
 
 
 @contextmanager

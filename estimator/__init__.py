@@ -1,5 +1,13 @@
 """The SageMaker side: estimators that check a job, show its request, and run it here or in the cloud.
 
+    pytorch.py         the SDK's estimators, made strict
+    model_trainer.py   model parallelism for version 3 of the SDK
+    request/           a job before it is sent: checked, rehearsed, packed
+    local/             a session in the place of AWS: runs jobs on this machine
+    quiet.py           what the SDK says and sends unasked, stopped
+
+Each imports only from those below it.
+
 Public names load when first used (PEP 562): the SDK takes seconds to import, and `check_distribution`
 does not need it. Nothing here imports torch. The SDK (version 2) is an extra of the package:
 ``pip install "smp-lite[sagemaker]"``; `SMPDistributed` is for version 3, which has no Estimator.
@@ -10,19 +18,19 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from smp_lite.estimator.quiet import quieten_sdk
+from .quiet import quieten_sdk
 
 quieten_sdk()
 
 _HOME_OF = {
-    "CheckedDistribution": "distribution",
+    "CheckedDistribution": "request.distribution",
     "Estimator": "pytorch",
-    "LocalMPISession": "local_session",
+    "LocalMPISession": "local.session",
     "PyTorch": "pytorch",
     "SMPDistributed": "model_trainer",
-    "check_distribution": "distribution",
-    "package_directory": "shipping",
-    "request_of": "dry_run",
+    "check_distribution": "request.distribution",
+    "package_directory": "request.shipping",
+    "request_of": "request.dry_run",
 }
 
 __all__ = sorted(_HOME_OF)

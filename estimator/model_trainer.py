@@ -22,9 +22,12 @@ from typing import Any
 
 from pydantic import Field, PrivateAttr, StrictInt, field_validator, model_validator
 
-from smp_lite.estimator.distribution import check_parameters
-from smp_lite.estimator.rehearsal import rehearse_launch
-from smp_lite.estimator.shipping import package_directory
+from smp_lite.entrypoints.hosts.secret import new_secret
+from smp_lite.entrypoints.sdk_v3_driver import SECRET_FILE
+
+from .request.distribution import check_parameters
+from .request.rehearsal import rehearse_launch
+from .request.shipping import package_directory
 
 try:
     from sagemaker.train.distributed import DistributedConfig
@@ -68,10 +71,12 @@ class SMPDistributed(DistributedConfig):
 
     @property
     def driver_dir(self) -> str:
-        """A folder with a copy of this package, which goes into the job; it lasts as long as this object."""
+        """A folder that goes into the job: a copy of this package, and each time a new secret for the job's
+        hosts (`entrypoints.hosts.secret`). It lasts as long as this object."""
         if self._staging is None:
             self._staging = tempfile.TemporaryDirectory()
             package_directory(Path(self._staging.name))
+        Path(self._staging.name, SECRET_FILE).write_text(new_secret())
         return self._staging.name
 
     @property

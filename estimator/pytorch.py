@@ -3,7 +3,7 @@
 `PyTorch` takes the place of ``sagemaker.pytorch.PyTorch``, `Estimator` that of
 ``sagemaker.estimator.Estimator`` (whose `distribution` the SDK drops in silence); one changed import is
 all. Both are thin: checks run when the estimator is made and again whenever a job is prepared, for users
-change attributes in between (`strict_job`), and the rest is the SDK's.
+change attributes in between (`request.strict_job`), and the rest is the SDK's.
 
 The SDK's own check of the parameters refuses legal ones (``placement_strategy="DPT"``,
 `pipeline_parallel_degree` with `default_partition`), so the hyperparameters of model parallelism are
@@ -22,9 +22,10 @@ import sagemaker.estimator
 import sagemaker.pytorch
 
 from smp_lite.config import ConfigError
-from smp_lite.estimator.distribution import CheckedDistribution, check_distribution
-from smp_lite.estimator.local_session import LocalMPISession
-from smp_lite.estimator.strict_job import StrictJob, hosts_of
+
+from .local.session import LocalMPISession
+from .request.distribution import CheckedDistribution, check_distribution
+from .request.strict_job import StrictJob, hosts_of
 
 __all__ = ["LOCAL_IMAGE", "Estimator", "PyTorch"]
 

@@ -21,8 +21,10 @@ _HOMES = {
     "session": "init init_in_memory is_initialized reset",
     "step_function": "step",
     "stopping": "should_stop",
+    "gathering": "gathered",
     "model": "DistributedModel",
     "optimizer": "DistributedOptimizer",
+    "norms": "clip_grad_norm_",
     "record.microbatch": "StepOutput",
     "saving": "save load",
     "checkpoint": "save_checkpoint",
@@ -31,14 +33,17 @@ _HOMES = {
     "errors": "SMPError SMPMismatch SMPTimeout",
     "progress": "progress",
 }
+_MODULES = ("amp",)
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = sorted([*_HOME_OF, "state"])
+__all__ = sorted([*_HOME_OF, *_MODULES, "state"])
 
 
 def __getattr__(name: str) -> Any:
     if name == "state":
-        return importlib.import_module(".session", __name__).current()
+        return importlib.import_module(".session_state", __name__).STATE
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -241,7 +241,7 @@ def set_partition(module: nn.Module, index: int) -> None:
     session = current()
     if session.cfg.auto_partition:
         raise SMPError("smp.set_partition needs auto_partition: False in the parameters")
-    if session.model is not None and session.model.partitioned:
+    if session.model is not None and session.model.partitioned and session.num_stages > 1:
         raise SMPError("smp.set_partition was called after the first step: the model is partitioned already")
     if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < session.num_stages:
         raise ValueError(

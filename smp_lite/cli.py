@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="smp-lite", description="Run, launch and plan SMP training scripts."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,launch,plan}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,launch,plan,check}")
     run = commands.add_parser("run", help="run a script on several processes of this machine")
     _add_run_arguments(run)
     launch = commands.add_parser("launch", help="print what starts a script on a cluster; start nothing")
@@ -36,8 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         from smp_lite import preview
 
         preview.add_plan_arguments(plan)
+    check = commands.add_parser("check", help="compare a script's first steps with one process's, to the bit")
+    if arguments[:1] == ["check"]:
+        from smp_lite.check.command import add_check_arguments, run_check
+
+        add_check_arguments(check)
     args = parser.parse_args(arguments)
     try:
+        if args.command == "check":
+            args.parameters = None if args.parameters is None else _read_parameters(args.parameters)
+            return run_check(args)
         if args.command == "run":
             return _run(args)
         if args.command == "launch":
@@ -94,9 +102,9 @@ def _add_script_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from smp_lite.config import Config
-    from smp_lite.entrypoints.launch_plan import plan_launch
-    from smp_lite.entrypoints.local import run_local
-    from smp_lite.entrypoints.mpirun import find_mpirun
+    from smp_lite.entrypoints.mpi.launch_plan import plan_launch
+    from smp_lite.entrypoints.mpi.mpirun import find_mpirun
+    from smp_lite.entrypoints.this_machine.launcher import run_local
 
     if not args.module and not Path(args.script).is_file():
         raise ValueError(f"script {args.script!r} is not a file (working directory: {os.getcwd()})")
@@ -120,7 +128,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _launch(args: argparse.Namespace) -> str:
     """The text that the cluster wants."""
-    from smp_lite.entrypoints.cluster_job import ClusterJob, job_name
+    from smp_lite.entrypoints.clusters.cluster_job import ClusterJob, job_name
 
     job = ClusterJob(
         name=args.name if args.name is not None else job_name(args.script),
@@ -133,13 +141,13 @@ def _launch(args: argparse.Namespace) -> str:
         time_limit=args.time,
     )
     if args.on == "slurm":
-        from smp_lite.entrypoints.slurm_script import slurm_script
+        from smp_lite.entrypoints.clusters.slurm_script import slurm_script
 
         if args.image is not None:
             raise ValueError("--image is for --on kubernetes: a Slurm job runs in the cluster's own Python")
         return slurm_script(job, partition=args.partition)
 
-    from smp_lite.entrypoints.kubernetes_manifest import kubernetes_manifest
+    from smp_lite.entrypoints.clusters.kubernetes_manifest import kubernetes_manifest
 
     if args.partition is not None:
         raise ValueError("--partition is for --on slurm: Kubernetes has none")

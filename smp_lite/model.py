@@ -19,9 +19,12 @@ from torch import nn
 
 from . import session as session_module
 from .errors import SMPError
+from .lazy_modules import has_lazy_modules, initialise_lazy_modules
 from .model_state import PARTIAL_KEY, ModelState
+from .own_parameters import OwnParameters
 from .partitioning import decide_partition, load_partition, report_partition
 from .plan.partition import ModuleCost, Partition
+from .record.ambient import refuse_transformations
 from .record.placement import Placement
 from .runtime.model_runtime import ModelRuntime, ReductionOptions
 from .step_timeline import StepTimeline
@@ -98,18 +101,20 @@ class DistributedModel(nn.Module):
         self._measure_times = trace_execution_times
         self._session = session
         self._runtime: ModelRuntime | None = None
+        self.own_parameters: OwnParameters | None = None  # after partition
         self._partition: tuple[Partition, ModuleCost] | None = None
         self._stored_partition: Partition | None = None
         self._post_partition_hooks: dict[int, Hook] = {}
         self._post_step_hooks: dict[int, Hook] = {}
         self._hook_keys = itertools.count()
         self._steps_done = 0
+        self.is_gathered = False  # whether smp.gathered() holds the whole model now
         self._timeline: StepTimeline | None = None
         self._comm_hook: tuple[Any, Any] | None = None
         self._loaded_keys: set[str] = set()
         self._pending_state: list[tuple[dict[str, Any], bool]] = []
         session.model = self
-        if session.num_stages == 1:
+        if session.num_stages == 1 and not has_lazy_modules(module):
             self._partition_now(None)
 
     # Running ------------------------------------------------------------------------------------------------
@@ -117,11 +122,16 @@ class DistributedModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the wrapped module; only inside a function decorated with ``@smp.step``."""
         context = self._session.step
+        if context is None and self.is_gathered:
+            return self.module(*args, **kwargs)
         if context is None:
             raise SMPError(
                 "the DistributedModel was called outside a function decorated with @smp.step: "
                 "move the call into one (for evaluation too; use model.eval() and torch.no_grad() around it)"
             )
+        if context.runs_plainly:
+            return self.module(*args, **kwargs)
+        refuse_transformations()
         if self._runtime is None:
             self._partition_now((args, kwargs))
         if context.runtime is None:
@@ -145,10 +155,11 @@ class DistributedModel(nn.Module):
                 "model.backward() was called outside a function decorated with @smp.step: "
                 "call it in the function that computes the loss"
             )
-        if context.runtime is None:
+        if context.runtime is None and not context.runs_plainly:
             raise SMPError(
-                "model.backward(): the loss does not depend on any parameter of the model (the model was "
-                "not called in this step)"
+                "model.backward(): the loss does not depend on any parameter of the model: the "
+                "DistributedModel was not called in this step. Call it in the first step at least, not only "
+                "modules inside it"
             )
         context.recorder.backward(tensors, grad_tensors)
 
@@ -187,6 +198,8 @@ class DistributedModel(nn.Module):
 
     def _partition_now(self, example: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
         session = self._session
+        if example is not None:
+            initialise_lazy_modules(self.module, *example)
         peers = session.peers()
         self._partition = decide_partition(
             session,
@@ -200,6 +213,7 @@ class DistributedModel(nn.Module):
         if session.num_stages > 1 and session.rank == 0:
             print(report_partition(session, partition, costs), flush=True)
         placement = Placement(self.module, partition.stage_of, session.num_stages)
+        self.own_parameters = OwnParameters(placement, peers.stages)
         self._runtime = ModelRuntime(
             placement,
             peers,
@@ -209,7 +223,9 @@ class DistributedModel(nn.Module):
             self._options,
             session.exchange_over_replicas,
         )
+        self.own_parameters.after_partition()
         self._runtime.runner.on_planned = session.on_planned
+        self._runtime.runner.observer = lambda: session.observer
         self._timeline = StepTimeline.if_asked(session, peers.stages)
         if self._comm_hook is not None and self._runtime.reducer is not None:
             self._runtime.reducer.hook = self._comm_hook
@@ -253,6 +269,13 @@ class DistributedModel(nn.Module):
         key = next(self._hook_keys)
         hooks[key] = hook
         return RemovableHandle(hooks, key)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy of the wrapped module: averages of weights and frozen twins are plain modules.
+
+        What is away here is away in the copy too; ``smp.gathered(copy)`` makes it whole.
+        """
+        return copy.deepcopy(self.module, memo)
 
     # What is here -------------------------------------------------------------------------------------------
 

@@ -8,14 +8,18 @@ other way round.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from . import session as session_module
+from .closures import step_with_closure
 from .errors import SMPError
 from .model_state import PARTIAL_KEY
+from .norms import refuse_inside_step
+from .optimizer_check import check_optimizer
 from .record.away import is_away
 
 
@@ -26,7 +30,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     parameter groups and state are the inner optimizer's.
 
     Args:
-        optimizer: a ``torch.optim.Optimizer`` over parameters of the (wrapped or plain) model.
+        optimizer: a ``torch.optim.Optimizer`` over parameters of the (wrapped or plain) model. Over several
+            partitions it must treat each parameter by itself; see :mod:`.optimizer_check`.
         static_loss_scale, dynamic_loss_scale, dynamic_loss_args: for fp16, which is not supported yet; only
             their defaults are accepted.
 
@@ -57,6 +62,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"resume_from_checkpoint found the optimizer's state, {session.unread_optimizer!r}, before "
                 "there was an optimizer: call it after both wrappers exist, or with load_optimizer=False"
             )
+        if session.num_stages > 1:
+            check_optimizer(optimizer)
         self.optimizer = optimizer
         self._session = session
         self._pending: dict[str, Any] | None = None
@@ -77,6 +84,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ]
         # For each group, the model's name of each parameter (None: not the model's).
         self._slots = [[names.get(id(parameter)) for parameter in group["params"]] for group in groups]
+
+    @property
+    def names_in_groups(self) -> list[list[str | None]]:
+        """For each group the model's names of its parameters before partition; None: not the model's."""
+        return self._slots
 
     def after_partition(self) -> None:
         """Keeps the parameters of this rank's stage; called once by the model."""
@@ -110,6 +122,37 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return self.optimizer.defaults
 
+    # What a GradScaler leaves here for an optimizer that unscales by itself (fused=True).
+
+    @property
+    def grad_scale(self) -> Any:
+        return self.optimizer.grad_scale  # type: ignore[attr-defined]
+
+    @grad_scale.setter
+    def grad_scale(self, value: Any) -> None:
+        if "grad_scaler" in inspect.signature(self.optimizer.step).parameters:
+            raise SMPError(
+                f"{type(self.optimizer).__name__} takes the GradScaler itself (step has an argument "
+                "grad_scaler) and would look for overflows in one stage only: use an optimizer of torch.optim"
+            )
+        self.optimizer.grad_scale = value  # type: ignore[attr-defined]
+
+    @grad_scale.deleter
+    def grad_scale(self) -> None:
+        del self.optimizer.grad_scale  # type: ignore[attr-defined]
+
+    @property
+    def found_inf(self) -> Any:
+        return self.optimizer.found_inf  # type: ignore[attr-defined]
+
+    @found_inf.setter
+    def found_inf(self, value: Any) -> None:
+        self.optimizer.found_inf = value  # type: ignore[attr-defined]
+
+    @found_inf.deleter
+    def found_inf(self) -> None:
+        del self.optimizer.found_inf  # type: ignore[attr-defined]
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; only before partition, where all ranks see the same parameters."""
         assert self._session.model is not None
@@ -119,13 +162,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._note_groups()
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
-        """One optimizer step; on a rank whose stage owns no parameters only the closure is called."""
-        if not any(group["params"] for group in self.optimizer.param_groups):
-            with torch.enable_grad():
-                return closure() if closure is not None else None
-        return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+        """One optimizer step; on a rank whose stage owns no parameters only the closure is called.
+
+        With a closure it is collective over all ranks, see :func:`.closures.step_with_closure`.
+        """
+        refuse_inside_step(self._session, "optimizer.step()")
+        has_parameters = any(group["params"] for group in self.optimizer.param_groups)
+        if closure is not None:
+            return step_with_closure(self._session, self.optimizer, closure, has_parameters=has_parameters)
+        return self.optimizer.step() if has_parameters else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        step = self._session.step
+        if step is not None and (step.microbatch_index > 0 or step.has_recorded_backward):
+            raise SMPError(
+                "optimizer.zero_grad() was called inside an smp.step after its first microbatch or backward: "
+                "call it before the step"
+            )
         self.optimizer.zero_grad(set_to_none=set_to_none)
         self._session.model.forget_away_gradients()
 

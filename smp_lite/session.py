@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .amp import overflows_of_the_whole_model
 from .comm.collectives import C10dCollectives, Collectives
 from .comm.peers import OneProcess, Peers, RankPeers
 from .comm.wires import C10dWire, Wire
 from .config import Config, load_config
 from .errors import SMPError
 from .errors_record import record_failure
+from .norms import norms_of_the_whole_model
+from .optimizer_check import other_optimizers_checked
 from .plan.schedules import Policy
 from .plan.topology import Topology
 from .record.interception import stop_intercepting
@@ -59,8 +62,18 @@ class Session:
         self.process_groups: dict[str, Any] = {}
         # Called with each step's plan and recordings before it is executed; ``smp-lite plan`` listens.
         self.on_planned: Callable[..., None] | None = None
+        self.checker: Any = None  # of ``smp-lite check``: runs each step
+        self.observer: Any = None  # of the same: sees each command that runs
         self.assigned_stages: dict[int, tuple[Any, int]] = {}  # id(module) -> (module, stage)
         self.partition_stack: list[int] = []
+        self.overrides = contextlib.ExitStack()  # of torch's own functions, until reset
+
+    def open(self) -> Session:
+        """Makes what looks at all parameters at once, in torch's own functions, mean the whole model."""
+        self.overrides.enter_context(norms_of_the_whole_model(self))
+        self.overrides.enter_context(overflows_of_the_whole_model(self))
+        self.overrides.enter_context(other_optimizers_checked(self))
+        return self
 
     @property
     def num_stages(self) -> int:
@@ -120,7 +133,7 @@ class Session:
 
 
 _session: Session | None = None
-_planning: tuple[Mapping[str, Any] | None, Callable[..., None]] | None = None
+_rehearsal: tuple[Mapping[str, Any] | None, Callable[[Session], None]] | None = None
 
 
 def current() -> Session:
@@ -153,12 +166,12 @@ def init(config: Mapping[str, Any] | str | None = None) -> None:
     global _session
     if _session is not None:
         raise SMPError("smp.init() was called twice: call it once, first thing in the script")
-    if _planning is not None:
-        given, on_planned = _planning
+    if _rehearsal is not None:
+        given, prepare = _rehearsal
         _session = _in_memory(
             load_config(config if given is None else given, os.environ if given is None else {})
         )
-        _session.on_planned = on_planned
+        prepare(_session)
         return
     from .comm.connect import connect
     from .comm.world import World
@@ -180,7 +193,7 @@ def init(config: Mapping[str, Any] | str | None = None) -> None:
         session.process_groups = init_process_groups(
             session.world, backend=validated.ddp_dist_backend, port=validated.ddp_port
         )
-    _session = session
+    _session = session.open()
 
 
 def _check_needs_of_mpi(config: Config, transport: Transport) -> None:
@@ -213,7 +226,7 @@ def init_in_memory(config: Mapping[str, Any]) -> None:
 
 def _in_memory(config: Config) -> Session:
     topology = Topology.from_placement(config.partitions, config.partitions, 1, "cluster")
-    return Session(config, topology, None)
+    return Session(config, topology, None).open()
 
 
 @contextlib.contextmanager
@@ -224,18 +237,46 @@ def planning(parameters: Mapping[str, Any] | None, on_planned: Callable[..., Non
         parameters: win over the environment and over what the script gives; None: as in :func:`init`.
         on_planned: called with a batch of work and the recordings before it would be executed.
     """
-    global _planning
-    _planning = (parameters, on_planned)
+
+    def prepare(session: Session) -> None:
+        session.on_planned = on_planned
+
+    with _rehearsing(parameters, prepare):
+        yield
+
+
+@contextlib.contextmanager
+def checking(parameters: Mapping[str, Any] | None, checker: Any) -> Iterator[None]:
+    """Within: :func:`init` plays all stages in this process, and ``checker`` runs each step.
+
+    Args:
+        parameters: as in :func:`planning`.
+        checker: a :class:`smp_lite.check.stepping.StepChecker`.
+    """
+
+    def prepare(session: Session) -> None:
+        session.checker = checker
+
+    with _rehearsing(parameters, prepare):
+        yield
+
+
+@contextlib.contextmanager
+def _rehearsing(parameters: Mapping[str, Any] | None, prepare: Callable[[Session], None]) -> Iterator[None]:
+    global _rehearsal
+    _rehearsal = (parameters, prepare)
     try:
         yield
     finally:
-        _planning = None
+        _rehearsal = None
         reset()
 
 
 def reset() -> None:
     """Forgets the session, so that :func:`init` can be called again in this process (tests, notebooks)."""
     global _session
+    if _session is not None:
+        _session.overrides.close()
     if _session is not None and _session.world is not None:
         if _session.process_groups:
             from .comm.gloo import destroy_process_groups

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .record.effects import Effects, NeedsOpening
 from .record.interception import listening
 from .record.microbatch import merge_outputs
 from .record.recorder import Recorder
@@ -31,6 +32,8 @@ CHECK_EVERY_STEPS = 100
 class StepContext:
     """The step that is running now."""
 
+    runs_plainly = False
+
     def __init__(self, session: Session, inputs: list[Any], step_index: int) -> None:
         self.session = session
         self.inputs = inputs
@@ -39,6 +42,12 @@ class StepContext:
         self.microbatch_index = 0
         self.has_backward = False
         self._stack = contextlib.ExitStack()
+
+    @property
+    def has_recorded_backward(self) -> bool:
+        """Whether the step function has called model.backward by now."""
+        recording = self.runtime.recorder.recording if self.runtime is not None else None
+        return self.has_backward or (recording is not None and bool(recording.backwards))
 
     @property
     def recorder(self) -> Recorder:
@@ -80,7 +89,10 @@ class StepContext:
 
     def _record(self, function: Callable[..., Any], detach_outputs: bool, kept: StaticStep | None) -> Any:
         outputs: list[tuple[list[Any], Any]] = []
+        effects = None if kept is None else self._effects_of(function)
         with self._stack:
+            if effects is not None:
+                self._stack.enter_context(effects.watched())
             model = self.session.model
             if model is not None and model.runtime is not None:
                 self.start_recording(model.runtime)
@@ -97,9 +109,20 @@ class StepContext:
                 if self.recorder.drew_by_itself():
                     raise refuse("draws random numbers itself")
                 kept.outputs, kept.has_backward = outputs, self.has_backward
+        if effects is not None and (found := effects.found()) is not None:
+            raise refuse(f"does more than compute: it {found}")
         if self.runtime is None:
             return merge_outputs([rebuild(spec, iter(leaves)) for leaves, spec in outputs])
         return self._finish(outputs, detach_outputs, [{} for _ in outputs])
+
+    def _effects_of(self, function: Callable[..., Any]) -> Effects:
+        """What the model's own code leaves behind, which a replay would not. The step function is known not
+        to
+        run again."""
+        try:
+            return Effects(self.session.model.module, (), {}, (function,))
+        except NeedsOpening as reason:
+            raise refuse(f"runs code that {reason}") from None
 
     def _replay(self, kept: StaticStep, runtime: ModelRuntime, detach_outputs: bool) -> Any:
         """Executes a recorded step again with this step's inputs."""
@@ -227,6 +250,8 @@ def _input_tensors(inputs: list[Any]) -> Iterator[tuple[int, int, torch.Tensor]]
 
 
 def _bytes_digest(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        tensor = tensor.detach().to_dense()
     data = tensor.detach().cpu().contiguous()
     hasher = hashlib.blake2b(str((data.dtype, tuple(data.shape))).encode(), digest_size=8)
     hasher.update(data.reshape(-1).view(torch.uint8).numpy())

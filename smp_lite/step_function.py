@@ -39,11 +39,21 @@ class StepFunction:
         session = session_module.current()
         if session.step is not None:
             raise SMPError("a step function was called inside another step function: call it outside")
+        if session.model is not None and session.model.is_gathered:
+            raise SMPError("a step function was called inside smp.gathered(): leave it first")
         inputs = self._splitter.split(args, kwargs, session.cfg.microbatches)
         context = StepContext(session, inputs, session.steps_run)
         session.step = context
         try:
-            result = context.run(self.function, self.detach_outputs, self._static)
+            if session.checker is None:
+                result = context.run(self.function, self.detach_outputs, self._static)
+            else:
+                result = session.checker.run(
+                    session,
+                    self.function,
+                    inputs,
+                    lambda: context.run(self.function, self.detach_outputs, self._static),
+                )
         except BaseException as error:
             context.abandon(error)
             raise

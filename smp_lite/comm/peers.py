@@ -214,7 +214,8 @@ class RankPeers:
         if failed:
             texts = [self.world.receive_failure(rank, number) for rank, number in failed.items()]
             raise SMPError(
-                f"rank {next(iter(failed))} failed while it recorded a step, so the step cannot run: {texts[0]}. "
+                f"rank {next(iter(failed))} failed while it recorded a step, so the step cannot run: "
+                f"{texts[0]}. "
                 "The next step can, if that rank goes on"
             )
         for check, column in zip(checks, theirs.unbind(1), strict=True):

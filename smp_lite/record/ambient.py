@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Ambient"]
+from ..errors import SMPError
+
+__all__ = ["FUNCTORCH", "Ambient", "refuse_transformations"]
 
 _DEVICE_TYPES = ("cpu", "cuda")
 
@@ -30,6 +32,23 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
 )
 _GETTERS = tuple(getter for getter, _ in _SWITCHES)
+
+
+FUNCTORCH = 1_000_000
+"""A level of ``torch.func`` counts as so many modes."""
+
+
+def refuse_transformations() -> None:
+    """Nothing of a step can be recorded inside a transformation of torch.func.
+
+    Raises:
+        SMPError: one is on.
+    """
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise SMPError(
+            "torch.func transformations (vmap, grad, jvp...) of what an smp.step computes are not supported: "
+            "use them inside a module that is placed on one stage"
+        )
 
 
 class Ambient(NamedTuple):
@@ -49,7 +68,9 @@ class Ambient(NamedTuple):
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled("cpu"),
             torch.is_autocast_enabled("cuda"),
-            torch._C._len_torch_function_stack() + 1000 * torch._C._len_torch_dispatch_stack(),
+            torch._C._len_torch_function_stack()
+            + 1000 * torch._C._len_torch_dispatch_stack()
+            + FUNCTORCH * (torch._C._functorch.maybe_current_level() or 0),
             *[getter() for getter in _GETTERS],
         )
         found = _known.get(read)

@@ -1,17 +1,19 @@
 """Tensors that live on another rank: what a parameter of another stage is here, after the partition.
 
-An *away* tensor has a shape, a dtype and a stage, and no data. Every rank runs the same script, so whatever is
-computed with it here is computed for real on its stage's rank: an average of weights, a clamp, a copy. So
-functions of away tensors give away tensors, changes in place of them do nothing here, and an ordinary tensor that
-takes one in (an average that was copied before the partition) becomes one: the number is on the other rank.
-Random numbers drawn for one are drawn here too and thrown away, so that the ranks' generators stay together.
+An *away* tensor has a shape, a dtype and a stage, and no data. Every rank runs the same script, so whatever
+is computed with it here is computed for real on its stage's rank: an average of weights, a clamp, a copy. So
+functions of away tensors give away tensors, changes in place of them do nothing here, and an ordinary tensor
+that takes one in (an average that was copied before the partition) becomes one: the number is on the other
+rank. Random numbers drawn for one are drawn here too and thrown away, so that the ranks' generators stay
+together.
 
-Whatever wants the data here (``.item()``, printing numbers, saving, a sum over several stages) is an error that
-says what the tensor is and how to get it.
+Whatever wants the data here (``.item()``, printing numbers, saving, a sum over several stages) is an error
+that says what the tensor is and how to get it.
 """
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -25,18 +27,36 @@ from .signature import function_name
 from .structure import flatten, rebuild
 from .torch_functions import METADATA_FUNCTIONS, METADATA_PROPERTIES, changes_first
 
-__all__ = ["AwayParameter", "AwayTensor", "away_buffer", "is_away", "needed", "send_away"]
+__all__ = ["AwayParameter", "AwayTensor", "away_buffer", "is_away", "needed", "root_of", "send_away"]
 
 _NEEDS_DATA = frozenset(
-    """
-    item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __array__ __contains__ is_nonzero equal
-    allclose __reduce_ex__ __reduce__ __dlpack__ data_ptr untyped_storage storage _typed_storage __setstate__
-    """.split()
+    [
+        "item",
+        "tolist",
+        "numpy",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__complex__",
+        "__array__",
+        "__contains__",
+        "is_nonzero",
+        "equal",
+        "allclose",
+        "backward",
+        "__reduce_ex__",
+        "__reduce__",
+        "__dlpack__",
+        "data_ptr",
+        "untyped_storage",
+        "storage",
+        "_typed_storage",
+        "__setstate__",
+    ]
 )
 _ON_PLACEHOLDER = frozenset(
-    """
-    requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad _use_count
-    """.split()
+    ["requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "_use_count"]
 )
 _HOME_DEVICE = torch.device("cpu")
 
@@ -46,6 +66,7 @@ class _Away:
 
     smp_stage: int
     smp_name: str
+    smp_root: Any = None  # the away tensor that this is another view of
 
     @classmethod
     def __torch_function__(
@@ -66,6 +87,13 @@ class _Away:
                 return -1
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if name in ("detach", "cpu"):
+            return _wrap_like(args[0])
+        if name == "to" and not any(is_away(other) for other in args[1:]):
+            _, dtype, _, _ = torch._C._nn._parse_to(*args[1:], **kwargs)
+            return _wrap_like(args[0]) if dtype is None else args[0].type(dtype)
+        if "_foreach_" in name:
+            return _for_each(func, args, kwargs)
         return _compute(func, name, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -181,7 +209,14 @@ def _attribute(func: Any, args: tuple[Any, ...]) -> Any:
 
 def _wrap_like(away: Any) -> AwayTensor:
     with torch.no_grad(), torch._C.DisableTorchFunction():
-        return _wrap(torch.empty_like(away, device="meta"), away.smp_stage, away.smp_name)
+        found = _wrap(torch.empty_like(away, device="meta"), away.smp_stage, away.smp_name)
+    found.smp_root = root_of(away)
+    return found
+
+
+def root_of(away: Any) -> Any:
+    """The away tensor that this one is, or was detached from."""
+    return away if away.smp_root is None else away.smp_root
 
 
 def _set_attribute(func: Any, args: tuple[Any, ...]) -> None:
@@ -237,7 +272,7 @@ def _compute(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
         if watch.draws:
             Draw(func, arguments).advance()
     if changes_first(name, kwargs):
-        target = kwargs.get("out", args[0])
+        target = kwargs["out"] if "out" in kwargs else args[0] if args else kwargs["tensor"]
         _take_in(target, stage, func)
         return target
     leaves: list[Any] = []
@@ -254,18 +289,76 @@ def _compute(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     )
 
 
+def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of lists, tensor by tensor: for those that are here it runs, the others are away."""
+    length = len(args[0])
+    lists = [isinstance(arg, list | tuple) and len(arg) == length for arg in args]
+    away = [i for i in range(length) if any(is_away(arg[i]) for arg, each in zip(args, lists) if each)]
+    for i in away:
+        for arg, each in zip(args, lists):
+            if each and isinstance(arg[i], torch.Tensor) and not is_away(arg[i]) and arg[i].dim():
+                raise needed(f"{function_name(func)}() of tensors of several stages", _aways(args, kwargs))
+    here = [i for i in range(length) if i not in away]
+    result = None
+    if here:
+        chosen = [[arg[i] for i in here] if each else arg for arg, each in zip(args, lists)]
+        result = func(*chosen, **kwargs)
+    if changes_first(func.__name__, kwargs):
+        return None
+    found = iter(result or ())
+    return tuple(_wrap_like(args[0][i]) if i in away else next(found) for i in range(length))
+
+
 def _take_in(target: Any, stage: int, func: Any) -> None:
-    """An ordinary tensor that is changed by an away one is away from now on."""
+    """An ordinary tensor that is changed by an away one is away from now on, and so is all of its memory."""
     for tensor in target if isinstance(target, list | tuple) else [target]:
         if is_away(tensor):
             continue
-        if hasattr(tensor, "smp_stage"):
-            raise needed(f"{function_name(func)}() on a parameter of stage {tensor.smp_stage}", [tensor])
-        make = away_parameter if isinstance(tensor, nn.Parameter) else away_buffer
-        try:
-            torch.utils.swap_tensors(tensor, make(tensor, stage, ""))
-        except RuntimeError:
-            raise SMPError(
-                f"{function_name(func)}() takes a tensor of stage {stage}, which lives in another process, into "
-                "one that is here and is held elsewhere: use 'with smp.gathered(model)' around it"
-            ) from None
+        holders = _sharing(tensor)
+        for holder in holders:
+            if id(holder) in LOCAL or any(holder is parameter.grad for parameter in LOCAL.values()):
+                raise SMPError(
+                    f"{function_name(func)}() takes a tensor of stage {stage}, which lives in another "
+                    f"process, into "
+                    "a parameter (or its gradient) of this one: put both on one stage with smp.partition, "
+                    "or use "
+                    "'with smp.gathered(model)' around it, on all ranks"
+                )
+        for holder in holders:
+            make = away_parameter if isinstance(holder, nn.Parameter) else away_buffer
+            try:
+                torch.utils.swap_tensors(holder, make(holder, stage, ""))
+            except RuntimeError:
+                raise SMPError(
+                    f"{function_name(func)}() takes a tensor of stage {stage}, which lives in another "
+                    f"process, "
+                    "into one that is here and cannot be marked: use 'with smp.gathered(model)' around it"
+                ) from None
+
+
+LOCAL: dict[int, nn.Parameter] = {}
+"""The parameters of this process's stages, by id, while others are away."""
+
+_by_memory: dict[int, list[Any]] = {}
+"""Tensor objects by their memory, from one look at all objects; forgotten when a step begins."""
+
+
+def forget_memory() -> None:
+    """Lets go of the tensors that were looked at."""
+    _by_memory.clear()
+
+
+def _sharing(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """All tensor objects that share its memory: ``ema.data.add_(...)`` changes ``ema``."""
+    with torch._C.DisableTorchFunction():
+        memory = tensor.untyped_storage()._cdata
+        known = [
+            t for t in _by_memory.get(memory, ()) if not is_away(t) and t.untyped_storage()._cdata == memory
+        ]
+        if not known:
+            _by_memory.clear()
+            for other in gc.get_objects():
+                if type(other) in (torch.Tensor, nn.Parameter) and other.layout is torch.strided:
+                    _by_memory.setdefault(other.untyped_storage()._cdata, []).append(other)
+            known = _by_memory.get(memory, [])
+    return [tensor, *[other for other in known if other is not tensor]]

@@ -100,6 +100,8 @@ class Binder:
         reached = tuple(command.sources[i] for i in changed.links if command.sources[i] >= 0)
         found = []
         for member in sharing_memory(target):
+            if hasattr(member, "smp_parameter"):
+                continue
             old = member.smp_value
             if old in known:
                 continue

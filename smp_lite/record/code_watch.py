@@ -12,7 +12,7 @@ import contextlib
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +92,11 @@ class CodeWatch:
 
     Args:
         state: takes copies of globals and of variables around functions before the code first runs.
+        passed_over: functions whose own doings do not count.
     """
 
-    def __init__(self, state: PythonState) -> None:
+    def __init__(self, state: PythonState, passed_over: Iterable[Any] = ()) -> None:
+        self._passed_over = {getattr(function, "__code__", None) for function in passed_over}
         self.state = state
         self.names = Names()
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
@@ -103,7 +105,7 @@ class CodeWatch:
     def on(self) -> Iterator[None]:
         before = sys.getprofile()
         thread = threading.get_ident()
-        seen: set[types.CodeType] = set()
+        seen: set[types.CodeType | None] = set(self._passed_over)
 
         def entered(frame: types.FrameType, event: str, argument: Any) -> None:
             if event == "call" and frame.f_code not in seen and threading.get_ident() == thread:
@@ -125,12 +127,27 @@ class CodeWatch:
             if key not in self._globals:
                 value = namespace[name]
                 self._globals[key] = (namespace, name, value)
-                if not isinstance(value, types.FunctionType | type | types.ModuleType):
+                if isinstance(value, types.ModuleType):
+                    self._look_into(value, code)
+                elif not isinstance(value, types.FunctionType):
                     self.state.add(value, name)
         for name in code.co_freevars:
             value = frame.f_locals.get(name, MISSING)
             if value is not MISSING and not isinstance(value, type):
                 self.state.add(value, name)
+
+    def _look_into(self, module: types.ModuleType, code: types.CodeType) -> None:
+        """The code may set variables of another module of the user's."""
+        first = module.__name__.partition(".")[0]
+        if first == "torch" or first in sys.stdlib_module_names:
+            return
+        namespace = vars(module)
+        for name in code.co_names:
+            if name in namespace and not isinstance(
+                namespace[name], types.FunctionType | types.ModuleType | type
+            ):
+                self._globals.setdefault((id(namespace), name), (namespace, name, namespace[name]))
+                self.state.add(namespace[name], f"{module.__name__}.{name}")
 
     def changed(self) -> str | None:
         """A global variable that has been bound anew."""

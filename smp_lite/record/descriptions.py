@@ -91,6 +91,8 @@ class Descriptions:
             if content is None:
                 content = contents[label] = content_token(label, arguments)
             return Description(meta, content, structure)
+        if is_module and any(isinstance(part, torch.jit.ScriptModule) for part in what.modules()):
+            return NotDescribed(None)  # what its interpreter does with fake tensors changes from run to run
         self.inferring = True
         try:
             if is_module:

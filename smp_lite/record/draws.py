@@ -2,9 +2,10 @@
 
 Plain torch draws them from the process's generator, in the order of the lines. Here the function runs later
 and on one rank, so it is given the state that the generator has where it stands, and the generator of every
-rank moves on as if it had run: the function is run on stand-ins of the same shapes, since how many numbers it
-takes depends on those. Whether that is so is tried once, with stand-ins of two kinds; a function for which it is not
-(``torch.poisson``) runs for real where it stands, and the ranks take over its owner's generator.
+rank moves on as if it had run: the function is run on stand-ins of the same shapes, since how many numbers
+it takes depends on those. Whether that is so is tried once, with stand-ins of two kinds; a function for
+which it is not (``torch.poisson``) runs for real where it stands, and the ranks take over its owner's
+generator.
 
 What modules draw that are called whole is another matter: see :mod:`smp_lite.runtime.random_streams`.
 """
@@ -121,7 +122,9 @@ def at_states(states: States) -> Iterator[None]:
 
 
 def _meta(tensor: torch.Tensor) -> TensorMeta:
-    return tensor.smp_meta if type(tensor) is PlacedTensor else TensorMeta.of(tensor)
+    meta = tensor.smp_meta if type(tensor) is PlacedTensor else TensorMeta.of(tensor)
+    # What has no memory here (an away tensor) draws from the generator of where it lives.
+    return meta._replace(device=torch.device("cpu")) if meta.device.type == "meta" else meta
 
 
 def _stand_in(meta: TensorMeta, fill: float | None) -> torch.Tensor:

@@ -6,14 +6,14 @@ A call is *closed* if its result is all that the lines after it can see of it, b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from .code_watch import CodeWatch, Names
-from .python_state import PythonState, iterator_among, iterators_split
+from .python_state import PythonState, cache_among, iterator_among, iterators_split
 from .structure import Spec, flatten
 
 __all__ = ["Buffers", "Effects", "FakeTables", "NeedsOpening", "untouched"]
@@ -25,7 +25,7 @@ class NeedsOpening(Exception):
 
 @contextlib.contextmanager
 def untouched(module: nn.Module, *given: Any) -> Iterator[None]:
-    """Puts back what a run changes on the module, on what it was given and around its code, iterators included."""
+    """Puts back what a run changes on the module, on what it was given and around its code."""
     state = PythonState()
     state.add(module, "")
     for value in given:
@@ -70,6 +70,7 @@ class FakeTables:
                 ):
                     continue
                 if is_buffers:
+                    _refuse_another_form(name, old, new)
                     found.append(f"{prefix}.{name}" if prefix else name)
         return tuple(found)
 
@@ -79,7 +80,9 @@ class Buffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._tables = [
-            (prefix, part._buffers, dict(part._buffers)) for prefix, part in module.named_modules()
+            (prefix, part._buffers, dict(part._buffers))
+            for prefix, part in module.named_modules()
+            if isinstance(part._buffers, dict)  # TorchScript keeps its own, and does not bind them anew
         ]
         self._values = {
             id(buffer): (buffer, buffer._version, buffer.detach().clone())
@@ -89,7 +92,17 @@ class Buffers:
         }
 
     def changed(self) -> tuple[str, ...]:
-        """Names of those that were bound anew, or that hold other values."""
+        """Names of those that were bound anew, or that hold other values.
+
+        Raises:
+            NeedsOpening: buffers were added, removed, or bound anew in another form.
+        """
+        for _, table, before in self._tables:
+            if table.keys() != before.keys():
+                raise NeedsOpening("adds or removes buffers")
+            for name, buffer in table.items():
+                if buffer is not before[name]:
+                    _refuse_another_form(name, before[name], buffer)
         return tuple(
             f"{prefix}.{name}" if prefix else name
             for prefix, table, before in self._tables
@@ -98,6 +111,8 @@ class Buffers:
         )
 
     def _differs(self, buffer: torch.Tensor) -> bool:
+        if id(buffer) not in self._values:
+            return True
         _, version, value = self._values[id(buffer)]
         return buffer._version != version or not torch.equal(buffer, value)
 
@@ -110,18 +125,35 @@ class Buffers:
                 buffer.copy_(value)
 
 
+def _refuse_another_form(name: str, old: torch.Tensor | None, new: Any) -> None:
+    """Other ranks describe later calls by the buffer that they have, so its form must stay.
+
+    Raises:
+        NeedsOpening: it does not.
+    """
+    if old is None or new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+        raise NeedsOpening(f"binds the buffer {name} anew in another form")
+
+
 class Effects:
     """What one run of a module does beside returning a result.
 
     Args:
         module: the one that runs; it must not have fake tables yet.
         args, kwargs: what it is given.
+        passed_over: functions whose own doings do not count.
 
     Raises:
         NeedsOpening: it holds an iterator, which could not be put back.
     """
 
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        passed_over: Iterable[Any] = (),
+    ) -> None:
         self._state = PythonState()
         self._given = (args, kwargs)
         self._leaves: list[Any] = []
@@ -130,10 +162,13 @@ class Effects:
         for leaf in self._leaves:
             if not isinstance(leaf, torch.Tensor):
                 self._state.add(leaf, f"an argument of type {type(leaf).__name__}")
-        iterator = iterator_among(self._state)
+        iterator = iterator_among(self._state, *self._leaves)
         if iterator is not None:
             raise NeedsOpening(f"may take from the iterator {iterator}")
-        self._watch = CodeWatch(self._state)
+        cache = cache_among(self._state)
+        if cache is not None:
+            raise NeedsOpening(f"may fill the cache {cache}")
+        self._watch = CodeWatch(self._state, passed_over)
         self.watched = self._watch.on
 
     @property

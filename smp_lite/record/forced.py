@@ -1,8 +1,8 @@
 """What Python needs to know now: values are fetched from their stages while recording goes on.
 
-``loss.item()``, ``if x.mean() > 0``, a size that is an element of a tensor: everything that the number depends on
-is executed on all ranks, and all of them get it. A call that merely needs a *number* takes the number and stays
-a recorded call, so its result keeps its place in the graph.
+``loss.item()``, ``if x.mean() > 0``, a size that is an element of a tensor: everything that the number
+depends on is executed on all ranks, and all of them get it. A call that merely needs a *number* takes the
+number and stays a recorded call, so its result keeps its place in the graph.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Forced:
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function that needs data: fetches its placed arguments and calls it everywhere."""
-        arguments = self.recorder.arguments(args, kwargs)
+        arguments = self.recorder.arguments(args, kwargs, detached=True)
         placed = [tensor for tensor in arguments.tensors if type(tensor) is PlacedTensor]
         fetched = iter(self.fetch(placed, f"{function_name(func)}()"))
         real = [next(fetched) if type(t) is PlacedTensor else t for t in arguments.tensors]
@@ -130,7 +130,8 @@ class Forced:
         if placed.smp_is_late:
             return self.recorder.host.share_late(placed)
         raise SMPError(
-            f"{what}() was called on a value that was made inside an smp.step and has no data here: return it "
+            f"{what}() was called on a value that was made inside an smp.step and has no data here: return "
+            f"it "
             "from the step function, then it is valid on every rank"
         )
 

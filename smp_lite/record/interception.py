@@ -1,11 +1,11 @@
 """Where recording listens: module calls, attributes of modules, torch functions, autograd functions.
 
-``Module.__call__``, ``Module.__setattr__``, ``Module.__delattr__`` and ``autograd.Function.apply`` are replaced
-once per process, when the first step begins, by functions that ask whether a recorder is listening; replacing
-them at every step would cost more than the asking, since Python updates every subclass. Never ``forward``, so
-hooks fire where calls are made. While a step is recorded a torch function mode is on as well. The mode sees
-calls on ordinary tensors: recording must know when one that a command has captured is changed in place. Placed
-tensors are recognised by the mode too, so each call costs one look-up only.
+``Module.__call__``, ``Module.__setattr__``, ``Module.__delattr__`` and ``autograd.Function.apply`` are
+replaced once per process, when the first step begins, by functions that ask whether a recorder is listening;
+replacing them at every step would cost more than the asking, since Python updates every subclass. Never
+``forward``, so hooks fire where calls are made. While a step is recorded a torch function mode is on as
+well. The mode sees calls on ordinary tensors: recording must know when one that a command has captured is
+changed in place. Placed tensors are recognised by the mode too, so each call costs one look-up only.
 """
 
 from __future__ import annotations

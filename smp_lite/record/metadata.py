@@ -65,8 +65,17 @@ class MetadataInference:
         effects = Effects(module, args, kwargs)
         tables = self.install_fakes(module)
         try:
-            with effects.watched():
-                meta = self._run(lambda: module.forward(*args, **kwargs), fakes, tables)
+            try:
+                with effects.watched():
+                    meta = self._run(lambda: module.forward(*args, **kwargs), fakes, tables)
+            except NeedsOpening:
+                raise
+            except Exception:
+                # An error of the module's own, perhaps: what it does before it raises must happen as well.
+                found = effects.found()
+                if found is not None:
+                    raise NeedsOpening(found) from None
+                raise
             reason = effects.found()
             if self.touched_placed:
                 reason = "uses a value of the step that is not among its arguments"
@@ -85,6 +94,11 @@ class MetadataInference:
         fakes = []
         for tensor in tensors:
             meta = tensor.smp_meta if type(tensor) is PlacedTensor else TensorMeta.of(tensor)
+            if type(tensor) is not PlacedTensor and tensor.layout is not torch.strided:
+                # Sparse: fake tensors are made of it by torch, which does not know all kinds.
+                sparse = self.mode.from_tensor(tensor.detach())
+                fakes.append((sparse, sparse))
+                continue
             leaf = self._fake(meta)
             if meta.requires_grad:
                 leaf.requires_grad_()
@@ -141,6 +155,8 @@ class MetadataInference:
         kept_storages: dict[int, torch.UntypedStorage] = {}
 
         def pack(tensor: torch.Tensor) -> None:
+            if tensor.layout is not torch.strided:
+                return
             # The storage alone: a kept tensor, if it is an output, would be a circle that is never freed,
             # and a freed storage's address would soon be another's.
             storage = tensor.untyped_storage()

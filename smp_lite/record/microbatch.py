@@ -175,17 +175,27 @@ def _sequence_like(value: Any, items: list[Any]) -> Any:
 
 
 def merge_outputs(outputs: Sequence[Any]) -> Any:
-    """Results of all microbatches in the structure of one."""
+    """Results of all microbatches in the structure of one.
+
+    Where they differ in structure (lists of different lengths), a plain list over microbatches stands there,
+    and only there.
+    """
     flat: list[list[Any]] = []
     specs = []
     for output in outputs:
         leaves: list[Any] = []
         specs.append(flatten(output, leaves))
         flat.append(leaves)
-    if any(spec != specs[0] or len(leaves) != len(flat[0]) for spec, leaves in zip(specs, flat)):
-        return list(outputs)
-    merged = [_merge_leaf([leaves[i] for leaves in flat]) for i in range(len(flat[0]))]
-    return rebuild(specs[0], iter(merged))
+    if all(spec == specs[0] and len(leaves) == len(flat[0]) for spec, leaves in zip(specs, flat)):
+        merged = [_merge_leaf([leaves[i] for leaves in flat]) for i in range(len(flat[0]))]
+        return rebuild(specs[0], iter(merged))
+    first = outputs[0]
+    if all(type(output) is type(first) for output in outputs):
+        if isinstance(first, tuple | list) and all(len(output) == len(first) for output in outputs):
+            return _sequence_like(first, [merge_outputs(items) for items in zip(*outputs, strict=True)])
+        if isinstance(first, dict) and all(output.keys() == first.keys() for output in outputs):
+            return _like(first, {key: merge_outputs([output[key] for output in outputs]) for key in first})
+    return list(outputs)
 
 
 def _merge_leaf(parts: list[Any]) -> Any:

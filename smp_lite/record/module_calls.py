@@ -10,7 +10,8 @@ is always right, and costs recording time. A module is opened
 - while its parameters are exchanged for others (``torch.func.functional_call``);
 - while a mode of the user's sees every torch function.
 
-A module with hooks of its own and none inside stays a closed call: the hooks run around it, where it is called.
+A module with hooks of its own and none inside stays a closed call: the hooks run around it, where it is
+called.
 
 A closed call runs later than it is recorded, so it carries what has changed in between: attributes set on its
 modules (setting one is heard), and plain values that its code reads elsewhere (:mod:`.places`).
@@ -93,6 +94,7 @@ class ModuleCalls:
         self._exposed: dict[int | None, nn.Module] = {}  # whose buffers Python code has seen, by memory
         self._saved: dict[tuple[int, str], tuple[nn.Module, torch.Tensor, torch.Tensor]] = {}
         self._numbers: dict[int, int] = {}
+        self._stateful: dict[int, nn.Module] = {}  # modules with parameters that are changed between calls
 
     # The life of a step -------------------------------------------------------------------------------------
 
@@ -247,7 +249,8 @@ class ModuleCalls:
     def _refuse_backward_hooks(self, module: nn.Module, reason: str) -> None:
         if module._backward_hooks or module._backward_pre_hooks:
             raise SMPError(
-                f"module {self.placement.name(module)!r} has backward hooks and {reason}, so that its code runs "
+                f"module {self.placement.name(module)!r} has backward hooks and {reason}, so that its code "
+                f"runs "
                 "on every rank: register them on modules that lie on one stage, or place it whole with "
                 "smp.partition"
             )
@@ -314,24 +317,43 @@ class ModuleCalls:
                 if text is not None:
                     raise SMPError(
                         f"{pending.subtree.name}: {text}. It changed after the module was called and before "
-                        "the call ran, in a way that cannot be carried (module.__dict__, or an object that is "
+                        "the call ran, in a way that cannot be carried (module.__dict__, or an object that "
+                        "is "
                         "changed in place): set attributes of modules by module.name = value"
                     )
         self._pending.clear()
 
     # Buffers ------------------------------------------------------------------------------------------------
 
-    def note_buffers(self, module: nn.Module, names: tuple[str, ...]) -> tuple[int, ...]:
-        """A closed call changes these buffers; returns numbers for the modules that hold them."""
+    def touched(self, module: nn.Module, buffers: tuple[str, ...]) -> tuple[int, ...]:
+        """A closed call changes these buffers: numbers for modules whose state it changes or depends on."""
+        if not buffers and not self._stateful:
+            return ()
         touched: dict[int, None] = {}
-        for name in names:
+        for name in buffers:
             prefix, _, own = name.rpartition(".")
             part = module.get_submodule(prefix)
             if (id(part), own) not in self._changing:
                 self._changing[id(part), own] = part
                 self._save_buffer(part, own)
-            touched[self._numbers.setdefault(id(part), len(self._numbers))] = None
+            touched[self._number(part)] = None
+        for part in self._stateful.values():
+            if id(part) in self._subtrees[id(module)].ids:
+                touched[self._number(part)] = None
         return tuple(touched)
+
+    def note_parameter(self, full: str) -> list[int]:
+        """A parameter is changed in place between calls: from now on calls of its modules keep their order."""
+        found = []
+        for part in self.placement.holders(full):
+            if id(part) not in self._stateful:
+                self._stateful[id(part)] = part
+                self.recorder.touch_earlier(part, self._number(part))
+            found.append(self._number(part))
+        return found
+
+    def _number(self, part: nn.Module) -> int:
+        return self._numbers.setdefault(id(part), len(self._numbers))
 
     def _save_buffer(self, module: nn.Module, name: str) -> None:
         """Copies a buffer that closed calls change here, in case the step fails."""
@@ -349,6 +371,10 @@ class ModuleCalls:
     def buffer_read(self, module: nn.Module, name: str, value: Any) -> Any:
         """Python code is about to see a buffer: it must be what it is after all calls before this line."""
         if not isinstance(value, torch.Tensor) or type(value) is PlacedTensor:
+            return value
+        if self.recorder.descriptions.inferring:
+            # The modules whose code runs on fakes have other tables: this is a neighbour's.
+            self.recorder.descriptions.inference.touched_placed |= self.placement.home(module) >= 0
             return value
         if self.placement.home(module) < 0 or self.recorder.not_listening:
             return value

@@ -48,6 +48,8 @@ class Listener(Protocol):
 
     def torch_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
+    def gradient_of(self, placed: PlacedTensor) -> torch.Tensor | None: ...
+
 
 class PlacedTensor(torch.Tensor):
     """A tensor of one stage, seen from every rank. Made by the recorder only."""
@@ -87,6 +89,8 @@ class PlacedTensor(torch.Tensor):
         name = getattr(func, "__name__", "")
         if name in ("__repr__", "__str__", "__format__") and args[0].smp_recorder is None:
             return describe(args[0])
+        if name == "__get__" and (found := _own_property(func, args[0])) is not _NONE_OF_OURS:
+            return found
         if is_metadata(func, name):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -106,6 +110,19 @@ class PlacedTensor(torch.Tensor):
             f"{func} was called on a tensor of another stage in a way that cannot be recorded. "
             "Move the call into a module that is placed on one stage, or return the tensor from the step."
         )
+
+
+_NONE_OF_OURS = object()
+
+
+def _own_property(func: Any, placed: PlacedTensor) -> Any:
+    """What a placed tensor knows better than torch."""
+    name = getattr(func.__self__, "__name__", "")
+    if name == "is_leaf":
+        return hasattr(placed, "smp_parameter") or not placed.smp_meta.requires_grad
+    if name == "grad" and placed.smp_recorder is not None:
+        return placed.smp_recorder.gradient_of(placed)
+    return _NONE_OF_OURS
 
 
 def describe(placed: PlacedTensor) -> str:

@@ -12,7 +12,6 @@ forward, for one), so :meth:`Placement.swap_in` puts other tables into the modul
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 
 from ..errors import SMPError
-from .away import away_buffer, is_away, send_away
+from .away import LOCAL, away_buffer, forget_memory, is_away, send_away
 from .placed import PlacedTensor, TensorMeta
 from .tables import BufferListener, BufferTable, ParameterTable, plain_table
 
@@ -47,7 +46,8 @@ class Placement:
         self.local_stages = frozenset(range(num_stages))
         self.strange: set[int] = set()  # ids of modules whose parameters somebody has exchanged
         self._homes: dict[int, int] = {}
-        self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        # With the objects themselves, so that their ids stay theirs. (Weak references would forbid swapping.)
+        self._aliases: dict[int, tuple[torch.Tensor, str]] = {}
         self._modules = list(root.named_modules())  # keeps them alive, so ids stay valid
         stages: dict[int, set[int]] = {}
         for name, module in self._modules:
@@ -84,6 +84,9 @@ class Placement:
             for own, parameter in module._parameters.items()
             if parameter is not None
         }
+        self._names_in: dict[int, set[str]] = {}
+        for (module_id, _), full in self._own_names.items():
+            self._names_in.setdefault(module_id, set()).add(full)
         self._slots = {full: (table, own) for table, own, full in self._entries}
         self._metas = {
             full: _meta_of(table[own])  # type: ignore[arg-type]
@@ -106,7 +109,7 @@ class Placement:
     def alias(self, tensor: torch.Tensor) -> str | None:
         """The name of the parameter that this object is."""
         found = self._aliases.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else None
+        return found[1] if found is not None else None
 
     def home(self, module: nn.Module) -> int:
         """The stage that owns the module, or SPLIT, STATELESS, FOREIGN."""
@@ -129,6 +132,14 @@ class Placement:
                     found.append((f"{name}.{own}" if name else own, buffer))
         return found
 
+    def holders(self, full: str) -> list[nn.Module]:
+        """The modules that hold the parameter of that name directly."""
+        return [
+            module
+            for _, module in self._modules
+            if (table := self._names_in.get(id(module))) and full in table
+        ]
+
     def parameter(self, full: str) -> torch.Tensor:
         """The live parameter of that name."""
         table, own = self._slots[full]
@@ -140,12 +151,14 @@ class Placement:
         """Parameters of stages that this process does not hold become away ones, without memory."""
         self.local_stages = stages
         away: dict[str, nn.Parameter] = {}
+        LOCAL.clear()
         for table, own, full in self._entries:
             parameter = table[own]
             assert isinstance(parameter, nn.Parameter)
             stage = self.parameter_stage[full]
             if stage in stages:
                 parameter.smp_stage = stage  # type: ignore[attr-defined]
+                LOCAL[id(parameter)] = parameter
                 continue
             if full not in away:
                 away[full] = send_away(parameter, stage, full)
@@ -153,7 +166,7 @@ class Placement:
         for table, own, full in self._entries:
             parameter = table[own]
             assert parameter is not None
-            self._aliases[id(parameter)] = (weakref.ref(parameter), full)
+            self._aliases[id(parameter)] = (parameter, full)
         for _, module in self._modules:
             if isinstance(module.__dict__.get("_flat_weights"), list):  # nn.RNNBase's second list
                 module.__dict__["_flat_weights"] = [
@@ -187,7 +200,17 @@ class Placement:
 
     def refresh(self, recorder: Any) -> bool:
         """Makes the placed parameters; returns whether any ``requires_grad`` has changed."""
-        flags = tuple(table[own].requires_grad for table, own, _ in self._entries)  # type: ignore[union-attr]
+        try:
+            flags = tuple([table[own].requires_grad for table, own, _ in self._entries])  # type: ignore[union-attr]
+        except (KeyError, AttributeError):
+            gone = next(full for table, own, full in self._entries if table.get(own) is None)
+            raise SMPError(
+                f"the parameter {gone!r} was removed from the model after the first step: the partition is "
+                f"made "
+                "once, so change the model before it (nn.utils.prune.remove and the like), or after "
+                "training on "
+                "the whole state: model.state_dict()"
+            ) from None
         if flags == self._requires_grad:
             return False
         self._requires_grad = flags
@@ -214,6 +237,7 @@ class Placement:
         """Python code sees placed parameters from here on, and its use of buffers is heard."""
         if not self._is_swapped:
             self._is_swapped = True
+            forget_memory()
             for swapped in self._swapped:
                 swapped.enter()
 

@@ -97,17 +97,24 @@ class Variable:
 
     def __init__(self, variable: contextvars.ContextVar[Any], name: str) -> None:
         self.variable, self.name, self.identity = variable, name, id(variable)
+        self._tokens: list[contextvars.Token[Any]] = []
 
     def get(self) -> Hashable:
-        value = self.variable.get(MISSING)
+        value = self.value()
         return value if isinstance(value, PLAIN) else id(value)
 
     def value(self) -> Any:
-        return self.variable.get(MISSING)
+        try:
+            return self.variable.get()
+        except LookupError:
+            return MISSING
 
     def put(self, value: Any) -> None:
         if value is not MISSING:
-            self.variable.set(value)
+            self._tokens.append(self.variable.set(value))
+        elif self._tokens:
+            self.variable.reset(self._tokens[0])
+            self._tokens.clear()
 
 
 class Cell:

@@ -19,14 +19,14 @@ import itertools
 import random
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["MISSING", "PythonState", "iterator_among", "iterators_split"]
+__all__ = ["MISSING", "PythonState", "cache_among", "iterator_among", "iterators_split"]
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 """In the place of an attribute that is not there."""
@@ -73,13 +73,14 @@ class PythonState:
         pending = [(root, where, 0)]
         while pending and len(self._seen) < MAX_OBJECTS:
             value, name, depth = pending.pop()
-            if isinstance(value, _ATOMS) or id(value) in self._seen:
+            if id(value) in self._seen or (isinstance(value, _ATOMS) and not _is_users_class(value)):
                 continue
             self._seen[id(value)] = value
             part = _part_of(value, name)
             if part is None:
                 continue
             self._parts.append(part)
+            pending += [(kind, kind.__name__, depth) for kind in _classes_of(value)]
             if depth < MAX_DEPTH:
                 pending += [
                     (inner, label, 0 if isinstance(inner, nn.Module) else depth + 1)
@@ -166,6 +167,35 @@ class _Attributes(_Part):
             now.update(self.kept)
 
 
+class _ClassAttributes(_Part):
+    """What a class of the user's holds beside its methods."""
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        self.kept = {key: item for key, item in vars(value).items() if not _is_definition(key, item)}
+
+    def inner(self) -> Iterator[tuple[str, Any]]:
+        for key, item in self.kept.items():
+            yield f"{self.name}.{key}", item
+
+    def changed(self) -> str | None:
+        now = {key: item for key, item in vars(self.value).items() if not _is_definition(key, item)}
+        for key in {**self.kept, **now}:
+            old, new = self.kept.get(key, MISSING), now.get(key, MISSING)
+            if old is not new and not _equal(old, new):
+                return f"sets {self.name}.{key}"
+        return None
+
+    def restore(self) -> None:
+        for key in list(vars(self.value)):
+            item = vars(self.value)[key]
+            if not _is_definition(key, item) and key not in self.kept:
+                delattr(self.value, key)
+        for key, item in self.kept.items():
+            if vars(self.value).get(key, MISSING) is not item:
+                setattr(self.value, key, item)
+
+
 class _Slots(_Part):
     """The slots of an object without a ``__dict__``."""
 
@@ -224,10 +254,17 @@ class _Items(_Part):
         if isinstance(self.value, list):
             self.value[:] = self.kept
             return
-        self.value.clear()
-        if isinstance(self.value, deque):
+        if isinstance(self.value, dict):
+            # The methods of the built-in class: a subclass may forbid its own (ModelOutput of transformers).
+            base = OrderedDict if isinstance(self.value, OrderedDict) else dict
+            base.clear(self.value)
+            for key, item in self.kept.items():
+                base.__setitem__(self.value, key, item)
+        elif isinstance(self.value, deque):
+            self.value.clear()
             self.value.extend(self.kept)
         else:
+            self.value.clear()
             self.value.update(self.kept)
 
 
@@ -345,8 +382,11 @@ class _Random(_Part):
             self.set(self.kept)
 
 
-def iterator_among(state: PythonState) -> str | None:
+def iterator_among(state: PythonState, *more: Any) -> str | None:
     """The name of an iterator among the things copied: nobody can put back what is taken out of one."""
+    for item in more:
+        if _is_iterator(item):
+            return f"that it is given, a {type(item).__name__}"
     for part in state._parts:
         for name, item in part.inner():
             if _is_iterator(item):
@@ -354,13 +394,50 @@ def iterator_among(state: PythonState) -> str | None:
     return None
 
 
+def cache_among(state: PythonState) -> str | None:
+    """The name of an ``lru_cache`` among the things copied: what was in it cannot be put back."""
+    return next((part.name for part in state._parts if isinstance(part, _Cached)), None)
+
+
 def _is_iterator(value: Any) -> bool:
     return hasattr(type(value), "__next__") and not isinstance(value, torch.Tensor | nn.Module)
+
+
+_DEFINITIONS = (
+    types.FunctionType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    staticmethod,
+    classmethod,
+    property,
+)
+
+
+def _is_definition(key: str, item: Any) -> bool:
+    return (
+        (key.startswith("__") and key.endswith("__")) or isinstance(item, _DEFINITIONS) or key == "_abc_impl"
+    )
+
+
+def _is_users_class(value: Any) -> bool:
+    if not isinstance(value, type) or issubclass(value, enum.Enum):
+        return False
+    first = value.__module__.partition(".")[0]
+    return _is_users(first) and first not in sys.stdlib_module_names
+
+
+def _classes_of(value: Any) -> list[type]:
+    """The user's classes of an object, whose attributes its methods may change."""
+    if isinstance(value, type):
+        return []
+    return [kind for kind in type(value).__mro__ if _is_users_class(kind)]
 
 
 def _part_of(value: Any, name: str) -> _Part | None:
     """The copy of one object; None if it holds nothing that changes."""
     kind = type(value)
+    if isinstance(value, type):
+        return _ClassAttributes(value, name)
     if isinstance(value, nn.Module):
         return _Attributes(value, name)
     if isinstance(value, list | dict | set | deque):

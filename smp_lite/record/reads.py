@@ -64,10 +64,10 @@ class _Finder:
             return
         self._seen[id(holder), key] = holder
         value = holder[key]
-        if isinstance(value, PLAIN):
-            if not key.startswith("__"):
-                self.places.append(Item(holder, key, name))
-        else:
+        # Functions and classes at the top of a module are as good as constant; elsewhere anything may change.
+        if (isinstance(value, PLAIN) or depth > 0) and not key.startswith("__"):
+            self.places.append(Item(holder, key, name))
+        if not isinstance(value, PLAIN):
             self.into(value, name, depth)
 
     def into(self, value: Any, name: str, depth: int) -> None:
@@ -82,6 +82,10 @@ class _Finder:
             items = list(value.items()) if isinstance(value, dict) else list(value)
             if len(items) <= _MAX_ITEMS and all(map(is_plain, items)):
                 self.places.append(Contents(value, name))
+        elif isinstance(value, types.BuiltinMethodType) and isinstance(
+            value.__self__, contextvars.ContextVar
+        ):
+            self.places.append(Variable(value.__self__, name))
         elif isinstance(value, types.FunctionType):
             self.function(value)
         elif isinstance(value, types.MethodType):
@@ -113,17 +117,13 @@ class _Finder:
             return
         self._seen[id(kind)] = kind
         for key, value in list(kind.__dict__.items()):
-            if isinstance(value, types.FunctionType):
-                self.function(value)
-            elif isinstance(value, staticmethod | classmethod):
-                self.function(value.__func__)
-            elif key in self.names.attributes and not isinstance(value, property):
-                if isinstance(value, PLAIN):
-                    self.places.append(Attribute(kind, key, f"{kind.__name__}.{key}"))
-                else:
-                    self.into(value, f"{kind.__name__}.{key}", 1)
-            if key == "forward":
-                self.places.append(Attribute(kind, key, f"{kind.__name__}.{key}"))
+            if key not in self.names.attributes and key != "forward":
+                continue
+            self.places.append(Attribute(kind, key, f"{kind.__name__}.{key}"))
+            if isinstance(value, staticmethod | classmethod):
+                value = value.__func__
+            if not isinstance(value, (property, *PLAIN)):
+                self.into(value, f"{kind.__name__}.{key}", 1)
 
     def function(self, function: Any) -> None:
         """Variables around a function that has run."""

@@ -6,13 +6,14 @@ values. Where a call lands:
 
 - a module that is called whole (:mod:`.module_calls`): on its stage;
 - a torch function in an opened module's code: on that module's stage;
-- any other torch function, a stateless module: on the stage of its largest input, so that residual sums, views
+- any other torch function, a stateless module: on the stage of its largest input, so that residual sums,
+views
   and the loss go where the data is; among equals on that of the latest value, whose consumers follow there;
 - a change in place of a value that views share memory with: where that memory is.
 
-What Python needs to know now (:mod:`.forced`) is asked of the *host*, which executes what has been recorded so
-far on all ranks and shares the answer. That is right for any control flow and costs overlap, so it warns once a
-source line.
+What Python needs to know now (:mod:`.forced`) is asked of the *host*, which executes what has been recorded
+so far on all ranks and shares the answer. That is right for any control flow and costs overlap, so it warns
+once a source line.
 
 A replicated tensor changed in place with a placed operand (``total += loss``) gets a placed twin
 (:mod:`.twins`), which stands in for it until the microbatch ends. An ordinary tensor that requires a gradient
@@ -30,7 +31,7 @@ import torch
 from torch import nn
 
 from ..errors import SMPError
-from .ambient import Ambient
+from .ambient import FUNCTORCH, Ambient, refuse_transformations
 from .away import AwayParameter, is_away, needed
 from .binding import Binder, sharing_memory
 from .calls import Arguments, ResultMeta
@@ -44,7 +45,7 @@ from .recording import Backward, Command, Recording
 from .replay import Tape, refuse
 from .signature import function_name, structure_token, tensor_meta, token
 from .source_line import CHECKPOINT_WITHOUT_EFFECT, warn_once_at_user_line
-from .torch_functions import FROM_NUMBERS, LOOKS_AT_DATA, REFUSED, changes_first
+from .torch_functions import DETACHES, FROM_NUMBERS, LOOKS_AT_DATA, REFUSED, changes_first
 from .twins import Twins
 
 __all__ = ["Recorder"]
@@ -64,6 +65,7 @@ class Recorder:
         self.serial = -1  # counts microbatches over all steps
         self.recording: Recording | None = None
         self.tape: Tape | None = None  # set while a step is recorded for replay
+        self.num_microbatches = 1
         self.num_modes = 0  # torch's own modes and ours, without the user's
         self.twins = Twins()
         self.draws = Draws()
@@ -83,8 +85,9 @@ class Recorder:
 
     # The life of a step ---------------------------------------------------------------------------
 
-    def begin_step(self, *, strict: bool) -> None:
+    def begin_step(self, num_microbatches: int, *, strict: bool) -> None:
         """A step begins; a ``strict`` one looks for changes of Python state that were not heard."""
+        self.num_microbatches = num_microbatches
         if self.placement.refresh(self):
             self.descriptions.signatures.forget()
         self.descriptions.signatures.new_step()
@@ -177,11 +180,9 @@ class Recorder:
         name = getattr(func, "__name__", "")
         if name in LOOKS_AT_DATA:
             return self._forced.call(func, args, kwargs)
+        if name == "requires_grad_":
+            return self._require_gradient(*args, **kwargs)
         if name in REFUSED:
-            if name == "requires_grad_":
-                wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-                if bool(wanted) == args[0].requires_grad:
-                    return args[0]
             raise SMPError(
                 f"{function_name(func)}() was called inside an smp.step on a value that lives on one "
                 f"stage: {REFUSED[name]}"
@@ -194,7 +195,11 @@ class Recorder:
             target = kwargs.get("out", args[0] if args else None)
             if type(target) is not PlacedTensor and isinstance(target, torch.Tensor):
                 return self._change_replicated(func, target, args, kwargs)
-        return self._function(func, self.arguments(args, kwargs))
+        arguments = self.arguments(args, kwargs, detached=name in DETACHES)
+        if any(type(tensor) is PlacedTensor for tensor in arguments.tensors):
+            return self._function(func, arguments)
+        args, kwargs = arguments.build(arguments.tensors)
+        return self.ordinary_function(func, args, kwargs)
 
     def ordinary_function(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A torch function without placed arguments."""
@@ -248,7 +253,7 @@ class Recorder:
         if len(gradients) != len(losses):
             raise ValueError(f"backward got {len(losses)} tensors and {len(gradients)} grad_tensors")
         values = []
-        for loss, gradient in zip(losses, gradients, strict=True):
+        for i, (loss, gradient) in enumerate(zip(losses, gradients, strict=True)):
             loss = self.placed_for(loss)
             if loss is None or not loss.smp_meta.requires_grad:
                 raise SMPError(
@@ -261,7 +266,7 @@ class Recorder:
                     "reduce it, or pass grad_tensors"
                 )
             if type(gradient) is PlacedTensor:
-                (gradient,) = self._forced.fetch([gradient], "a gradient given to model.backward()")
+                (gradients[i],) = self._forced.fetch([gradient], "a gradient given to model.backward()")
             elif self.tape is not None and self.tape.slot(gradient) is not None:
                 raise refuse("gives model.backward() a gradient made from its inputs")
             values.append(self.value_of(loss))
@@ -324,15 +329,21 @@ class Recorder:
         mark = token(label)
         recording.add(command, ((),), (mark, mark))
 
-    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Flattened arguments; what stands for something else is replaced by it."""
+    def arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, detached: bool = False
+    ) -> Arguments:
+        """Flattened arguments; what stands for something else is replaced by it.
+
+        Args:
+            detached: no gradient will be wanted of values of earlier microbatches.
+        """
         arguments = Arguments.of(args, kwargs)
         for i, tensor in enumerate(arguments.tensors):
             if type(tensor) is PlacedTensor:
                 if tensor.smp_recorder is not self:
                     raise SMPError("a value of another model's step was used: return it from its step first")
                 if not hasattr(tensor, "smp_parameter") and tensor.smp_microbatch != self.serial:
-                    arguments.replace(i, self._from_earlier_microbatch(tensor))
+                    arguments.replace(i, self._from_earlier_microbatch(tensor, detached=detached))
             elif (found := self.stand_in(tensor)) is not None:
                 arguments.replace(i, found)
             elif is_away(tensor):
@@ -350,11 +361,11 @@ class Recorder:
                     stage = placed[0] if placed else 0
                 arguments.replace(i, self._input(tensor, stage))
 
-    def _from_earlier_microbatch(self, tensor: PlacedTensor) -> torch.Tensor:
+    def _from_earlier_microbatch(self, tensor: PlacedTensor, *, detached: bool) -> torch.Tensor:
         recording = self._recordings.get(tensor.smp_microbatch)
         if recording is None:
             return self._forced.data_of(tensor)
-        if tensor.smp_meta.requires_grad and torch.is_grad_enabled():
+        if tensor.smp_meta.requires_grad and torch.is_grad_enabled() and not detached:
             raise SMPError(
                 "a value of one microbatch was used in another with its gradient: microbatches are "
                 "independent, so detach() it first"
@@ -363,6 +374,17 @@ class Recorder:
             raise refuse("uses a tensor of one microbatch in another")
         return self._forced.fetch_from(recording, tensor)
 
+    def ambient(self) -> Ambient:
+        """The torch state around the line that runs now.
+
+        Raises:
+            SMPError: it is inside a transformation of torch.func.
+        """
+        ambient = Ambient.current()
+        if ambient.num_modes >= FUNCTORCH:
+            refuse_transformations()
+        return ambient
+
     # Recording one command ------------------------------------------------------------------------------
 
     def record_module(
@@ -370,7 +392,7 @@ class Recorder:
     ) -> tuple[str | None, Any]:
         """Records a closed call; (None, its result), or (why the module has to be opened, None)."""
         self._with_inputs(arguments, home if home >= 0 else None)
-        ambient = Ambient.current()
+        ambient = self.ambient()
         described = self.descriptions.describe(name, module, arguments, ambient)
         if type(described) is Opened:
             return described.reason, None
@@ -390,8 +412,7 @@ class Recorder:
         if not isinstance(described, Description):
             assert type(described) is NotDescribed
             return self._run_for_real(command, described)
-        if described.meta.buffers:
-            command.touches = self.modules.note_buffers(module, described.meta.buffers)
+        command.touches = self.modules.touched(module, described.meta.buffers)
         result = self._append(command, described)
         self.modules.note(command)
         return None, result
@@ -399,7 +420,7 @@ class Recorder:
     def _function(self, func: Function, arguments: Arguments) -> Any:
         """Records a torch function."""
         self._with_inputs(arguments, self.modules.home)
-        ambient = Ambient.current()
+        ambient = self.ambient()
         name = function_name(func)
         described = self.descriptions.describe(name, func, arguments, ambient)
         if type(described) is NeedsData:
@@ -426,7 +447,40 @@ class Recorder:
             command.draw, moved = self.draws.take(func, arguments, (func, described.content))
             if not moved:
                 return self._run_for_real(command, NotDescribed(None))[1]
+        if described.meta.changed:
+            command.touches = self._changed_parameters(name, described, arguments)
         return self._append(command, described)
+
+    def touch_earlier(self, part: nn.Module, number: int) -> None:
+        """Calls of this microbatch that use the module come before what is about to change it."""
+        assert self.recording is not None
+        for command in self.recording.commands:
+            if command.module is not None and any(inner is part for inner in command.module.modules()):
+                command.touches = (*command.touches, number)
+                self.recording.structure_digest = hash(
+                    (self.recording.structure_digest, command.index, number)
+                )
+
+    def _changed_parameters(self, name: str, described: Any, arguments: Arguments) -> tuple[int, ...]:
+        """Numbers for the state of modules whose parameters a torch function changes in place.
+
+        Raises:
+            SMPError: a parameter that is trained, which other microbatches' backwards still need as it is.
+        """
+        touched: dict[int, None] = {}
+        for changed in described.meta.changed:
+            target = arguments.tensors[changed.argument]
+            for member in sharing_memory(target) if type(target) is PlacedTensor else ():
+                full = getattr(member, "smp_parameter", None)
+                if full is None:
+                    continue
+                if member.smp_meta.requires_grad and self.num_microbatches > 1:
+                    raise SMPError(
+                        f"{name} changes the parameter {full!r} in place inside an smp.step, while other "
+                        "microbatches use it: change it between steps"
+                    )
+                touched.update(dict.fromkeys(self.modules.note_parameter(full)))
+        return tuple(touched)
 
     @staticmethod
     def _first_changed_ordinary(described: Any, arguments: Arguments) -> torch.Tensor | None:
@@ -539,9 +593,8 @@ class Recorder:
         if found.states:
             assert command.draw is not None
             self.draws.take_over(found.states, command.draw)
-        if found.buffers:
-            assert command.module is not None
-            command.touches = self.modules.note_buffers(command.module, found.buffers)
+        if command.module is not None:
+            command.touches = self.modules.touched(command.module, found.buffers)
         self.descriptions.learn(unknown, command.label, command.arguments, found)
         returned, links = self._bind(command, found)
         recording.links[-1] = links
@@ -565,16 +618,64 @@ class Recorder:
         result = self.torch_function(func, *self.twins.substitute(args, kwargs))
         return None if result is None else target
 
+    def gradient_of(self, placed: PlacedTensor) -> torch.Tensor | None:
+        """``placed.grad``: of a parameter, what earlier steps have left.
+
+        Raises:
+            SMPError: this step has a backward already, which has not run yet.
+        """
+        full = getattr(placed, "smp_parameter", None)
+        if full is None:
+            return None
+        if any(recording.backwards for recording in self._recordings.values()):
+            raise SMPError(
+                f"the gradient of the parameter {full!r} was looked at inside an smp.step after "
+                "model.backward(): gradients are there when the step function has returned"
+            )
+        return self.placement.parameter(full).grad
+
+    def _require_gradient(self, target: Any, requires_grad: bool = True) -> Any:
+        """``requires_grad_()``: a value that needs no gradient becomes a leaf from here on."""
+        if bool(requires_grad) == target.requires_grad:
+            return target
+        if hasattr(target, "smp_parameter"):
+            raise SMPError(
+                f"requires_grad of the parameter {target.smp_parameter!r} was changed inside an smp.step, "
+                f"where "
+                "calls of earlier lines have not run yet: change it between steps, or detach() what shall "
+                "not "
+                "be trained"
+            )
+        if not requires_grad:
+            raise SMPError(
+                "requires_grad_(False) was called inside an smp.step on a result: write x = x.detach()"
+            )
+        leaf = self._function(as_leaf, self.arguments((target,), {}))
+        target.smp_meta, target.smp_value, target.smp_stage = leaf.smp_meta, leaf.smp_value, leaf.smp_stage
+        with torch._C.DisableTorchFunctionSubclass():
+            target.requires_grad_()
+        return target
+
     def _set_attribute(self, func: Function, args: tuple[Any, ...]) -> None:
         name = getattr(func.__self__, "__name__", "")  # type: ignore[attr-defined]
         target, value = args
         if name == "requires_grad" and type(target) is PlacedTensor:
-            target.requires_grad_(value)
+            self._require_gradient(target, value)
+            return
+        if name == "grad" and value is None and hasattr(target, "smp_parameter"):
+            self.gradient_of(target)
+            self.placement.parameter(target.smp_parameter).grad = None
             return
         raise SMPError(
-            f"tensor.{name} = ... on a tensor that lives on one stage cannot be recorded: "
-            "move it into a module that is placed on one stage"
+            f"tensor.{name} = ... inside an smp.step, on a tensor that lives on one stage or with one, "
+            f"cannot be "
+            "recorded: do it between steps, or with x.copy_(...) inside a module that is placed on one stage"
         )
+
+
+def as_leaf(x: torch.Tensor) -> torch.Tensor:
+    """What ``requires_grad_()`` makes of a result without a gradient."""
+    return x.detach().requires_grad_()
 
 
 def _weight(placed: PlacedTensor) -> tuple[int, int]:

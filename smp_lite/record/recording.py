@@ -39,10 +39,10 @@ class Command:
     """One recorded call: of a module, of a torch function, or the use of a parameter.
 
     ``sources`` gives for each tensor argument its value, or -1 for an ordinary tensor, which is kept in
-    ``arguments``. ``bare`` calls run without the module's forward hooks, which have run around the recording.
-    ``touches`` numbers the modules whose buffers the call changes. ``carried`` is Python state to run it with.
-    ``changes`` pairs each value that the call changes in place with its new version; the
-    first ``num_targets`` of them are the arguments themselves, the rest views that share their memory.
+    ``arguments``. ``bare`` calls run without the module's forward hooks, which have run around the
+    recording. ``touches`` numbers the modules whose buffers the call changes. ``carried`` is Python state to
+    run it with. ``changes`` pairs each value that the call changes in place with its new version; the first
+    ``num_targets`` of them are the arguments themselves, the rest views that share their memory.
     """
 
     index: int

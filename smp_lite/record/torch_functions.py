@@ -50,11 +50,17 @@ IN_PLACE_OPERATORS = _words(
 )
 """Operators that change their first argument; so do names that end in one underscore."""
 
+DETACHES = _words("detach")
+"""Functions whose result has no gradient."""
+
 REFUSED = {
     "backward": "call model.backward(loss)",
-    "grad": "gradients of gradients are not supported; model.backward(loss) is the only backward",
+    "grad": "model.backward(loss) is the only backward. Gradients of inputs are in input.grad after the "
+    "step; "
+    "gradients of gradients are not supported",
     "detach_": "write x = x.detach()",
-    "requires_grad_": "leaves that need a gradient belong into a module that is placed on one stage",
+    "retain_grad": "gradients exist only after the step; x.register_hook(function) sees them when they are "
+    "made",
     "apply_": "use torch functions",
     "map_": "use torch functions",
     "map2_": "use torch functions",

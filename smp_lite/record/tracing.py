@@ -206,6 +206,8 @@ class _Watch(TorchDispatchMode):
             return result
 
         def pack(tensor: torch.Tensor) -> None:
+            if tensor.layout is not torch.strided:
+                return
             storage = tensor.untyped_storage()
             if storage._cdata not in self.state_storages and storage._cdata not in self.kept:
                 self.kept[storage._cdata] = storage

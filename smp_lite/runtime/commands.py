@@ -17,6 +17,7 @@ from ..record.ambient import Ambient
 from ..record.calls import NewTensor
 from ..record.draws import at_states
 from ..record.effects import Buffers, Effects, NeedsOpening
+from ..record.placed import TensorMeta
 from ..record.placement import Placement
 from ..record.places import in_force
 from ..record.recording import Command, Recording
@@ -32,6 +33,7 @@ class CommandRunner:
         self.streams = streams
         self.undescribed: dict[int, RealRun] = {}  # by command
         self.doing = ""  # the command that runs, for errors
+        self.observer: Any = None
 
     def run_segment(self, recording: Recording, segment: Segment, local: dict[int, torch.Tensor]) -> None:
         """Runs the segment's commands; ``local`` maps its imports, and then all its values, to tensors."""
@@ -73,10 +75,20 @@ class CommandRunner:
         args, kwargs = command.arguments.build(tensors)
         if command.seed_key is not None:
             self.streams.seed(recording.microbatch_index, command.seed_key)
+        watched = self.observer is not None and command.module is not None
+        m = recording.microbatch_index
         if command.meta is None:
-            self.undescribed[command.index] = _run_for_real(command, tensors, args, kwargs)
+            seen = self.observer.before(command, args, kwargs) if watched else None
+            run = self.undescribed[command.index] = _run_for_real(command, tensors, args, kwargs)
+            if watched and run.effect is None:
+                self.observer.ran(m, command, *seen, run.result)
             return
+        if watched:
+            with in_force(command.carried or ()):
+                seen = self.observer.before(command, args, kwargs)
         result = _call(command, args, kwargs)
+        if watched:
+            self.observer.ran(m, command, *seen, result)
         self._store(command, result, local)
         for old, new in command.changes:
             local[new] = changed[old]
@@ -173,12 +185,17 @@ def _run_for_real(
     with effects.watched():
         result = _call(command, args, kwargs)
     drew = not torch.equal(before, torch.default_generator.get_state())
-    found = effects.found()
+    found, changed = effects.found(), ()
+    if found is None:
+        try:
+            changed = buffers.changed()
+        except NeedsOpening as reason:
+            found = str(reason)
     if found is not None:
         effects.undo()
         buffers.restore()
         return RealRun(tensors, None, drew, effect=found)
-    return RealRun(tensors, result, drew, buffers.changed())
+    return RealRun(tensors, result, drew, changed)
 
 
 def _run_function(
@@ -241,7 +258,23 @@ def _checked(command: Command, tensor: Any, described: NewTensor) -> torch.Tenso
             command,
             f"{tensor.dtype}{list(tensor.shape)} instead of {meta.dtype}{list(meta.shape)}",
         )
+    if tensor.layout is torch.strided and tensor.stride() != meta.stride and described.aliases is None:
+        return _laid_out(tensor, meta)
     return tensor
+
+
+def _laid_out(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """The tensor with the strides that it was recorded with.
+
+    A kernel may lay its result out otherwise than it says of fake tensors; what was recorded after it (a
+    view, a ``contiguous()`` that had nothing to do) counts on what it said.
+    """
+    pairs = zip(meta.shape, tensor.stride(), meta.stride, strict=True)
+    if not meta.stride or all(length < 2 or real == said for length, real, said in pairs):
+        return tensor
+    with torch.no_grad():
+        empty = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+    return empty.copy_(tensor)
 
 
 def _changed(command: Command, what: str) -> SMPError:

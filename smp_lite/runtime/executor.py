@@ -85,6 +85,10 @@ class StageExecutor:
             ActionKind.RECV_BACKWARD: self._receive_backward,
         }
 
+    def observe(self, observer: Any) -> None:
+        """From now on ``observer`` sees each command that runs; None: nobody does."""
+        self._commands.observer = observer
+
     def run(self, actions: Sequence[Action]) -> Iterator[str]:
         """Executes the list; yields what it waits for whenever it cannot go on.
 
@@ -120,8 +124,8 @@ class StageExecutor:
     def _transfers_only(self, actions: Sequence[Action]) -> Iterator[str]:
         """What the other stages count on, without computing: zeros for what is not there.
 
-        Both ends of a transfer stand side by side in the order of all actions (:mod:`..plan.lowering`), so each
-        receive can be waited for as soon as it is posted, and its memory freed.
+        Both ends of a transfer stand side by side in the order of all actions (:mod:`..plan.lowering`), so
+        each receive can be waited for as soon as it is posted, and its memory freed.
         """
         pending = [transfer for state in self.states.values() for transfer in state.receives()]
         for transfer in pending:

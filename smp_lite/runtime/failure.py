@@ -1,10 +1,10 @@
 """A step that fails on one rank fails on all, by the same error, and the next one works.
 
 The plan is known to every rank. So a rank on which an action fails computes no more, but still makes all the
-transfers that the others count on, with zeros where it has nothing; no message is left over that a later step
-would take for its own, and no memory is freed before its transfer has ended. When their lists are done the ranks
-tell each other how it went. If one has failed, nothing of the step stays: gradients are dropped, and buffers are
-put back.
+transfers that the others count on, with zeros where it has nothing; no message is left over that a later
+step would take for its own, and no memory is freed before its transfer has ended. When their lists are done
+the ranks tell each other how it went. If one has failed, nothing of the step stays: gradients are dropped,
+and buffers are put back.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import nn
 from ..comm.collectives import Collectives
 from ..comm.peers import Peers
 from ..comm.wires import MemoryWire, Wire
-from ..errors import SMPTimeout
+from ..errors import SMPError, SMPTimeout
 from ..plan.schedules import Policy
 from ..record.placement import Placement
 from ..record.recorder import Recorder
@@ -71,10 +71,11 @@ class ModelRuntime:
         self._exchange = exchange
         self.streams = RandomStreams()
         self.reducer: Reducer | None = None
+        self._watched: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._passes = 0
         self._reduce_now = False
         placement.free_other_stages(peers.stages)
-        parameters = self.local_parameters()
+        parameters = self._parameters = self.local_parameters()
         if collectives is not None and collectives.size > 1:
             self.reducer = Reducer(
                 parameters,
@@ -130,9 +131,15 @@ class ModelRuntime:
         if self.reducer is not None:
             self.reducer.begin_step()
             self._reduce_now = (self._passes + 1) % self.options.backward_passes_per_step == 0
+        self._watched = [
+            (parameter, parameter.detach().clone())
+            for parameter in self._parameters
+            if parameter._post_accumulate_grad_hooks and num_microbatches > 1
+        ]
         hook = self.reducer is not None and self.reducer.hook is not None
         average = self.options.average_grads_across_microbatches and not hook
-        self.runner.begin_step(self.recorder, 1.0 / num_microbatches if average else 1.0, inputs)
+        scale = 1.0 / num_microbatches if average else 1.0
+        self.runner.begin_step(self.recorder, num_microbatches, scale, inputs)
 
     def finish(
         self, outputs: Sequence[tuple[int, int]], *, has_backward: bool, keep_graph: bool
@@ -144,6 +151,7 @@ class ModelRuntime:
         """
         try:
             found = self.runner.finish(outputs, keep_graph=keep_graph)
+            self._refuse_changed_parameters()
         except Exception as error:
             self._join_reduction(error, expected=has_backward)
             raise
@@ -151,6 +159,16 @@ class ModelRuntime:
             self._passes += 1
             self._reduce(None)
         return found
+
+    def _refuse_changed_parameters(self) -> None:
+        """A hook on a parameter has seen its gradient, and the parameter is another one: too early."""
+        for parameter, before in self._watched:
+            if not torch.equal(parameter.detach(), before):
+                name = self.placement.alias(parameter)
+                raise SMPError(
+                    f"a hook changed the parameter {name!r} during the backwards of an smp.step, whose other "
+                    "microbatches have used it as it was before: change it when the step has returned"
+                )
 
     def abandon(self, error: BaseException) -> None:
         """The step failed before it could be executed to its end."""
@@ -178,6 +196,14 @@ class ModelRuntime:
             raise error_like(
                 kind, f"another replica failed, so gradients were not averaged: rank {rank}: {text}"
             )
+
+    @property
+    def gradients_are_averaged(self) -> bool:
+        """Whether all replicas hold the same gradients now; what a hook of the user's makes is not known."""
+        if self.collectives is None or self.collectives.size == 1:
+            return True
+        assert self.reducer is not None
+        return self.reducer.hook is None and self._passes % self.options.backward_passes_per_step == 0
 
     def _on_final(self, parameter: nn.Parameter) -> None:
         if self.reducer is not None and self._reduce_now:

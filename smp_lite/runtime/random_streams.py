@@ -1,10 +1,10 @@
 """Two random streams: one that every mp rank replays, and one for what a stage runs.
 
-The user's function draws from the torch generator while it is being recorded, alike on every mp rank
-(layer drop, span masks). Owned modules must not disturb that stream, and what they draw must depend
-neither on the schedule nor on which rank runs them: each command that draws is seeded from the state of
-the replicated stream at the start of the step, the microbatch, its name and how many of that name came before. Running the same
-seed again gives the same numbers.
+The user's function draws from the torch generator while it is being recorded, alike on every mp rank (layer
+drop, span masks). Owned modules must not disturb that stream, and what they draw must depend neither on the
+schedule nor on which rank runs them: each command that draws is seeded from the state of the replicated
+stream at the start of the step, the microbatch, its name and how many of that name came before. Running the
+same seed again gives the same numbers.
 
 If any command of a step draws, the replicated stream is moved on by one number at the end, as it would
 have moved in one process; else it stays exactly where one process would leave it.
@@ -43,7 +43,7 @@ class RandomStreams:
         return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little") >> 3
 
     def seed(self, microbatch_index: int, key: tuple[str, int]) -> None:
-        """Seeds the generators for one command: ``key`` is its label and how many of that label drew before."""
+        """Seeds the generators for one command: ``key`` is its label and how many such drew before."""
         label, number = key
         seed = hash((self._step_seed, microbatch_index, token(label), number)) & _MASK
         torch.manual_seed(seed)

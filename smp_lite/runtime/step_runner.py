@@ -85,6 +85,7 @@ class StepRunner:
         self.streams = streams
         self.last_batch: Batch | None = None
         self.on_planned: Callable[[Batch, dict[int, Recording]], None] | None = None
+        self.observer: Callable[[], Any] = lambda: None  # sees each command that runs; see smp_lite.check
         self._plans: dict[Any, Batch] = {}
         self._progress: dict[int, _Progress] = {}
         self._recorder: Recorder | None = None
@@ -92,6 +93,7 @@ class StepRunner:
         self._in_transit: list[Any] = []
         self._inputs: tuple[int, Callable[[], list[str]]] = (0, list)
         self._start_state = 0
+        self._touched_gradients = False  # by a list of actions that failed
         self.all_know = False  # whether an error that is on its way is raised on all mp ranks
 
     # The life of a step -----------------------------------------------------------------------------------
@@ -99,6 +101,7 @@ class StepRunner:
     def begin_step(
         self,
         recorder: Recorder,
+        num_microbatches: int,
         gradient_scale: float,
         inputs: tuple[int, Callable[[], list[str]]] = (0, list),
     ) -> None:
@@ -106,15 +109,16 @@ class StepRunner:
 
         Args:
             recorder: whose host this is for the step.
+            num_microbatches: how many there will be.
             gradient_scale: what each backward starts with instead of 1.
             inputs: a digest of the batch, compared between ranks, and its description; 0: not compared, nor
                 is anything else that need not be looked at in every step.
         """
         self._recorder = recorder
-        recorder.begin_step(strict=inputs[0] != 0)
+        recorder.begin_step(num_microbatches, strict=inputs[0] != 0)
         self._inputs = inputs
         self._late.clear()
-        self.all_know = False
+        self.all_know = self._touched_gradients = False
         self._start_state = self.streams.begin_step()
         for executor in self.executors.values():
             executor.gradient_scale = gradient_scale
@@ -150,6 +154,9 @@ class StepRunner:
                 items = [self._item(m, value)[2] for m, value in outputs]
                 found = [own if own is not None else f for f, own in zip(found, items)]
             return found[: len(outputs)]
+        except Exception:
+            self._undo()
+            raise
         finally:
             recorder.suspended = False
             self._end(recorder)
@@ -186,7 +193,8 @@ class StepRunner:
         here = placed.smp_stage in self.executors
         if here and key not in self._late:
             raise SMPError(
-                f"a tensor of {placed.smp_meta.num_bytes} bytes that was made in an earlier smp.step is gone: "
+                f"a tensor of {placed.smp_meta.num_bytes} bytes that was made in an earlier smp.step is "
+                f"gone: "
                 "read it before the next step, or return it from the step function"
             )
         self.peers.share_object(None, placed.smp_stage, "reading a tensor that was made in the last smp.step")
@@ -229,11 +237,9 @@ class StepRunner:
         if recorder is not None:
             if isinstance(error, Exception) and not self.all_know and not isinstance(error, SMPTimeout):
                 self.peers.fail(f"{type(error).__name__}: {error}")
-                recorder.modules.restore_buffers()
-                if self._has_run_backward():
-                    self.drop_gradients()
-            self._in_transit += [executor.in_transit() for executor in self.executors.values()]
             recorder.placement.swap_out()
+            self._undo()
+            self._in_transit += [executor.in_transit() for executor in self.executors.values()]
             recorder.placement.strange.clear()
             self._end(recorder)
 
@@ -321,6 +327,11 @@ class StepRunner:
             self.on_planned(batch, recordings)
         assert self._recorder is not None
         self._recorder.modules.before_running()
+        observer = self.observer()
+        if observer is not None:
+            observer.recorded(recordings)
+        for executor in self.executors.values():
+            executor.observe(observer)
         self._compare(recordings, last_batch=last_batch)
         for executor in self.executors.values():
             executor.adopt()
@@ -348,19 +359,16 @@ class StepRunner:
         if not outcomes:
             return
         self.all_know = True
+        self._touched_gradients |= any(work.pending_backwards() for work in batch.works)
+        raise step_failure(outcomes) from next((e.error for e in own if e.failure is mine), None)
+
+    def _undo(self) -> None:
+        """The step has failed: nothing of it stays."""
         recorder = self._recorder
         assert recorder is not None
         recorder.modules.restore_buffers()
-        if any(work.pending_backwards() for work in batch.works) or self._has_run_backward():
-            self.drop_gradients()
-        raise step_failure(outcomes) from next((e.error for e in own if e.failure is mine), None)
-
-    def _has_run_backward(self) -> bool:
-        return any(progress.backward_done for progress in self._progress.values())
-
-    def drop_gradients(self) -> None:
-        assert self._recorder is not None
-        self.drop_gradients_of(self._recorder.placement)
+        if self._touched_gradients or any(progress.backward_done for progress in self._progress.values()):
+            self.drop_gradients_of(recorder.placement)
 
     @staticmethod
     def drop_gradients_of(placement: Placement) -> None:

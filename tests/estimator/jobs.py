@@ -14,7 +14,7 @@ os.environ.setdefault("SAGEMAKER_SUPPRESS_V2_WARNING", "1")
 
 from sagemaker.pytorch import PyTorch
 
-from smp_lite.estimator.local_session import LocalMPISession
+from smp_lite.estimator.local.session import LocalMPISession
 
 IMAGE = "000000000000.dkr.ecr.us-west-2.amazonaws.com/any:latest"
 

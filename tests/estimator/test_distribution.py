@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from smp_lite.config import ConfigError
-from smp_lite.estimator.distribution import check_distribution
+from smp_lite.estimator.request.distribution import check_distribution
 
 MPI = {"enabled": True, "processes_per_host": 8}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from smp_lite.estimator.dry_run import request_of
-from smp_lite.estimator.local_session import LocalMPISession
+from smp_lite.estimator.local.session import LocalMPISession
+from smp_lite.estimator.request.dry_run import request_of
 from tests.estimator.jobs import estimator
 
 

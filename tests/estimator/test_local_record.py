@@ -12,8 +12,8 @@ from botocore.session import get_session
 from botocore.validate import ParamValidator
 from sagemaker.pytorch import PyTorch
 
-from smp_lite.estimator.local_record import JobRecord
-from smp_lite.estimator.local_session import LocalMPISession
+from smp_lite.estimator.local.record import JobRecord
+from smp_lite.estimator.local.session import LocalMPISession
 from tests.estimator.jobs import estimator, files_in
 
 OF_THE_USER = {"HyperParameters": {"startTime": '"soon"', "EndTime": "1"}, "Environment": {"Time": "noon"}}

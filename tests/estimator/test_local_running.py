@@ -15,6 +15,7 @@ import pytest
 from sagemaker.exceptions import UnexpectedStatusException
 
 from tests.estimator.jobs import estimator, files_in, process_ids, processes_of
+from tests.launch.launching import hear_signals
 
 LIMIT_S = 40.0
 
@@ -128,6 +129,7 @@ def test_an_interrupted_fit_stops_the_job_and_raises(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.getcwd()},
         stdout=subprocess.PIPE,
         text=True,
+        preexec_fn=hear_signals,
     ) as program:
         try:
             wait_until(started.exists, "the script starts")

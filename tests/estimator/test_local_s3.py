@@ -14,8 +14,8 @@ from moto.server import ThreadedMotoServer
 from sagemaker.exceptions import UnexpectedStatusException
 from sagemaker.s3 import S3Downloader, S3Uploader
 
-from smp_lite.estimator.local_session import LocalMPISession
-from smp_lite.estimator.local_store import Store
+from smp_lite.estimator.local.session import LocalMPISession
+from smp_lite.estimator.local.store import Store
 from tests.estimator.jobs import estimator, files_in
 
 BUCKET = "my-bucket"

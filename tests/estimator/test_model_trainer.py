@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from smp_lite.entrypoints.job import Job
-from smp_lite.entrypoints.launch_plan import plan_job
+from smp_lite.entrypoints.container.job import Job
+from smp_lite.entrypoints.mpi.launch_plan import plan_job
 from smp_lite.estimator import package_directory
 from tests.estimator.aws import BUCKET, REGION, ROLE, boto_session, moto_server
 
@@ -59,7 +59,9 @@ def environment_of_a_container() -> dict[str, str]:
     return {**kept, "TRAINING_JOB_NAME": "J", "PIP_NO_INDEX": "1", "PATH": f"{python}:{os.environ['PATH']}"}
 
 
-def test_the_driver_runs_the_job_of_a_v3_container(tmp_path: Path) -> None:
+@pytest.fixture
+def container(tmp_path: Path) -> Path:
+    """The `/opt/ml` of a job that version 3 sends."""
     root = tmp_path / "ml"
     lay_out_config(root, {"epochs": "3"})
     code, drivers = root / "input" / "data" / "code", root / "input" / "data" / "sm_drivers"
@@ -73,13 +75,51 @@ def test_the_driver_runs_the_job_of_a_v3_container(tmp_path: Path) -> None:
         "custom_mpi_options": "--mca btl_base_verbose 0",
     }
     (drivers / "distributed.json").write_text(json.dumps(strategy))
-    command = [sys.executable, str(drivers / "distributed_drivers" / DRIVER)]
-    result = subprocess.run(
-        command, cwd=code, env=environment_of_a_container(), capture_output=True, text=True, timeout=100
+    return root
+
+
+def run_driver(root: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    driver = root / "input" / "data" / "sm_drivers" / "distributed_drivers" / DRIVER
+    return subprocess.run(
+        [sys.executable, str(driver)],
+        cwd=root / "input" / "data" / "code",
+        env={**environment_of_a_container(), **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
+
+
+def test_the_driver_runs_the_job_of_a_v3_container(container: Path) -> None:
+    result = run_driver(container)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert json.loads((root / "model" / "seen.json").read_text()) == [2, {"partitions": 2}, 3]
-    assert_ranks_of_two_hosts(root)
+    assert json.loads((container / "model" / "seen.json").read_text()) == [2, {"partitions": 2}, 3]
+    assert_ranks_of_two_hosts(container)
+
+
+@pytest.mark.parametrize(
+    ("in_file", "in_environment", "message"),
+    [
+        (None, {}, "a job over 2 hosts needs SMP_LITE_JOB_SECRET"),
+        ("s" * 43, {}, "host(s) algo-2.invalid did not come within 0 s"),
+        ("s" * 43, {"SMP_LITE_JOB_SECRET": "short"}, "SMP_LITE_JOB_SECRET is 5 characters long"),
+        (None, {"SMP_LITE_JOB_SECRET": "s" * 32}, "host(s) algo-2.invalid did not come within 0 s"),
+    ],
+)
+def test_the_secret_of_the_hosts_comes_with_the_driver_or_from_the_user(
+    in_file: str | None, in_environment: dict[str, str], message: str, container: Path
+) -> None:
+    if in_file is not None:
+        drivers = container / "input" / "data" / "sm_drivers" / "distributed_drivers"
+        (drivers / "job_secret").write_text(in_file)
+    resources = {"current_host": "algo-1", "hosts": ["algo-1", "algo-2.invalid"]}
+    (container / "input" / "config" / "resourceconfig.json").write_text(json.dumps(resources))
+    distributed = container / "input" / "data" / "sm_drivers" / "distributed.json"
+    strategy = json.loads(distributed.read_text())
+    distributed.write_text(json.dumps({**strategy, "parameters": {"partitions": 2, "ddp": True}}))
+    result = run_driver(container, SMP_LITE_HOST_LIMIT_S="0", **in_environment)
+    assert result.returncode == 1
+    assert (container / "output" / "failure").read_text().startswith(message), result.stderr
 
 
 def assert_ranks_of_two_hosts(root: Path) -> None:
@@ -214,6 +254,7 @@ def test_the_scripts_of_version_3_start_the_job(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     seen = json.loads((root / "model" / "seen.json").read_text())
     assert seen == [2, {"pipeline_parallel_degree": 2, "partitions": 2}, 3]
+    assert len((drivers / "distributed_drivers" / "job_secret").read_text()) == 43
     assert_ranks_of_two_hosts(root)
 
 

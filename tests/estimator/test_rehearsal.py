@@ -12,7 +12,7 @@ from sagemaker.workflow.parameters import ParameterInteger
 from sagemaker.workflow.pipeline_context import PipelineSession
 
 from smp_lite.config import ConfigError
-from smp_lite.entrypoints.run_job import run_job
+from smp_lite.entrypoints.hosts.run_job import run_job
 from smp_lite.estimator import Estimator, LocalMPISession, PyTorch, request_of
 from tests.estimator.aws import EXAMPLE_INPUTS, boto_session, example, example_distribution
 

@@ -18,7 +18,8 @@ from botocore.validate import ParamValidator
 from sagemaker.debugger import DebuggerHookConfig
 from sagemaker.inputs import FileSystemInput, TrainingInput
 
-from smp_lite.estimator import Estimator, PyTorch, request_of
+from smp_lite.config import ConfigError
+from smp_lite.estimator import Estimator, LocalMPISession, PyTorch, request_of
 from tests.estimator.aws import (
     BUCKET,
     EXAMPLE_INPUTS,
@@ -313,3 +314,66 @@ def test_a_dry_run_of_a_local_job_is_told_too(tmp_path: Path) -> None:
     arguments["environment"] = {"A": 1}
     with pytest.raises(ParamValidationError, match=r"Environment\.A"):
         PyTorch(**arguments).dry_run({"train": "file:///data"})
+
+
+SECRET = "SMP_LITE_JOB_SECRET"
+
+
+def of_two_hosts(source_dir: Path, **changes: Any) -> PyTorch:
+    return PyTorch(**arguments_of("an image of the user's", source_dir) | {"instance_count": 2, **changes})
+
+
+@pytest.mark.usefixtures("aws")
+def test_each_job_over_several_hosts_gets_a_secret_of_its_own(tmp_path: Path) -> None:
+    estimator = of_two_hosts(tmp_path / "source", environment={"A": "b"})
+    requests = [
+        estimator.dry_run(EXAMPLE_INPUTS, job_name="dry"),
+        sent_by_fit(estimator, EXAMPLE_INPUTS, "first-of-two-hosts"),
+        sent_by_fit(estimator, EXAMPLE_INPUTS, "second-of-two-hosts"),
+        estimator.dry_run(EXAMPLE_INPUTS, job_name="dry"),
+    ]
+    secrets = {request["Environment"].pop(SECRET) for request in requests}
+    assert len(secrets) == len(requests)
+    assert {len(secret) for secret in secrets} == {43}
+    assert [request["Environment"] for request in requests] == [{"A": "b"}] * len(requests)
+    assert requests[0] == requests[3] == with_name(requests[1], "dry", "first-of-two-hosts")
+    assert_accepted(requests[0] | {"Environment": {SECRET: secrets.pop()}})
+    estimator.instance_count = 1
+    assert estimator.dry_run(EXAMPLE_INPUTS)["Environment"] == {"A": "b"}
+
+
+def test_the_users_own_secret_stays(tmp_path: Path) -> None:
+    given = {SECRET: "s" * 32}
+    estimator = of_two_hosts(tmp_path / "source", environment=given)
+    for _ in range(2):
+        assert estimator.dry_run(EXAMPLE_INPUTS)["Environment"] == given
+
+
+def test_a_secret_that_could_be_guessed_is_refused_before_the_upload(tmp_path: Path) -> None:
+    estimator = of_two_hosts(tmp_path / "source", environment={SECRET: "hunter2"})
+    with pytest.raises(ConfigError, match="SMP_LITE_JOB_SECRET is 7 characters long, and needs 32") as raised:
+        estimator.dry_run(EXAMPLE_INPUTS)
+    assert "hunter2" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"instance_count": 1},
+        {"image_uri": None, "framework_version": "2.2.0", "py_version": "py310"},
+        {"sagemaker_session": "local", "instance_type": "local"},
+    ],
+    ids=["one host", "an image of AWS, whose launcher is another", "on this machine"],
+)
+def test_a_job_whose_hosts_use_no_port_gets_no_secret(changes: dict[str, Any], tmp_path: Path) -> None:
+    if changes.get("sagemaker_session") == "local":
+        changes = {**changes, "sagemaker_session": LocalMPISession(tmp_path / "jobs")}
+    request = of_two_hosts(tmp_path / "source", **changes).dry_run()
+    assert SECRET not in request.get("Environment", {})
+
+
+def test_a_job_of_the_generic_estimator_gets_a_secret(tmp_path: Path) -> None:
+    arguments = arguments_of("an image of the user's", tmp_path / "source") | {"instance_count": 2}
+    for name in ("framework_version", "py_version"):
+        del arguments[name]
+    assert len(Estimator(**arguments).dry_run(EXAMPLE_INPUTS)["Environment"][SECRET]) == 43

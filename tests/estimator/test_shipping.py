@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 from smp_lite.entrypoints import start
 from smp_lite.estimator import PyTorch, package_directory
-from smp_lite.estimator.shipping import ARCHIVE
+from smp_lite.estimator.request.shipping import ARCHIVE
 from tests.estimator.aws import BUCKET, boto_session, example, moto_server, without_telemetry
 
 REPOSITORY = Path(__file__).parents[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,19 @@ HANG_S = 40
 def command(*args: str) -> list[str]:
     """The argument list of `smp-lite run args...` under this Python."""
     return [sys.executable, "-m", "smp_lite.cli", "run", *args]
+
+
+def hear_signals() -> None:
+    """In a child before it starts: let it hear what ends a program in a terminal. Where the tests run under
+    nohup, or in the background of a shell, all that they start would ignore it."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def ignore_signals() -> None:
+    """In a child before it starts: what nohup and such a shell do."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def launch(

@@ -12,10 +12,10 @@ from typing import Any
 
 import yaml
 
-from smp_lite.entrypoints.cluster_job import ClusterJob
-from smp_lite.entrypoints.kubernetes_manifest import kubernetes_manifest
-from smp_lite.entrypoints.mpirun import find_mpirun
-from smp_lite.entrypoints.slurm_script import slurm_script
+from smp_lite.entrypoints.clusters.cluster_job import ClusterJob
+from smp_lite.entrypoints.clusters.kubernetes_manifest import kubernetes_manifest
+from smp_lite.entrypoints.clusters.slurm_script import slurm_script
+from smp_lite.entrypoints.mpi.mpirun import find_mpirun
 from tests.launch.launching import HANG_S
 
 HOSTILE = ["a b", "1e-3", "$(touch harm)", "`touch harm`", "; touch harm", ">harm", "&&", "$HOME", "$$", "*"]

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from smp_lite.entrypoints.hosts.secret import SECRET_VARIABLE
 from tests.launch.launching import HANG_S, processes_mentioning
 from tests.launch.test_train import START
 
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 SPACES = ("smp-lite-1", "smp-lite-2")
 HOSTS = ("algo-1", "algo-2")
+SECRET = "known to the hosts and to no stranger"
 
 
 def ip(*words: str, check: bool = True) -> None:
@@ -87,7 +89,7 @@ class Cluster:
         with (self.roots[number] / "log").open("wb") as log:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", SPACES[number], "unshare", "--uts", "--mount", "sh", "-c", commands],
-                env={**os.environ, "SMP_LITE_HOST_LIMIT_S": "20", **environment},
+                env={**os.environ, "SMP_LITE_HOST_LIMIT_S": "20", SECRET_VARIABLE: SECRET, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -232,3 +234,78 @@ print("saves", flush=True)
     codes, outputs = cluster.wait()
     assert codes == [0, 0], outputs
     assert [output.count("saves") for output in outputs] == [2, 2]
+
+
+@pytest.mark.parametrize("secret", ["", SECRET.swapcase()], ids=["none", "another"])
+def test_a_host_with_another_secret_is_a_stranger(secret: str, directory: Path) -> None:
+    cluster = Cluster(directory, "print('ran')")
+    cluster.start(0, SMP_LITE_HOST_LIMIT_S="3")
+    cluster.start(1, SMP_LITE_HOST_LIMIT_S="3", **{SECRET_VARIABLE: secret})
+    codes, outputs = cluster.wait()
+    assert codes == [1, 1]
+    assert "host(s) algo-2 did not come within 3 s (port 7790)" in outputs[0]
+    if secret:
+        assert (
+            "algo-2 answered, but with another key: all hosts need the same SMP_LITE_JOB_SECRET" in outputs[0]
+        )
+        (told,) = [line for line in outputs[1].splitlines() if "called on port" in line]
+        assert told.startswith("smp-lite: 10.77.0.1 called on port 7790 and did not prove to be a host")
+    else:
+        assert "a job over 2 hosts needs SMP_LITE_JOB_SECRET" in outputs[1]
+    for text in (*outputs, *(path.read_text() for path in directory.glob("*/output/failure"))):
+        assert SECRET not in text and SECRET.swapcase() not in text
+
+
+def test_the_secret_is_with_no_rank_and_on_no_command_line(directory: Path) -> None:
+    script = f"""
+import pathlib
+for path in pathlib.Path("/proc").glob("[0-9]*"):
+    try:
+        line = (path / "cmdline").read_bytes()
+    except OSError:
+        continue
+    assert {SECRET.encode()!r} not in line, line
+environments = []
+pid = os.getpid()
+while pid > 1:  # up to mpirun or its daemon, and not further: train's own shows what it was started with
+    name = pathlib.Path(f"/proc/{{pid}}/comm").read_text().strip()
+    environments.append(pathlib.Path(f"/proc/{{pid}}/environ").read_bytes())
+    if name in ("mpirun", "prterun", "prted"):
+        break
+    pid = int(pathlib.Path(f"/proc/{{pid}}/stat").read_text().rpartition(")")[2].split()[1])
+else:
+    raise AssertionError("no daemon above this rank")
+for environment in environments:
+    assert {SECRET.encode()!r} not in environment and b"JOB_SECRET" not in environment
+print("looked at", len(environments) > 1, flush=True)
+"""
+    codes, outputs = Cluster(directory, script).run()
+    assert codes == [0, 0], outputs
+    assert [output.count("looked at True") for output in outputs] == [2, 2]
+
+
+def test_strangers_at_the_port_do_not_keep_the_hosts_apart(directory: Path) -> None:
+    """200 callers who say nothing, and some who say a lot, from the other host's own address."""
+    strangers = """
+import socket, sys, time
+held = []
+deadline = time.monotonic() + 60
+while time.monotonic() < deadline:
+    try:
+        held.append(socket.create_connection(("10.77.0.2", 7790), 1))
+        held[-1].settimeout(0.01)
+        if len(held) % 3 == 0:
+            held[-1].sendall(b"smp_lite hosts 1" + bytes(64))
+        held = held[-200:]
+    except OSError:
+        time.sleep(0.01)
+"""
+    stranger = subprocess.Popen(["ip", "netns", "exec", SPACES[0], sys.executable, "-c", strangers])
+    try:
+        codes, outputs = Cluster(directory, "print('ran', flush=True)").run()
+    finally:
+        stranger.kill()
+        stranger.wait()
+    assert codes == [0, 0], outputs
+    assert [output.count("ran") for output in outputs] == [2, 2]
+    assert outputs[1].count("called on port 7790") == 1

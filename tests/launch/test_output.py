@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_lite.entrypoints.output import LineMerger
+from smp_lite.entrypoints.this_machine.output import LineMerger
 
 OUT_0 = ("0", "stdout")
 OUT_1 = ("1", "stdout")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from smp_lite.entrypoints.job import Job
-from smp_lite.entrypoints.launch_plan import plan_job
-from smp_lite.entrypoints.mpirun import find_mpirun, installed_version, stop_mpirun
+from smp_lite.entrypoints.container.job import Job
+from smp_lite.entrypoints.mpi.launch_plan import plan_job
+from smp_lite.entrypoints.mpi.mpirun import find_mpirun, installed_version, stop_mpirun
 from smp_lite.errors_record import ERROR_DIR_VARIABLE
 
 LIMIT_S = 40

@@ -127,7 +127,7 @@ def test_a_users_mistake_is_one_message_before_anything_starts(
 def test_the_launcher_imports_no_torch_and_no_mpi() -> None:
     program = (
         "import sys\nfrom smp_lite.cli import main\n"
-        "import smp_lite.entrypoints.local, smp_lite.entrypoints.rank_main\n"
+        "import smp_lite.entrypoints.this_machine.launcher, smp_lite.entrypoints.rank_main\n"
         "main(['run', '--processes', '2', 'absent.py'])\n"
         "print(sorted({'torch', 'mpi4py', 'smp_lite.cli'} & set(sys.modules)))\n"
     )

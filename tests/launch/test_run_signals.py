@@ -7,16 +7,24 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.launch.launching import HANG_S, command, processes_mentioning, write
+from tests.launch.launching import (
+    HANG_S,
+    command,
+    hear_signals,
+    ignore_signals,
+    processes_mentioning,
+    write,
+)
 
 SLEEP = "import time\nfrom mpi4py import MPI\nprint('up', flush=True)\ntime.sleep(600)\n"
 
 
-def start(script: Path, num_ranks: int) -> subprocess.Popen[str]:
+def start(script: Path, num_ranks: int, signals: Callable[[], None] = hear_signals) -> subprocess.Popen[str]:
     """A launch of which all ranks have come up."""
     process = subprocess.Popen(
         command("--processes", str(num_ranks), str(script)),
@@ -24,6 +32,7 @@ def start(script: Path, num_ranks: int) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=signals,
     )
     assert process.stdout is not None
     lines = {process.stdout.readline() for _ in range(num_ranks)}
@@ -39,6 +48,21 @@ def test_a_signal_to_the_launcher_stops_everything(tmp_path: Path, number: signa
     with start(script, 3) as process:
         process.send_signal(number)
         assert process.wait(HANG_S) == code
+        assert processes_mentioning(script) == []
+
+
+def test_what_the_launcher_was_started_to_ignore_it_ignores_and_sigterm_stops_everything(
+    tmp_path: Path,
+) -> None:
+    script = write(tmp_path, "script.py", SLEEP)
+    with start(script, 2, ignore_signals) as process:
+        for number in (signal.SIGINT, signal.SIGHUP):
+            process.send_signal(number)
+        time.sleep(0.5)  # in which it would end
+        assert process.poll() is None
+        assert len(processes_mentioning(script)) > 2
+        process.terminate()
+        assert process.wait(HANG_S) == 143
         assert processes_mentioning(script) == []
 
 
@@ -101,9 +125,12 @@ def test_a_launch_outlives_its_terminal_where_that_is_wanted(tmp_path: Path) -> 
         "import pathlib, time\npathlib.Path('up').touch()\n"
         "while not pathlib.Path('go').exists():\n    time.sleep(0.05)\nprint('done')\n",
     )
-    nohup = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh"]  # what nohup does
     with subprocess.Popen(
-        [*nohup, *command("--processes", "1", str(script))], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+        command("--processes", "1", str(script)),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=ignore_signals,
     ) as process:
         try:
             deadline = time.monotonic() + HANG_S

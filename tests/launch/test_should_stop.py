@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import smp_lite as smp
-from smp_lite.entrypoints.launch_plan import plan_mpirun
-from smp_lite.entrypoints.mpirun import find_mpirun, stop_mpirun
+from smp_lite.entrypoints.mpi.launch_plan import plan_mpirun
+from smp_lite.entrypoints.mpi.mpirun import find_mpirun, stop_mpirun
 from smp_lite.stop_notice import listen, stop_listening, was_given
 from tests.api_support import batch, build, in_memory, train, wrap
 from tests.harness import run_distributed

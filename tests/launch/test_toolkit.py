@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from smp_lite.entrypoints.container_environment import container_environment, script_arguments
-from smp_lite.entrypoints.job import Job
+from smp_lite.entrypoints.container.environment import container_environment, script_arguments
+from smp_lite.entrypoints.container.job import Job
 from tests.example import PARAMETERS
 
 VENV_VARIABLE = "SMP_LITE_TOOLKIT_VENV"

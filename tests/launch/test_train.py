@@ -200,6 +200,53 @@ def test_a_switch_that_is_none_is_named(tmp_path: Path) -> None:
     assert "SMP_LITE_PASS_PARAMETERS='yes': it must be 0 or 1" in output
 
 
+SECRET = "not for the eyes of strangers, nor for the ranks"
+
+
+def of_two_hosts(root: Path) -> Path:
+    resources = {"current_host": "algo-1", "hosts": ["algo-1", "algo-2.invalid"]}
+    (root / "input" / "config" / "resourceconfig.json").write_text(json.dumps(resources))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "a job over 2 hosts needs SMP_LITE_JOB_SECRET"),
+        ({"SMP_LITE_JOB_SECRET": ""}, "a job over 2 hosts needs SMP_LITE_JOB_SECRET"),
+        (
+            {"SMP_LITE_JOB_SECRET": "hunter2"},
+            "SMP_LITE_JOB_SECRET is 7 characters long, and needs 32 or more",
+        ),
+    ],
+    ids=["none", "empty", "short"],
+)
+def test_without_a_secret_there_is_no_job_over_several_hosts(
+    given: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    root = of_two_hosts(make_tree(tmp_path, "print('ran')"))
+    code, output = train(root, SMP_LITE_HOST_LIMIT_S="0", **given)
+    assert (code, os.listdir(root / "output")) == (1, ["failure"])
+    text = (root / "output" / "failure").read_text()
+    assert text.startswith(message)
+    assert "environment={'SMP_LITE_JOB_SECRET': secrets.token_urlsafe(32)}" in text
+    assert "hunter2" not in text + output
+    assert not (root / "code").exists(), "refused before anything is fetched"
+
+
+def test_a_secret_is_told_to_nobody(tmp_path: Path) -> None:
+    root = of_two_hosts(make_tree(tmp_path, "print('ran')", processes=1))
+    code, output = train(root, SMP_LITE_HOST_LIMIT_S="0", SMP_LITE_JOB_SECRET=SECRET)
+    assert (code, "algo-2.invalid did not come within 0 s" in output) == (1, True)
+    assert SECRET not in output + (root / "output" / "failure").read_text()
+
+
+def test_ranks_do_not_have_the_secret(tmp_path: Path) -> None:
+    root = make_tree(tmp_path, "print('ran', 'SMP_LITE_JOB_SECRET' in os.environ)")
+    code, output = train(root, SMP_LITE_JOB_SECRET=SECRET)
+    assert (code, sorted(output.splitlines())) == (0, ["[0] ran False", "[1] ran False"])
+
+
 def test_an_earlier_jobs_outcome_does_not_stay(tmp_path: Path) -> None:
     root = make_tree(tmp_path, "", processes=1, mp_parameters={"partitions": 1})
     (root / "output").mkdir()

@@ -32,6 +32,8 @@ class Program:
         tolerance: largest relative difference; 0 is to the bit. More only where several gradients of one
             value meet, which may be summed in another order.
         refused: part of the error by which the library refuses it, where it does; else it must be equal.
+        refused_static: the same for ``static_mode`` alone.
+        refused_on_ranks: the same for real processes alone.
         slow: for ``make test-all`` only.
     """
 
@@ -46,6 +48,8 @@ class Program:
     static: bool = False
     tolerance: float = 0.0
     refused: str = ""
+    refused_static: str = ""
+    refused_on_ranks: str = ""
     slow: bool = False
 
 

@@ -33,8 +33,8 @@ ON_RANKS = [
 
 @pytest.mark.parametrize(("program", "stages", "pipeline", "static"), IN_MEMORY)
 def test_in_memory(program: Program, stages: int, pipeline: str, static: bool) -> None:
-    if program.refused:
-        with pytest.raises(SMPError, match=program.refused):
+    if refused := program.refused or (static and program.refused_static):
+        with pytest.raises(SMPError, match=refused):
             run_in_memory(program, stages, pipeline, static=static)
         return
     assert run_in_memory(program, stages, pipeline, static=static) == []
@@ -46,8 +46,8 @@ def test_on_ranks(program: Program, stages: int, replicas: int) -> None:
     if replicas > 1:
         parameters["ddp"] = True
     arguments = {"kwargs": {"name": program.name}, "parameters": parameters}
-    if program.refused:
-        with pytest.raises(AssertionError, match=program.refused):
+    if refused := program.refused or program.refused_on_ranks:
+        with pytest.raises(AssertionError, match=refused):
             run_distributed("tests.programs.running:run_on_ranks", stages * replicas, **arguments)
         return
     found = run_distributed("tests.programs.running:run_on_ranks", stages * replicas, **arguments)

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp_lite.config import Config, ConfigError
-from smp_lite.entrypoints.container_environment import container_environment, script_arguments
-from smp_lite.entrypoints.job import Job
-from smp_lite.entrypoints.launch_plan import plan_job
-from smp_lite.estimator.distribution import CheckedDistribution, check_distribution
+from smp_lite.entrypoints.container.environment import container_environment, script_arguments
+from smp_lite.entrypoints.container.job import Job
+from smp_lite.entrypoints.mpi.launch_plan import plan_job
+from smp_lite.estimator.request.distribution import CheckedDistribution, check_distribution
 
 NUM_EXAMPLES = 500
 

@@ -79,7 +79,7 @@ def train(where: str, failing_rank: int) -> tuple[dict[str, Tensor], list[str]]:
     """Trains in the open session; returns the whole state and the texts of the errors that were caught.
 
     Args:
-        where: "forward", "backward", "recording" (on the failing rank), "everywhere" (recording on all ranks).
+        where: "forward", "backward", "recording" (on the failing rank), "everywhere" (in recording, on all).
         failing_rank: of the mp group; in memory any.
     """
     torch.manual_seed(0)

@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from smp_lite.cli import main
-from smp_lite.entrypoints.cluster_job import ClusterJob, job_name
-from smp_lite.entrypoints.kubernetes_manifest import kubernetes_manifest
-from smp_lite.entrypoints.slurm_script import slurm_script
+from smp_lite.entrypoints.clusters.cluster_job import ClusterJob, job_name
+from smp_lite.entrypoints.clusters.kubernetes_manifest import kubernetes_manifest
+from smp_lite.entrypoints.clusters.slurm_script import slurm_script
 
 DATA = Path(__file__).parent / "data"
 HOSTILE = [

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from smp_lite.entrypoints.container_environment import container_environment, script_arguments
-from smp_lite.entrypoints.job import Job
+from smp_lite.entrypoints.container.environment import container_environment, script_arguments
+from smp_lite.entrypoints.container.job import Job
 
 GOLDEN = Path(__file__).parent / "data" / "sm_env.golden.txt"
 PARAMETERS = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from smp_lite.entrypoints.ending import Ending, decide_ending
-from smp_lite.entrypoints.mpirun import Death
+from smp_lite.entrypoints.mpi.mpirun import Death
+from smp_lite.entrypoints.this_machine.ending import Ending, decide_ending
 from smp_lite.errors_record import FailureRecord
 
 EARLY = FailureRecord(

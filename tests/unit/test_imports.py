@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,18 @@ PURE_MODULES = [
         f"smp_lite.plan.{file.stem}".removesuffix(".__init__")
         for file in (REPOSITORY / "smp_lite" / "plan").glob("*.py")
     ),
-    *sorted(f"smp_lite.entrypoints.{file.stem}" for file in (REPOSITORY / "entrypoints").glob("[a-z]*.py")),
+    *sorted(
+        ".".join(("smp_lite", *file.relative_to(REPOSITORY).with_suffix("").parts))
+        for file in (REPOSITORY / "entrypoints").rglob("[a-z]*.py")
+    ),
 ]
+
+FOLDERS = {
+    "entrypoints": [".", "hosts", "this_machine", "mpi", "container"],
+    "estimator": [".", "request", "local", "quiet"],
+}
+"""From the top down; "." stands for the other files beside the folders. One that is not here imports from
+none."""
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -38,6 +50,33 @@ def test_a_pure_module_imports_neither_torch_nor_mpi4py(module: str) -> None:
 def test_the_sagemaker_side_imports_neither_torch_nor_mpi4py() -> None:
     names = ("Estimator", "LocalMPISession", "PyTorch", "check_distribution", "request_of")
     assert loaded_by(f"from smp_lite.estimator import {', '.join(names)}") == set()
+
+
+@pytest.mark.parametrize("package", FOLDERS)
+def test_folders_import_only_downwards(package: str) -> None:
+    folders = FOLDERS[package]
+    for file in sorted((REPOSITORY / package).rglob("*.py")):
+        folder = folder_of(file.relative_to(REPOSITORY).with_suffix("").parts)
+        below = folders[folders.index(folder) :] if folder in folders else [folder]
+        for target in folders_imported_by(file, package):
+            assert target in below, f"{file} imports from {target}"
+
+
+def folder_of(parts: tuple[str, ...]) -> str:
+    """The folder, by its name in FOLDERS, of a module of which the path or name has these parts."""
+    package, name, *_ = parts
+    return name if name in FOLDERS[package] or (REPOSITORY / package / name).is_dir() else "."
+
+
+def folders_imported_by(file: Path, package: str) -> Iterator[str]:
+    """Of the folders of `package`, each that `file` names in an import."""
+    inside = ("smp_lite", *file.parent.relative_to(REPOSITORY).parts)
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = inside[: len(inside) - node.level + 1] if node.level else ()
+            module = (*base, *filter(None, (node.module or "").split(".")))
+            if module[:2] == ("smp_lite", package):
+                yield from (folder_of((*module[1:], name.name)) for name in node.names)
 
 
 def test_the_probe_sees_mpi4py_when_it_is_there() -> None:

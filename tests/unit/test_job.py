@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from smp_lite.entrypoints.job import Job
+from smp_lite.entrypoints.container.job import Job
 
 TWO_HOSTS = {"current_host": "algo-2", "hosts": ["algo-1", "algo-2"], "network_interface_name": "eth1"}
 

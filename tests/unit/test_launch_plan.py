@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from smp_lite.entrypoints.launch_plan import LaunchPlan, plan_launch, plan_mpirun
+from smp_lite.entrypoints.mpi.launch_plan import LaunchPlan, plan_launch, plan_mpirun
 
 
 def test_a_script_with_parameters_as_root() -> None:

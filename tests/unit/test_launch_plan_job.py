@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from smp_lite.entrypoints.job import Job
-from smp_lite.entrypoints.launch_plan import LaunchPlan, plan_job
+from smp_lite.entrypoints.container.job import Job
+from smp_lite.entrypoints.mpi.launch_plan import LaunchPlan, plan_job
 
 SEED_OPTIONS = "--mca btl_vader_single_copy_mechanism none "
 ONE = ("algo-1",)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from smp_lite.entrypoints.channels import Channels
-from smp_lite.entrypoints.leftovers import belongs_to, kill_leftovers
+from smp_lite.entrypoints.this_machine.channels import Channels
+from smp_lite.entrypoints.this_machine.leftovers import belongs_to, kill_leftovers
 from smp_lite.errors_record import ERROR_DIR_VARIABLE
 
 

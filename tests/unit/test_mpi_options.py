@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from smp_lite.entrypoints.mpi_options import MpiOption, export, flag, mca, merge_options, parse_options
+from smp_lite.entrypoints.mpi.options import MpiOption, export, flag, mca, merge_options, parse_options
 
 
 def words(options: tuple[MpiOption, ...]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from smp_lite.entrypoints.mpirun import Death, MpirunMessages, mpirun_version
+from smp_lite.entrypoints.mpi.mpirun import Death, MpirunMessages, mpirun_version
 
 RULE = "-" * 74
 

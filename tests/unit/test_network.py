@@ -8,13 +8,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Client
+from contextlib import ExitStack, suppress
+from typing import Any
 
 import pytest
 
-from smp_lite.entrypoints.local import RankReport
-from smp_lite.entrypoints.network import HostService, OtherHosts
-from smp_lite.entrypoints.remote_daemon import parse_daemon_command, run_daemon_on
+from smp_lite.entrypoints.hosts.connection import LONGEST_MESSAGE, connect
+from smp_lite.entrypoints.hosts.network import HostService, OtherHosts
+from smp_lite.entrypoints.hosts.remote_daemon import parse_daemon_command, run_daemon_on
+from smp_lite.entrypoints.this_machine.launcher import RankReport
 from smp_lite.errors_record import FailureRecord
 
 KEY = b"the key of the job"
@@ -94,7 +96,7 @@ def test_a_host_that_does_not_answer_is_asked_no_more(
     service: HostService, answers: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = OtherHosts(["localhost"], KEY, service.port, 20)
-    monkeypatch.setattr("smp_lite.entrypoints.network._ANSWER_S", 0.1)
+    monkeypatch.setattr("smp_lite.entrypoints.hosts.network._ANSWER_S", 0.1)
     monkeypatch.setattr(service, "_give_notice", lambda: time.sleep(1))
     assert others.give_notice()  # nobody is left who does not know
     assert others.report() == RankReport([], {})
@@ -103,12 +105,11 @@ def test_a_host_that_does_not_answer_is_asked_no_more(
 
 
 def test_a_stranger_is_not_heard_and_keeps_nobody_out(service: HostService) -> None:
-    silent = Client(("localhost", service.port))
-    with pytest.raises(ConnectionError, match=r"answers on port .* with another key"):
-        run_daemon_on("localhost", [], b"a guess", service.port)
-    assert run_daemon_on("localhost", [], KEY, service.port) == 1
-    assert not service.joined
-    silent.close()
+    with socket.create_connection(("localhost", service.port)):  # and says nothing
+        with pytest.raises(ConnectionError, match=r"answers on port .* with another key"):
+            run_daemon_on("localhost", [], b"a guess", service.port)
+        assert run_daemon_on("localhost", [], KEY, service.port) == 1
+        assert not service.joined
 
 
 def test_hosts_that_do_not_come_are_named() -> None:
@@ -116,49 +117,65 @@ def test_hosts_that_do_not_come_are_named() -> None:
         OtherHosts(["algo-7.invalid"], KEY, 1, 0.1)
 
 
-def test_something_else_that_listens_there_is_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smp_lite.entrypoints.host_connection._CONNECT_S", 1)
-    with (
-        socket.create_server(("localhost", 0)) as silent,
-        pytest.raises(TimeoutError, match="localhost did not come"),
-    ):
-        OtherHosts(["localhost"], KEY, silent.getsockname()[1], 0.1)
-
-
 def test_hosts_of_another_job_are_told_from_absent_ones(service: HostService) -> None:
-    with pytest.raises(TimeoutError, match="localhost answered, but with the key of another job"):
+    with pytest.raises(TimeoutError, match="localhost answered, but with another key: all hosts need"):
         OtherHosts(["localhost"], b"another key", service.port, 0.1)
 
 
-def test_silent_strangers_are_sent_away(service: HostService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smp_lite.entrypoints.host_connection._CONNECT_S", 1)
-    with socket.create_connection(("localhost", service.port)) as silent:
-        silent.settimeout(20)
-        while silent.recv(1000):  # the challenge, and then the end
-            pass
-
-
+@pytest.mark.parametrize("message", [[], {"call": "dance"}, {"call": "daemon"}, {}, "text"])
 def test_a_message_that_makes_no_sense_ends_the_connection_only(
-    service: HostService, capfd: pytest.CaptureFixture[str]
+    message: Any, service: HostService, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with Client(("localhost", service.port), authkey=KEY) as client:
-        client.send_bytes(b"[]")
-        with pytest.raises(EOFError):
-            client.recv_bytes()
+    connection = connect("localhost", service.port, KEY)
+    assert connection is not None
+    with connection, pytest.raises(EOFError):
+        connection.call(message, 20)
     assert "makes no sense" in capfd.readouterr().err
     assert run_daemon_on("localhost", [], KEY, service.port) == 1
 
 
-def test_a_service_that_speaks_another_language_is_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(server: socket.socket) -> None:
-        with server.accept()[0] as caller:
-            caller.sendall(b"\0\0\0\x05hello")
+def test_a_report_keeps_to_the_limit_of_a_message(
+    service: HostService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "begins" + "\0" * LONGEST_MESSAGE + "ends"
+    failures = [FailureRecord(rank, 7, 3, text) for rank in (1, 2)]
+    monkeypatch.setattr(service, "_report", lambda: RankReport(failures, {}))
+    texts = [failure.text for failure in OtherHosts(["localhost"], KEY, service.port, 20).report().failures]
+    assert [text.startswith("begins") and text.endswith("ends") for text in texts] == [True, True]
+    assert all("characters left out" in text and len(text) < LONGEST_MESSAGE for text in texts)
+
+
+@pytest.mark.parametrize("answer", [b"", b"SSH-2.0-OpenSSH_9.6\r\n" * 10])
+def test_something_else_that_listens_there_is_no_host(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smp_lite.entrypoints.hosts.connection._HANDSHAKE_S", 1)
+
+    def speak(server: socket.socket) -> None:
+        with suppress(OSError), server.accept()[0] as caller:
+            caller.sendall(answer)
+            caller.recv(10**6)
+            time.sleep(2)
 
     with socket.create_server(("localhost", 0)) as server:
-        thread = threading.Thread(target=answer, args=(server,), daemon=True)
-        thread.start()
-        with pytest.raises(TimeoutError, match="localhost did not come"):
+        threading.Thread(target=speak, args=(server,), daemon=True).start()
+        with pytest.raises(TimeoutError, match="localhost did not come within 0 s") as raised:
             OtherHosts(["localhost"], KEY, server.getsockname()[1], 0)
+    assert "another key" not in str(raised.value)
+
+
+def test_silent_strangers_in_the_hosts_places_take_no_longer_than_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("smp_lite.entrypoints.hosts.connection._HANDSHAKE_S", 2)
+    places = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+    with ExitStack() as stack:
+        first = stack.enter_context(socket.create_server((places[0], 0)))
+        port = first.getsockname()[1]
+        for place in places[1:]:
+            stack.enter_context(socket.create_server((place, port)))
+        started = time.monotonic()
+        with pytest.raises(TimeoutError, match=f"{', '.join(places)} did not come within 0 s"):
+            OtherHosts(places, KEY, port, 0)
+        assert time.monotonic() < started + 4
 
 
 def test_the_port_is_free_afterwards(service: HostService) -> None:

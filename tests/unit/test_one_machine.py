@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from smp_lite.entrypoints.one_machine import Host, MeetingPlace
+from smp_lite.entrypoints.hosts.one_machine import Host, MeetingPlace
 
 HOSTS = ("algo-1", "algo-2")
 

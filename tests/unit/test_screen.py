@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from smp_lite.entrypoints.channels import Channels
-from smp_lite.entrypoints.screen import Screen
+from smp_lite.entrypoints.this_machine.channels import Channels
+from smp_lite.entrypoints.this_machine.screen import Screen
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from smp_lite.entrypoints.source_code import fetch_source, install_requirements
+from smp_lite.entrypoints.container.source_code import fetch_source, install_requirements
 
 
 @pytest.fixture

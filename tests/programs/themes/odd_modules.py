@@ -409,7 +409,7 @@ def checkpointing_both_ways(smp: Any, out: Any) -> None:
 # In place, layouts, dtypes ------------------------------------------------------------------------------
 
 
-@program(stages=(2, 3), ranks=(2,), static=True)
+@program(stages=(2, 3), ranks=(2,), static=True, refused_static="static_mode: True")
 def in_place_on_inputs_and_views(smp: Any, out: Any) -> None:
     """Blocks change their input in place, the container changes slices of what blocks give, x += block(x)."""
 

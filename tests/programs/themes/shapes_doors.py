@@ -272,7 +272,7 @@ def preference_with_adapters_off(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="requires_grad of the parameter")
 def freezes_in_step(smp: Any, out: Any) -> None:
     """pix2pix's set_requires_grad(part, False) before a call in the step, and True after it."""
     net = Net()
@@ -298,7 +298,7 @@ def freezes_in_step(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="in place inside an smp.step")
 def clamps_weights_in_step(smp: Any, out: Any) -> None:
     """WGAN's clamp_ of a critic's weights at the start of the step function."""
     net = Net()
@@ -383,7 +383,7 @@ def buffers_read_in_step(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,), tolerance=1e-05)
 def feature_matching(smp: Any, out: Any) -> None:
     """Forward hooks collect the blocks' outputs into a dict, and the loss uses them: distillation,
     perceptual loss.
@@ -470,7 +470,7 @@ def meter_in_model(smp: Any, out: Any) -> None:
 # Gradients and updates in the step --------------------------------------------------------------------------
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="looked at inside an smp.step")
 def gradient_norm_in_step(smp: Any, out: Any) -> None:
     """.grad is looked at in the step, after model.backward, to find parts without gradients."""
     net = Net()
@@ -493,7 +493,7 @@ def gradient_norm_in_step(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), microbatches=1)
+@program(stages=(2,), microbatches=1, refused="inside a function decorated")
 def clips_in_step(smp: Any, out: Any) -> None:
     """clip_grad_norm_ right after model.backward, inside the step function, one microbatch."""
     model = smp.DistributedModel(Net())
@@ -513,7 +513,7 @@ def clips_in_step(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), microbatches=1)
+@program(stages=(2,), microbatches=1, refused="inside a function decorated")
 def whole_loop_in_step(smp: Any, out: Any) -> None:
     """zero_grad, backward and optimizer.step all inside the step function, as a beginner does it; one
     microbatch.
@@ -556,7 +556,7 @@ def gradients_like_outputs(smp: Any, out: Any) -> None:
 # Targets, queues, buffers -----------------------------------------------------------------------------------
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,), tolerance=1e-6, refused_on_ranks="lives on stage")
 def byol_target(smp: Any, out: Any) -> None:
     """A target network outside the model, called in the step, moved after each step by zip(parameters(),
     ...).
@@ -616,7 +616,7 @@ class MoCo(nn.Module):
         return logits, torch.zeros(logits.shape[0], dtype=torch.long)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,), tolerance=1e-6, refused="cannot be recorded")
 def moco(smp: Any, out: Any) -> None:
     """MoCo's reference code: the key encoder's .data is moved in forward, keys go into a queue buffer."""
     model = smp.DistributedModel(MoCo())
@@ -707,7 +707,7 @@ def running_totals(smp: Any, out: Any) -> None:
 # torch.func and friends: may be refused ---------------------------------------------------------------------
 
 
-@program(stages=(2,))
+@program(stages=(2,), refused="torch.func transformations")
 def per_sample_vmap(smp: Any, out: Any) -> None:
     """torch.vmap over the model, a sample at a time."""
     model = smp.DistributedModel(mlp(6, 16, 16, 3))
@@ -720,7 +720,7 @@ def per_sample_vmap(smp: Any, out: Any) -> None:
         out.value("logits", predict(data(0)[0]).concat())
 
 
-@program(stages=(2,))
+@program(stages=(2,), refused="torch.func transformations")
 def input_gradient_by_func(smp: Any, out: Any) -> None:
     """torch.func.grad of the model with respect to its input."""
     model = smp.DistributedModel(mlp(6, 16, 16, 1))
@@ -732,7 +732,7 @@ def input_gradient_by_func(smp: Any, out: Any) -> None:
     out.value("slope", slope(data(0)[0]).concat())
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="mat1 and mat2")
 def falls_back(smp: Any, out: Any) -> None:
     """try: the model on the batch; except RuntimeError (a wrong width): on its first columns, padded."""
     model = smp.DistributedModel(mlp(6, 16, 16, 3))

@@ -77,7 +77,7 @@ class Seq2Seq(nn.Module):
         return outputs
 
 
-@program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,), tolerance=1e-05)
 def seq2seq(smp: Any, out: Any) -> None:
     """Bahdanau attention; outputs are written into a zero tensor; random() in the container chooses
     teacher forcing.

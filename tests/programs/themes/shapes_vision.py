@@ -676,7 +676,7 @@ def deep_equilibrium(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,))
+@program(stages=(2,), refused="is the only backward")
 def energy_model(smp: Any, out: Any) -> None:
     """Langevin sampling: the gradient of the energy with respect to the input, taken in a step of its own."""
     model = smp.DistributedModel(mlp(2, 16, 16, 1))

@@ -257,7 +257,7 @@ def ema_teacher_in_the_model(smp: Any, out: Any) -> None:
     fit(smp, out, BYOL(), loss)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="takes a tensor of stage")
 def ema_teacher_between_steps(smp: Any, out: Any) -> None:
     """Mean teacher: within the model, but moved by the script after optimizer.step(), data.lerp_."""
 

@@ -450,7 +450,7 @@ def tuple_key_values_returned(smp: Any, out: Any) -> None:
 # State over steps ---------------------------------------------------------------------------------------
 
 
-@program(stages=(2,), ranks=(2,), static=True)
+@program(stages=(2,), ranks=(2,), static=True, refused_static="static_mode: True")
 def hidden_state_kept_over_steps(smp: Any, out: Any) -> None:
     """Stateful recurrent layers: self.hidden of one call starts the next, detached."""
 
@@ -483,7 +483,7 @@ def hidden_state_kept_over_steps(smp: Any, out: Any) -> None:
     out.value("hidden", [b.hidden for b in net.blocks])
 
 
-@program(stages=(2,), ranks=(2,), static=True)
+@program(stages=(2,), ranks=(2,), static=True, refused_static="static_mode: True")
 def hidden_state_on_the_model(smp: Any, out: Any) -> None:
     """The model's top-level forward keeps the last features and mixes them into the next call."""
 
@@ -505,7 +505,7 @@ def hidden_state_on_the_model(smp: Any, out: Any) -> None:
     out.value("last", net.last)
 
 
-@program(stages=(2,), ranks=(2,), static=True)
+@program(stages=(2,), ranks=(2,), static=True, refused_static="static_mode: True")
 def iterator_as_attribute(smp: Any, out: Any) -> None:
     """A block takes its scale from an itertools.cycle, another from a generator of its own."""
 

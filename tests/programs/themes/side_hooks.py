@@ -37,7 +37,7 @@ def cross_entropy_step(smp: Any, after: Any = None) -> Any:
 # Forward hooks ------------------------------------------------------------------------------------------
 
 
-@program(stages=(2, 3), ranks=(2,), static=True)
+@program(stages=(2, 3), ranks=(2,), static=True, refused_static="static_mode: True")
 def features_for_a_loss(smp: Any, out: Any) -> None:
     """Hooks put on before training keep the features of two blocks; the step adds a loss on them."""
     net = Stack()
@@ -84,7 +84,7 @@ def features_detached_and_read_outside(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,), static=True)
+@program(stages=(2,), ranks=(2,), static=True, refused_static="static_mode: True")
 def steering_between_steps(smp: Any, out: Any) -> None:
     """A hook that adds a vector to a block's output is put on for the second of four steps only."""
     net = Stack()
@@ -207,7 +207,7 @@ def global_hook_that_changes(smp: Any, out: Any) -> None:
         fit(smp, out, Stack())
 
 
-@program(stages=(2, 3), ranks=(2,), static=True)
+@program(stages=(2, 3), ranks=(2,), static=True, refused_static="static_mode: True")
 def hook_on_a_split_container(smp: Any, out: Any) -> None:
     """Hooks on the Sequential that is cut in two: one halves the input, one keeps and scales the output."""
     net = nn.Sequential(OrderedDict(body=nn.Sequential(*(Block() for _ in range(4))), head=nn.Linear(8, 4)))
@@ -253,7 +253,7 @@ def features_by_exception(smp: Any, out: Any) -> None:
 # Backward hooks -----------------------------------------------------------------------------------------
 
 
-@program(stages=(2,), ranks=(2,), static=True)
+@program(stages=(2,), static=True)
 def gradient_norms_by_backward_hook(smp: Any, out: Any) -> None:
     """register_full_backward_hook on each block keeps the norm of the gradient that leaves it."""
     net = Stack()
@@ -264,7 +264,7 @@ def gradient_norms_by_backward_hook(smp: Any, out: Any) -> None:
     out.value("norms", [norms[i] for i in range(4)])
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), tolerance=1e-6)
 def grad_cam(smp: Any, out: Any) -> None:
     """Grad-CAM: a forward hook keeps activations, a tensor hook on them keeps gradients; read outside."""
     net = nn.Sequential(
@@ -497,7 +497,7 @@ def old_weight_norm(smp: Any, out: Any) -> None:
     fit(smp, out, net)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), tolerance=1e-06)
 def spectral_norms(smp: Any, out: Any) -> None:
     """A discriminator with the old spectral_norm, and one with the new: power iteration in each forward."""
 

@@ -84,7 +84,14 @@ class Gated(nn.Module):
         return x + sum(w.unsqueeze(-1) * torch.tanh(e(x)) for w, e in zip(weights.unbind(-1), self.experts))
 
 
-@program(stages=(2, 3), ranks=(2,), replicas=(1, 2), pipelines=("interleaved", "simple"), static=True)
+@program(
+    stages=(2, 3),
+    ranks=(2,),
+    replicas=(1, 2),
+    pipelines=("interleaved", "simple"),
+    static=True,
+    refused_static="static_mode: True",
+)
 def aux_loss_on_the_module(smp: Any, out: Any) -> None:
     """Each layer keeps its balance loss on itself; the step function sums them over model.modules()."""
     net = Stack(Gated)
@@ -177,7 +184,7 @@ def losses_appended_to_a_list(smp: Any, out: Any) -> None:
 # Counters -----------------------------------------------------------------------------------------------
 
 
-@program(stages=(2,), ranks=(2,), static=True)
+@program(stages=(2,), ranks=(2,), static=True, refused_static="static_mode: True")
 def blocks_count_their_calls(smp: Any, out: Any) -> None:
     """Each block counts its calls in a Python number, which is printed at the end."""
 
@@ -193,7 +200,7 @@ def blocks_count_their_calls(smp: Any, out: Any) -> None:
     out.value("calls", [b.calls for b in net.blocks])
 
 
-@program(stages=(2,), ranks=(2,), static=True)
+@program(stages=(2,), ranks=(2,), static=True, refused_static="static_mode: True")
 def warm_up_by_a_counter(smp: Any, out: Any) -> None:
     """A block's scale grows with the number of its calls in training, as annealed gates do."""
 
@@ -211,7 +218,7 @@ def warm_up_by_a_counter(smp: Any, out: Any) -> None:
     fit(smp, out, Stack(Annealed), steps=4)
 
 
-@program(stages=(2,), ranks=(2,), static=True)
+@program(stages=(2,), ranks=(2,), static=True, refused_static="static_mode: True")
 def model_counts_microbatches(smp: Any, out: Any) -> None:
     """The model's top-level forward counts its calls and picks the loss' temperature by them."""
 

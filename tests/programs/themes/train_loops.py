@@ -106,27 +106,7 @@ def best_in_memory(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
-def best_without_copy(smp: Any, out: Any) -> None:
-    """The well-known mistake: the best state dict is kept without a copy, so that it follows the training."""
-    model = smp.DistributedModel(Net())
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
-    train_step, eval_step = make_steps(smp)
-    best = None
-    for i, (x, y) in enumerate(batches(smp, 3)):
-        optimizer.zero_grad()
-        train_step(model, x, y)
-        optimizer.step()
-        if i == 0:
-            best = model.state_dict()
-    out.value("kept", dict(best))
-    model.load_state_dict(best)
-    with torch.no_grad():
-        out.value("logits", eval_step(model, x).concat())
-    out.model(model)
-
-
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="a script can have one")
 def save_and_resume(smp: Any, out: Any) -> None:
     """torch.save of model, optimizer and schedule in one dict, loaded into fresh ones."""
     torch.manual_seed(2)
@@ -288,7 +268,7 @@ def safetensors_file(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def save_the_whole_module(smp: Any, out: Any) -> None:
     """torch.save of the module itself, not of its state dict; the copy that is loaded predicts."""
     net = Net()
@@ -457,7 +437,7 @@ def interrupted(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def nan_batches_skipped(smp: Any, out: Any) -> None:
     """Batches whose loss, or one of whose gradients, is not finite are left out."""
     model = smp.DistributedModel(Net())
@@ -934,7 +914,7 @@ def lora(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="was removed from the model")
 def pruned(smp: Any, out: Any) -> None:
     """torch.nn.utils.prune before training, iterative pruning between steps, made permanent at the end."""
     net = Net()
@@ -955,7 +935,7 @@ def pruned(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def global_pruning_later(smp: Any, out: Any) -> None:
     """Lottery ticket: dense training, a mask by the global magnitude, weights rewound, trained masked."""
     net = Net()
@@ -991,7 +971,7 @@ class Symmetric(nn.Module):
         return w.triu() + w.triu(1).transpose(-1, -2)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def parametrized(smp: Any, out: Any) -> None:
     """A symmetric weight, weight norm and spectral norm by parametrize, removed at the end."""
     net = Net()
@@ -1041,7 +1021,7 @@ class QuantLinear(nn.Linear):
         return F.linear(x, Quantize.apply(self.weight, 0.05), self.bias)
 
 
-@program(stages=(2, 3), ranks=(2,))
+@program(stages=(2, 3), ranks=(2,), refused_on_ranks="lives on stage")
 def straight_through(smp: Any, out: Any) -> None:
     """Quantisation-aware training with straight-through estimators and a range kept in a buffer."""
     net = nn.Sequential(QuantLinear(8, 16), nn.ReLU(), QuantLinear(16, 16), nn.ReLU(), QuantLinear(16, 4))

@@ -112,7 +112,7 @@ def teacher_inside(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="takes a tensor of stage")
 def mean_teacher(smp: Any, out: Any) -> None:
     """The teacher is an EMA of the student kept inside the module, updated by zip of parameters."""
 
@@ -193,7 +193,7 @@ class MoCo(nn.Module):
         return logits, labels
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="cannot be recorded")
 def momentum_contrast(smp: Any, out: Any) -> None:
     """MoCo: the momentum update and the queue happen within forward, with p.data assigned."""
     model = smp.DistributedModel(MoCo())
@@ -237,7 +237,13 @@ class QueueOnly(nn.Module):
         return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
 
 
-@program(stages=(2,), ranks=(2,), static=True)
+@program(
+    stages=(2,),
+    ranks=(2,),
+    static=True,
+    refused_static="static_mode: True",
+    refused_on_ranks="lives on stage",
+)
 def queue_of_keys(smp: Any, out: Any) -> None:
     """A memory bank in the container's buffers, written in forward for each microbatch."""
     net = QueueOnly()
@@ -295,7 +301,7 @@ def simsiam(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def clip_style(smp: Any, out: Any) -> None:
     """Two towers and a learned temperature that is clamped after each step; the symmetric loss."""
 
@@ -425,7 +431,7 @@ def gan_with_frozen_critic(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="is the only backward")
 def gradient_penalty(smp: Any, out: Any) -> None:
     """WGAN-GP: the gradient of the critic by its input, with create_graph."""
     net = GAN()
@@ -494,7 +500,7 @@ def vae(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,), static=True)
+@program(stages=(2,), ranks=(2,), static=True, refused_static="static_mode: True")
 def diffusion(smp: Any, out: Any) -> None:
     """DDPM: time steps and noise drawn in the step function, the table outside; then sampling."""
 
@@ -591,7 +597,7 @@ def free_perturbation(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="is the only backward")
 def virtual_adversarial(smp: Any, out: Any) -> None:
     """VAT: torch.autograd.grad of a KL divergence by the noise, within the step function."""
     model = smp.DistributedModel(mlp(8, 16, 12, 4))
@@ -617,7 +623,7 @@ def virtual_adversarial(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="was not called in this step")
 def maml(smp: Any, out: Any) -> None:
     """An inner loop by functional_call with adapted weights, second order."""
     net = mlp(8, 12, 12, 4)
@@ -758,7 +764,7 @@ def outside_in_one_optimizer(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def gradient_surgery(smp: Any, out: Any) -> None:
     """PCGrad: two step functions, gradients taken from p.grad, projected where they conflict."""
     model = smp.DistributedModel(TwoHeads())
@@ -945,7 +951,7 @@ class TinyGPT(nn.Module):
         return self.head(self.norm(x))
 
 
-@program(stages=(2, 3), ranks=(2,), replicas=(1, 2))
+@program(stages=(2, 3), ranks=(2,), replicas=(1, 2), tolerance=1e-06)
 def decoding(smp: Any, out: Any) -> None:
     """Greedy decoding, sampling and a beam of two between epochs, through a step function."""
     torch.manual_seed(60)
@@ -1015,7 +1021,11 @@ def actor_critic(smp: Any, out: Any) -> None:
 
 
 @program(
-    stages=(2,), ranks=(2,), replicas=(1, 2), parameters={"auto_partition": False, "default_partition": 0}
+    stages=(2,),
+    ranks=(2,),
+    replicas=(1, 2),
+    parameters={"auto_partition": False, "default_partition": 0},
+    refused_on_ranks="lives on stage",
 )
 def ema_target_by_hand_placed(smp: Any, out: Any) -> None:
     """BYOL with the online network and its target on the stages that the script says."""

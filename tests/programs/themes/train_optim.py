@@ -147,7 +147,7 @@ def clip_by_early_list(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def clip_by_value(smp: Any, out: Any) -> None:
     """clip_grad_value_, and how many entries were at the limit."""
     model = smp.DistributedModel(Net())
@@ -163,7 +163,7 @@ def clip_by_value(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def norm_by_hand(smp: Any, out: Any) -> None:
     """The total norm written out as in nanoGPT's forks, and a log line for each layer."""
     net = Net()
@@ -241,7 +241,7 @@ def total_norm_helpers(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def clip_running_average(smp: Any, out: Any) -> None:
     """AutoClip: the limit is the median of the norms seen so far, so that the norm decides what is learnt."""
     model = smp.DistributedModel(Net())
@@ -359,7 +359,7 @@ def layerwise_rates(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="add_param_group after partition")
 def freeze_and_thaw(smp: Any, out: Any) -> None:
     """fast.ai's way: the head alone first, then the backbone is unfrozen and added to the optimizer."""
     net = Net()
@@ -427,7 +427,7 @@ for _name, _make in OPTIMIZERS.items():
     _with_optimizer(_name, _make)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="looks at all parameters at once")
 def lbfgs(smp: Any, out: Any) -> None:
     """LBFGS with its closure and a line search: dot products over all weights steer the way."""
     model = smp.DistributedModel(Net())
@@ -497,7 +497,7 @@ class SAM(torch.optim.Optimizer):
         self.zero_grad()
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def sharpness_aware(smp: Any, out: Any) -> None:
     """SAM as an optimizer of one's own, not wrapped: the norm over all weights sets the climb."""
     model = smp.DistributedModel(Net())
@@ -531,7 +531,7 @@ class Lookahead:
                     p.data.copy_(q)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="zip")
 def lookahead(smp: Any, out: Any) -> None:
     """Lookahead with slow weights copied before the first step."""
     model = smp.DistributedModel(Net())
@@ -546,7 +546,7 @@ def lookahead(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="while an smp.step runs")
 def optimizer_in_backward(smp: Any, out: Any) -> None:
     """torch's tutorial: one optimizer for each parameter, stepped by a hook after its gradient."""
     model = smp.DistributedModel(Net())
@@ -564,7 +564,7 @@ def optimizer_in_backward(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="a hook changed the parameter")
 def descent_in_backward(smp: Any, out: Any) -> None:
     """The same idea without an optimizer: the hook takes its step of gradient descent through p.data."""
     model = smp.DistributedModel(Net())
@@ -617,7 +617,7 @@ def gradient_noise(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def zeroing(smp: Any, out: Any) -> None:
     """Gradients zeroed in four spellings, and read while they are zero."""
     net = Net()
@@ -744,7 +744,7 @@ def chained_schedules(smp: Any, out: Any) -> None:
 # Averages of weights ---------------------------------------------------------------------------------------
 
 
-@program(stages=(2, 3), ranks=(2,))
+@program(stages=(2, 3), ranks=(2,), refused_on_ranks="lives on stage")
 def ema_of_a_copy(smp: Any, out: Any) -> None:
     """EMA by deepcopy of the network and zip of parameters; evaluated by calling the plain copy."""
     net = Net()
@@ -764,7 +764,7 @@ def ema_of_a_copy(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def ema_copy_later(smp: Any, out: Any) -> None:
     """The copy is taken of the wrapped model's module after the first step; evaluated as a plain model."""
     model = smp.DistributedModel(Net())
@@ -786,7 +786,7 @@ def ema_copy_later(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def averaged_model(smp: Any, out: Any) -> None:
     """swa_utils.AveragedModel of the network made before the first step, SWALR, update_bn at the end."""
     net = ConvNet()
@@ -815,7 +815,7 @@ def averaged_model(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def averaged_with_ema(smp: Any, out: Any) -> None:
     """AveragedModel of the wrapped model with get_ema_multi_avg_fn."""
     model = smp.DistributedModel(Net())
@@ -863,7 +863,7 @@ class ShadowEMA:
         self.backup = {}
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def ema_shadow(smp: Any, out: Any) -> None:
     """The shadow class with apply_shadow around an evaluation step, which swaps p.data."""
     net = Net()
@@ -922,7 +922,7 @@ def ema_of_state_dict(smp: Any, out: Any) -> None:
 # Weights looked at and changed ------------------------------------------------------------------------------
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def weight_logging(smp: Any, out: Any) -> None:
     """Counts, histograms and the ratio of update to weight, as for TensorBoard, by named_parameters()."""
     net = Net()
@@ -970,7 +970,7 @@ def l2_in_the_step(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,), tolerance=1e-6, refused_on_ranks="lives on stage")
 def l2_after_the_step(smp: Any, out: Any) -> None:
     """The penalty has a backward of its own between the step function and optimizer.step()."""
     net = Net()
@@ -1031,7 +1031,7 @@ def weights_changed_by_hand(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="exp_avg_sq")
 def optimizer_state_read(smp: Any, out: Any) -> None:
     """Adam's moments are read for logging through optimizer.state[p], and reset for the head halfway."""
     net = Net()
@@ -1156,7 +1156,7 @@ def thaw_by_flag(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def scaler_skips(smp: Any, out: Any) -> None:
     """An infinite gradient of the head alone at the second step: the whole optimizer must skip it."""
     net = Net()

@@ -107,7 +107,7 @@ def gpt2_default_cache(smp: Any, out: Any) -> None:
     train(smp, out, gpt2(), batches, lambda model, b: model(**b)[0])
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,), tolerance=0.001)
 def gpt2_hidden_states(smp: Any, out: Any) -> None:
     """output_hidden_states=True and a penalty on every hidden state, whose gradients meet."""
 
@@ -352,7 +352,7 @@ def save_pretrained(smp: Any, out: Any) -> None:
     out.value("generated", loaded.generate(torch.tensor([[1, 5, 6]]), max_new_tokens=4, do_sample=False))
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,), tolerance=1e-6, refused_on_ranks="lives on stage")
 def save_pretrained_directly(smp: Any, out: Any) -> None:
     """net.save_pretrained(folder) without a state dict, as every script of transformers does."""
     from transformers import LlamaForCausalLM
@@ -367,7 +367,7 @@ def save_pretrained_directly(smp: Any, out: Any) -> None:
         out.value("logits", loaded(batches[0]["input_ids"]).logits)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,), tolerance=1e-6, refused_on_ranks="lives on stage")
 def generate_between(smp: Any, out: Any) -> None:
     """model.module.generate() on the trained network itself, between steps, outside of a step function."""
     net = gpt2()

@@ -1,0 +1,1 @@
+"""What SageMaker puts into a container, read and checked, and what the user's script finds there."""

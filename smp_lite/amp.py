@@ -1,0 +1,83 @@
+"""Loss scaling: all ranks skip a step, or none does.
+
+torch's ``GradScaler`` looks for infinities in the gradients that an optimizer holds, which after partition
+are those of one stage. Left alone, one stage would skip its step and lower its scale while the others go on.
+So what is found is agreed on where it is found (``GradScaler._unscale_grads_``, through which ``step``,
+``unscale_`` and optimizers that unscale by themselves all go): over the mp group, or over all ranks where
+gradients are not averaged over replicas yet. It is replaced in torch's class while a session is open, and
+does nothing for optimizers of other models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .norms import refuse_inside_step
+
+if TYPE_CHECKING:
+    from .session import Session
+
+__all__ = ["GradScaler", "overflows_of_the_whole_model"]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` over the whole model; use it like torch's, with the same arguments.
+
+    ``model.backward(scaler.scale(loss))`` in the step function; after it ``scaler.unscale_(optimizer)`` if
+    gradients are clipped, ``scaler.step(optimizer)`` and ``scaler.update()``, on every rank: the first of
+    them is collective over the mp group. torch's own class does the same while a session is open.
+    """
+
+
+@contextlib.contextmanager
+def overflows_of_the_whole_model(session: Session) -> Iterator[None]:
+    """Within: a ``GradScaler`` finds the infinities of all stages of this session's model."""
+    scaler_class = torch.amp.GradScaler
+    original = scaler_class._unscale_grads_
+
+    def _unscale_grads_(
+        self: torch.amp.GradScaler,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        if not _is_of_the_model(session, optimizer):
+            return original(self, optimizer, inv_scale, found_inf, allow_fp16)
+        refuse_inside_step(session, "GradScaler.step() or unscale_()")
+        found = original(self, optimizer, inv_scale, found_inf, allow_fp16)
+        kind = _group(session)
+        if session.world is None or len(session.group(kind)) == 1:
+            return found
+        here = any(bool(value) for value in found.values()) if found else None
+        heard = session.world.exchange(here, kind, "GradScaler.step() or unscale_()")
+        if all(value is None for value in heard):
+            return found  # no gradients at all: torch has an error for that
+        devices = list(found) or [found_inf.device]
+        return {device: torch.full_like(found_inf, float(any(heard)), device=device) for device in devices}
+
+    scaler_class._unscale_grads_ = _unscale_grads_  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        scaler_class._unscale_grads_ = original  # type: ignore[method-assign]
+
+
+def _is_of_the_model(session: Session, optimizer: Any) -> bool:
+    model = session.model
+    if model is None or model.own_parameters is None:
+        return False
+    ours = session.optimizer
+    if ours is not None and optimizer in (ours, ours.optimizer):
+        return True  # it may hold no parameters on this rank
+    given = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return model.own_parameters.holds_any_of(given)  # type: ignore[no-any-return]
+
+
+def _group(session: Session) -> str:
+    """Who must agree: mp ranks, and replicas unless they hold the same gradients."""
+    return "MP" if session.model.runtime.gradients_are_averaged else "WORLD"

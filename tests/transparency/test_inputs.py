@@ -1,0 +1,34 @@
+"""An input that requires a gradient gets it on every mp rank, and so do parameters outside of the model."""
+
+from __future__ import annotations
+
+import pytest
+
+import smp_lite as smp
+from tests.harness import run_distributed
+from tests.models.layers import Chain
+from tests.transparency.conftest import OpenSession
+from tests.transparency.inputs import differences
+
+
+@pytest.mark.parametrize("pipeline", ["interleaved", "simple"])
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_in_memory(num_stages: int, pipeline: str, open_session: OpenSession) -> None:
+    open_session(num_stages, microbatches=2, pipeline=pipeline)
+    assert differences() == []
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_on_ranks(num_ranks: int) -> None:
+    found = run_distributed(
+        "tests.transparency.inputs:differences_on_rank",
+        num_ranks,
+        parameters={"partitions": num_ranks, "microbatches": 2},
+    )
+    assert found == [[]] * num_ranks
+
+
+def test_set_partition_after_wrapping_with_one_partition(open_session: OpenSession) -> None:
+    open_session(1, auto_partition=False, default_partition=0)
+    model = smp.DistributedModel(Chain())
+    smp.set_partition(model.module.head, 0)
