@@ -80,9 +80,9 @@ def draw_splits(splits: Mapping[str, PlannedStep]) -> Figure:
     for row, split in enumerate(splits.values()):
         _draw_shares(memory, row, [stage.memory_share for stage in split.stages])
         _draw_shares(compute, row, [stage.compute_share for stage in split.stages])
-        step_time = split.simulation.step_time
+        step_time = split.simulation.makespan
         time.barh(row, step_time, color="0.75")
-        time.text(step_time, row, f" {split.simulation.bubble_share:.0%} idle", size=8, va="center")
+        time.text(step_time, row, f" {split.simulation.idle_share:.0%} idle", size=8, va="center")
     for axes, title in ((memory, "share of the memory"), (compute, "share of the computation")):
         axes.set_title(title, size=10, loc="left")
         axes.set_xlim(0, 1)

@@ -14,10 +14,12 @@ from torch import nn
 from train_gpt import train_step
 
 import smp_lite as smp
+from smp_lite.memory_preview import preview_memory
+from smp_lite.plan.memory import StageMemory
 from smp_lite.plan.partition_report import StageSummary, stage_summaries
 from smp_lite.plan.simulate import Simulation
-from smp_lite.preview import PlanReady, simulate_batch
-from smp_lite.session import planning
+from smp_lite.preview import PlanReady, simulate_batch, stop_when_planned
+from smp_lite.session import current, planning
 
 __all__ = ["PlannedStep", "plan_step"]
 
@@ -28,10 +30,12 @@ class PlannedStep:
 
     stages: modules, and shares of the model's memory and computation.
     simulation: the schedule, played with the recorded computation (in GFLOP) as time.
+    memory: what one rank of each stage holds at its peak.
     """
 
     stages: tuple[StageSummary, ...]
     simulation: Simulation
+    memory: tuple[StageMemory, ...]
 
 
 def plan_step(
@@ -45,11 +49,7 @@ def plan_step(
         batch_size: samples of the step.
         context: tokens in a sample.
     """
-
-    def stop(batch: Any, recordings: Any) -> None:
-        raise PlanReady(batch, recordings)
-
-    with planning(parameters, stop):
+    with planning(parameters, stop_when_planned):
         smp.init()
         model = smp.DistributedModel(build())
         tokens = torch.zeros(batch_size, context, dtype=torch.int64)
@@ -59,6 +59,7 @@ def plan_step(
             partition, costs = model.partition_and_costs
             return PlannedStep(
                 stages=stage_summaries(costs, partition),
-                simulation=simulate_batch(ready.batch, ready.recordings),
+                simulation=simulate_batch(ready.batch),
+                memory=preview_memory(current(), ready.batch, ready.recordings, ready.inputs).stages,
             )
     raise AssertionError("a step with a backward is planned before it runs")

@@ -47,7 +47,10 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{home}", __name__), name)
+    found = getattr(importlib.import_module(f".{home}", __name__), name)
+    # Importing smp_lite.progress has put that module under the function's name.
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:

@@ -55,6 +55,7 @@ def decide_partition(
         trace,
         optimizer_states=optimizer_states(session.optimizer),
         microbatches_in_flight=_in_flight(session),
+        losses_in_flight=config.microbatches if config.pipeline == "simple" else 1,
         use_times=measure_times,
     )
     if stored is not None:

@@ -1,8 +1,12 @@
 """``smp-lite plan``: what a script or a model would do, found without running it.
 
 The same code path as a real job: the step is recorded, the model partitioned, the recording scheduled. Then
-the schedule is simulated instead of executed. No process is started, and no data is needed: a model built
-on the meta device can be far larger than this machine.
+the schedule is simulated instead of executed, and its memory found by playing a microbatch on fake tensors
+(:mod:`.memory_preview`). No process is started, and no data is needed: a model built on the meta device can
+be far larger than this machine.
+
+Time is computation: a stage runs one GFLOP (10^9 floating point operations) in a unit of time, a backward has
+twice the operations of its forward, and messages take no time.
 
 A *script* is run up to the end of recording its first step that has a backward, in a session that plays all
 stages. A ``package:function`` returns a model, or a model and the inputs of one batch: a tensor, a tuple, or
@@ -24,13 +28,14 @@ import torch
 from torch import nn
 
 from . import session as session_module
+from .memory_preview import CannotPlay, MemoryPreview, preview_memory
 from .model import DistributedModel
 from .partitioning import report_partition
-from .plan.partition_report import stage_summaries
+from .plan.actions import Action
+from .plan.memory import format_memory_table
 from .plan.schedule_text import compute_lists, schedule_text
-from .plan.segments import Segment, SegmentGraph
-from .plan.simulate import Simulation, simulate
-from .plan.units import human_bytes
+from .plan.segments import Segment
+from .plan.simulate import Simulation, segment_cost, simulate
 from .record.placed import PlacedTensor
 from .record.recording import Recording
 from .record.structure import flatten
@@ -41,17 +46,30 @@ FLOPS_UNIT = 1e9
 
 
 class PlanReady(BaseException):
-    """Ends a script whose first training step has been planned; no error, so no Exception."""
+    """Ends a script whose first training step has been planned; no error, so no Exception.
 
-    def __init__(self, batch: Batch, recordings: dict[int, Recording]) -> None:
+    Attributes:
+        batch: the planned work.
+        recordings: by microbatch.
+        inputs: tensors that the step function was given.
+    """
+
+    def __init__(
+        self, batch: Batch, recordings: dict[int, Recording], inputs: tuple[torch.Tensor, ...]
+    ) -> None:
         super().__init__()
         self.batch = batch
         self.recordings = recordings
+        self.inputs = inputs
 
 
-def _planned(batch: Batch, recordings: dict[int, Recording]) -> None:
+def stop_when_planned(batch: Batch, recordings: dict[int, Recording]) -> None:
+    """For :func:`.session.planning`: raises :class:`PlanReady` at the first step with a backward."""
     if any(recording.backwards for recording in recordings.values()):
-        raise PlanReady(batch, recordings)
+        leaves: list[Any] = []
+        flatten(session_module.current().step.inputs, leaves)
+        inputs = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        raise PlanReady(batch, recordings, inputs)
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,11 +99,9 @@ def run_plan(args: argparse.Namespace) -> int:
     is_script = args.target.endswith(".py") or Path(args.target).is_file()
     if args.input and is_script:
         raise ValueError("--input is for a package:function; a script makes its own inputs")
-    with session_module.planning(args.parameters, _planned):
+    with session_module.planning(args.parameters, stop_when_planned):
         ready = _plan_script(args.target, args.args) if is_script else _plan_function(args)
-        session = session_module.current()
-        assert session.model is not None
-        _print(session.model, ready, args)
+        _print(ready, args)
     return 0
 
 
@@ -178,46 +194,49 @@ def _described_inputs(texts: list[str]) -> tuple[tuple[Any, ...], dict[str, Any]
     return tuple(args), kwargs
 
 
-def simulate_batch(batch: Batch, recordings: dict[int, Recording]) -> Simulation:
-    """Replays a planned step with its recorded flops (in GFLOP) and kept bytes."""
-    by_graph = {id(work.graph): recordings[work.microbatch_index] for work in batch.works}
+def simulate_batch(batch: Batch) -> Simulation:
+    """Replays a planned step; its times are in GFLOP."""
 
-    def held_bytes(segment: Segment, graph: SegmentGraph) -> int:
-        commands = by_graph[id(graph)].commands
-        return sum(m.kept_bytes for i in segment.commands if (m := commands[i].meta) is not None)
+    def cost(action: Action, segment: Segment) -> float:
+        return segment_cost(action, segment) / FLOPS_UNIT
 
-    def cost(action: Any, segment: Segment) -> float:
-        ratio = 1.0 if action.kind.value == "F" else 2.0
-        return segment.forward_cost * ratio / FLOPS_UNIT
-
-    return simulate(batch.schedule, batch.works, cost=cost, held_bytes=held_bytes)
+    return simulate(batch.schedule, batch.works, cost=cost)
 
 
-def _print(model: DistributedModel, ready: PlanReady, args: argparse.Namespace) -> None:
+def _print(ready: PlanReady, args: argparse.Namespace) -> None:
     session = session_module.current()
     config = session.cfg
-    simulation = simulate_batch(ready.batch, ready.recordings)
+    simulation = simulate_batch(ready.batch)
     width = max(shutil.get_terminal_size((120, 24)).columns, 60)
     title = (
         f"{config.partitions} partitions, {config.microbatches} microbatches, {config.pipeline}, "
         f"optimize={config.optimize}"
     )
-    partition, costs = model.partition_and_costs
-    state_bytes = [summary.state_bytes for summary in stage_summaries(costs, partition)]
-    print(f"{title}\n")
+    print(f"\n{title}\n")
     if session.num_stages == 1:
-        print(report_partition(session, partition, costs))
-    print(f"\n{schedule_text(simulation, width, time_unit='GFLOP')}\n")
+        partition, costs = session.model.partition_and_costs
+        print(f"{report_partition(session, partition, costs)}\n")
+    print(schedule_text(simulation, width, time_unit="GFLOP"))
+    print("a stage computes 1 GFLOP in a unit of time; messages take none\n")
     if args.lists:
         print(f"{compute_lists(ready.batch.schedule)}\n")
-    for stage, peak in enumerate(simulation.peak_held_bytes):
-        state = state_bytes[stage]
-        print(
-            f"stage {stage}: {human_bytes(state + peak)} at the peak = {human_bytes(state)} parameters, "
-            f"gradients and optimizer state + {human_bytes(peak)} kept for backward"
-        )
+    memory = _memory(session, ready)
     if args.png:
         from .views.schedule_picture import draw_schedule
 
-        draw_schedule(simulation, args.png, title=title, time_unit="GFLOP")
+        stages = memory.stages if memory is not None else ()
+        draw_schedule(simulation, args.png, title=title, time_unit="GFLOP", memory=stages)
         print(f"picture: {args.png}")
+
+
+def _memory(session: session_module.Session, ready: PlanReady) -> MemoryPreview | None:
+    """Prints the memory of the stages; None if it cannot be known."""
+    try:
+        memory = preview_memory(session, ready.batch, ready.recordings, ready.inputs)
+    except CannotPlay as error:
+        print(f"memory: not known, since {error}")
+        return None
+    print("memory of one rank of each stage at its peak in a training step: tensors, beside Python and torch")
+    print(format_memory_table(memory.stages))
+    print(*[f"- {note}" for note in memory.notes], sep="\n")
+    return memory

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from smp_lite.plan.actions import Action
+from smp_lite.plan.actions import Action, ActionKind
 from smp_lite.plan.lowering import Schedule, lower
+from smp_lite.plan.memory import ActionMemory, step_peak
 from smp_lite.plan.schedule_text import schedule_text
 from smp_lite.plan.schedules import Policy, Work, compute_order
 from smp_lite.plan.segments import CommandNode, Segment, SegmentGraph, build_graph
@@ -21,9 +22,18 @@ class Planned:
     order: tuple[Action, ...]
     schedule: Schedule
 
-    def simulate(self, held_bytes: int = 0) -> Simulation:
-        """Replays it; every segment holds the same number of bytes for its backward."""
-        return simulate(self.schedule, self.works, held_bytes=lambda segment, graph: held_bytes)
+    def simulate(self) -> Simulation:
+        """Replays it."""
+        return simulate(self.schedule, self.works)
+
+    def most_kept(self) -> tuple[int, ...]:
+        """For each stage the most forwards that wait for their backwards."""
+        change = {ActionKind.FORWARD: ActionMemory(1, 0, 1), ActionKind.BACKWARD: ActionMemory(-1, 0, 0)}
+        peaks = [
+            step_peak(actions, lambda action: change.get(action.kind, ActionMemory()))
+            for actions in self.schedule
+        ]
+        return tuple(peak.kept + peak.running for peak in peaks)
 
     def lists(self) -> list[str]:
         """For each stage its actions as text."""

@@ -27,6 +27,7 @@ class ActionKind(StrEnum):
 
 
 COMPUTE_KINDS = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD})
+SEND_KINDS = frozenset({ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD})
 RECV_KINDS = frozenset({ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD})
 
 _PATTERN = re.compile(

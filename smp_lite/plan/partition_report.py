@@ -1,7 +1,9 @@
 """What a person is told about a partition: figures per stage, warnings and the table.
 
 The figures come from the same tree index as the solver's costs (`partition_tree`), so they agree
-with what was balanced. Costs are shares of the whole model: they sum to 1 over the stages.
+with what was balanced. Costs are shares of the whole model: they sum to 1 over the stages. Activations are
+an estimate, as if every stage held as many microbatches as there are stages; what a schedule really keeps
+is told by `smp-lite plan` (`memory`).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 
 from .partition import ModuleCost, Partition
 from .partition_tree import Load, ModuleTree
+from .text_table import text_table
 from .units import human_bytes
 
 __all__ = ["StageSummary", "format_partition_table", "partition_warnings", "stage_summaries"]
@@ -117,17 +120,7 @@ def format_partition_table(summaries: Sequence[StageSummary]) -> str:
         human_bytes(sum(summary.activation_bytes for summary in summaries)),
         f"{sum(summary.compute_share for summary in summaries):.1%}",
     )
-    widths = [max(map(len, column)) for column in zip(header, *rows, total)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column == 1 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths))
-        )
-        for row in (header, *rows, total)
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    lines.insert(-1, lines[1])
-    return "\n".join(line.rstrip() for line in lines)
+    return text_table(header, rows, total=total, left={"modules"})
 
 
 def _top_names(tree: ModuleTree, partition: Partition, name: str) -> list[tuple[int, str]]:

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 from .lowering import Schedule
 from .simulate import Simulation, Timing
-from .units import human_bytes
 
-__all__ = ["compute_lists", "schedule_text", "short_name"]
+__all__ = ["compute_lists", "schedule_text", "short_name", "step_figures"]
 
 _MOST_STRETCH = 8
 _MIN_WIDTH = 40
@@ -42,7 +41,7 @@ def schedule_text(simulation: Simulation, width: int | None = None, *, time_unit
     if width is not None and width < _MIN_WIDTH:
         raise ValueError(f"width is {width}: give a schedule {_MIN_WIDTH} columns or more, or None")
     scale = _columns_per_unit(simulation)
-    num_columns = int(simulation.step_time * scale + 0.5)
+    num_columns = int(simulation.makespan * scale + 0.5)
     gutters = [f"stage {index}" for index in range(len(simulation.timings))]
     gutter_width = max(map(len, gutters), default=0)
     rows = [_row(stage, scale, num_columns) for stage in simulation.timings]
@@ -109,14 +108,23 @@ def _cuts(simulation: Simulation, scale: float, num_columns: int, room: int) -> 
     return [*ranges, (begin, num_columns)]
 
 
-def _summary(simulation: Simulation, scale: float, time_unit: str) -> str:
-    lines = [
-        f"step {simulation.step_time:.4g} {time_unit}, bubble {simulation.bubble_share:.1%} of all stage-time"
+def step_figures(simulation: Simulation, time_unit: str) -> list[tuple[str, str, str]]:
+    """(figure, its value, what it is) of a step as a whole."""
+    return [
+        (
+            "makespan of one step",
+            f"{simulation.makespan:.4g} {time_unit}",
+            "from the start of its first action to the end of its last one",
+        ),
+        ("work of all stages", f"{simulation.work:.4g} {time_unit}", "their forwards and backwards together"),
+        ("idle", f"{simulation.idle_share:.1%}", "of the stages' time within the makespan"),
     ]
-    held = simulation.peak_held_bytes
-    if any(held):
-        memory = ", ".join(f"stage {index} {human_bytes(size)}" for index, size in enumerate(held))
-        lines.append(f"held for backward at most: {memory}")
+
+
+def _summary(simulation: Simulation, scale: float, time_unit: str) -> str:
+    figures = step_figures(simulation, time_unit)
+    name_width, value_width = (max(len(figure[column]) for figure in figures) for column in (0, 1))
+    lines = [f"{name:<{name_width}}  {value:<{value_width}}  {meaning}" for name, value, meaning in figures]
     num_unnamed = sum(
         _label(timing, scale) != short_name(timing) for stage in simulation.timings for timing in stage
     )

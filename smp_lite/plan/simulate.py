@@ -2,8 +2,8 @@
 
 The model: a stage runs its list in order, one action at a time. Sending and posting a receive take no time
 on the stage; a message arrives ``latency_s + bytes / bytes_per_s`` after its send. A forward or backward
-starts when the stage is free and everything it needs has arrived. The memory counted is what a stage holds
-for backward: ``held_bytes`` of each segment whose forward has run and whose backward has not.
+starts when the stage is free and everything it needs has arrived. Memory depends on the order of a stage's
+actions alone, not on their times: see :mod:`smp_lite.plan.memory`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,31 @@ class Timing:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What the replay found; ``idle`` is the share of stage-time in which nothing ran."""
+    """What the replay found, times in the unit of the costs.
 
-    timings: tuple[tuple[Timing, ...], ...]  # forwards and backwards, by stage
-    step_time: float
+    Args:
+        timings: forwards and backwards, by stage.
+        makespan: from the start of the first action to the end of the last one, over all stages.
+        busy: how long each stage computes; together the work of the step.
+    """
+
+    timings: tuple[tuple[Timing, ...], ...]
+    makespan: float
     busy: tuple[float, ...]
-    peak_held_bytes: tuple[int, ...]
 
     @property
-    def bubble_share(self) -> float:
-        """Idle stage-time over all stage-time, 0 to 1; (S - 1)/(M + S - 1) for S equal stages."""
-        total = self.step_time * len(self.busy)
-        return 1 - sum(self.busy) / total if total else 0.0
+    def work(self) -> float:
+        """What all stages compute together: the time that one stage alone would take."""
+        return sum(self.busy)
+
+    @property
+    def idle_share(self) -> float:
+        """The share of all stages' time in which nothing ran, 0 to 1.
+
+        (S - 1)/(M + S - 1) for S equal stages and M microbatches; the papers call it the bubble.
+        """
+        total = self.makespan * len(self.busy)
+        return 1 - self.work / total if total else 0.0
 
 
 def segment_cost(action: Action, segment: Segment) -> float:
@@ -56,7 +69,6 @@ def simulate(
     works: Sequence[Work],
     *,
     cost: Callable[[Action, Segment], float] = segment_cost,
-    held_bytes: Callable[[Segment, SegmentGraph], int] = lambda segment, graph: 0,
     latency_s: float = 0.0,
     bytes_per_s: float = float("inf"),
 ) -> Simulation:
@@ -67,7 +79,6 @@ def simulate(
     """
     replay = _Replay(schedule, works, latency_s, bytes_per_s)
     timings: list[list[Timing]] = [[] for _ in schedule]
-    held, peak = [0] * len(schedule), [0] * len(schedule)
     position = [0] * len(schedule)
     clock = [0.0] * len(schedule)
     progress = True
@@ -84,23 +95,18 @@ def simulate(
                 if action.kind not in COMPUTE_KINDS:
                     replay.transferred(action, clock[stage_index])
                     continue
-                segment, graph = replay.segment(action)
+                segment, _ = replay.segment(action)
                 start = max(clock[stage_index], ready)
                 end = clock[stage_index] = start + cost(action, segment)
                 timings[stage_index].append(Timing(action, start, end))
                 replay.finished(action, end)
-                if segment.has_backward:
-                    size = held_bytes(segment, graph)
-                    held[stage_index] += size if action.kind is ActionKind.FORWARD else -size
-                    peak[stage_index] = max(peak[stage_index], held[stage_index])
     stuck = [str(actions[i]) for actions, i in zip(schedule, position, strict=True) if i < len(actions)]
     if stuck:
         raise ScheduleDeadlock(f"the schedule cannot end: stages wait at {', '.join(stuck)}")
     return Simulation(
         timings=tuple(tuple(stage) for stage in timings),
-        step_time=max(clock, default=0.0),
+        makespan=max(clock, default=0.0),
         busy=tuple(sum(t.end - t.start for t in stage) for stage in timings),
-        peak_held_bytes=tuple(peak),
     )
 
 

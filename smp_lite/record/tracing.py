@@ -4,6 +4,13 @@ The run is on fake tensors: no data, no time. Flops, the bytes that backward kee
 are noted for the module whose own code was running. Where the model cannot run on fake tensors (it looks
 at its data), or where execution times are wanted (``trace_execution_times``), it runs for real, and buffers
 and random numbers are put back afterwards. Hooks that are on before do not fire, if the model can do without.
+
+The loss belongs to the step function, which has not got there yet when the model must be cut. What it keeps
+is guessed: one tensor as large as each result of the model that carries a gradient and is not kept already,
+which is what cross entropy (the log-probabilities), squared error and most others keep. It counts at the
+module that made the result, for as many microbatches as have had their loss and not their backward: one,
+unless all forwards run first. A model that returns a loss itself has shown what that keeps, and nothing is
+guessed. Only ``smp-lite plan`` sees the step's own loss.
 """
 
 from __future__ import annotations
@@ -40,6 +47,7 @@ class _Tally:
     flops: float = 0.0
     seconds: float = 0.0
     kept_bytes: int = 0
+    loss_bytes: int = 0  # of kept_bytes' kind, for a loss outside of the model
     output_bytes: int = 0
 
 
@@ -65,13 +73,13 @@ def trace_model(
     """Runs the model once on these arguments and notes what each module costs."""
     if not measure_times:
         try:
-            with _without_hooks(root):
+            with without_hooks(root):
                 return _trace_fake(root, args, kwargs, inference)
         except Exception:
             # Whatever fake tensors cannot do, the real run can.
             pass
     try:
-        with _without_hooks(root):
+        with without_hooks(root):
             return _trace_real(root, args, kwargs)
     except Exception:
         # What only works with hooks; if it does not work with them either, the error is the user's.
@@ -79,7 +87,7 @@ def trace_model(
 
 
 @contextmanager
-def _without_hooks(root: nn.Module) -> Iterator[None]:
+def without_hooks(root: nn.Module) -> Iterator[None]:
     """Within: hooks are off that were on before; those that the model's own code puts on fire."""
     tables = [
         getattr(part, name)
@@ -156,6 +164,14 @@ class _Watch(TorchDispatchMode):
         self.trace.of(self.stack[-1][1]).flops += operator_flops(func, args, kwargs or {}, result)
         return result
 
+    def _loss_bytes(self, results: list[torch.Tensor]) -> int:
+        """What a loss of the model's results is taken to keep."""
+        carrying = [tensor for tensor in results if tensor.requires_grad]
+        if any(tensor.numel() == 1 for tensor in carrying):
+            return 0
+        held = self.state_storages | self.kept.keys()
+        return sum(_num_bytes(t) for t in carrying if t.untyped_storage()._cdata not in held)
+
     def _charge(self) -> None:
         now = time.perf_counter()
         self.trace.of(self.stack[-1][1]).seconds += now - self.clock
@@ -179,13 +195,14 @@ class _Watch(TorchDispatchMode):
                 result = original(module, *args, **kwargs)
             finally:
                 self._charge()
-                self.stack.pop()
+                _, last = self.stack.pop()
                 self.stack[-1][1] = name
             leaves: list[Any] = []
             flatten(result, leaves)
-            tally.output_bytes = sum(
-                leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor)
-            )
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            tally.output_bytes = sum(map(_num_bytes, tensors))
+            if not name:
+                self.trace.of(last).loss_bytes = self._loss_bytes(tensors)
             return result
 
         def pack(tensor: torch.Tensor) -> None:
@@ -204,12 +221,17 @@ class _Watch(TorchDispatchMode):
             nn.Module.__call__ = original  # type: ignore[method-assign]
 
 
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
 def cost_tree(
     root: nn.Module,
     trace: ModuleTrace | None,
     *,
     optimizer_states: float,
     microbatches_in_flight: int,
+    losses_in_flight: int = 1,
     use_times: bool = False,
 ) -> ModuleCost:
     """The model's module tree with costs, for the partitioner.
@@ -219,6 +241,7 @@ def cost_tree(
         trace: from :func:`trace_model`; None (``skip_tracing``) leaves parameters and registration order.
         optimizer_states: numbers that the optimizer keeps for each parameter element.
         microbatches_in_flight: how many microbatches' activations are held at once.
+        losses_in_flight: how many microbatches' losses are.
         use_times: count measured seconds instead of flops.
     """
     names: dict[int, str] = {}
@@ -239,7 +262,7 @@ def cost_tree(
             parameter_count=sum(p.numel() for p in own),
             parameter_bytes=parameter_bytes,
             state_bytes=parameter_bytes + int(trained * (1 + optimizer_states)) + buffer_bytes,
-            activation_bytes=tally.kept_bytes * microbatches_in_flight,
+            activation_bytes=tally.kept_bytes * microbatches_in_flight + tally.loss_bytes * losses_in_flight,
             compute=compute if trace is not None else float(sum(p.numel() for p in own)),
             output_bytes=tally.output_bytes,
             order=tally.order,

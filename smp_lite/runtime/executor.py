@@ -22,6 +22,7 @@ import torch
 from ..comm.wires import Transfer, Wire
 from ..plan.actions import COMPUTE_KINDS, RECV_KINDS, Action, ActionKind
 from ..plan.segments import Segment
+from ..record.placed import TensorMeta
 from ..record.placement import Placement
 from ..record.recording import Command
 from .commands import CommandRunner, RealRun
@@ -252,6 +253,7 @@ class StageExecutor:
         for value in segment.gradient_imports:
             leaf = leaves[value]
             gradient = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+            leaf.grad = None  # a loss that the step returns keeps its graph's leaves, not what they got
             home = state.graph.segments[state.graph.producer[value]].stage_index
             waiting = state.gradients if home == self.stage_index else state.outgoing
             waiting.setdefault(value, {})[segment.index] = gradient
@@ -291,7 +293,7 @@ class StageExecutor:
         assert value is not None and peer is not None
         meta = state.recording.values[value].meta
         tensor = state.data[value]
-        self._sends.append((action, self.wire.send(tensor, meta, peer)))
+        self._send(action, tensor, meta, peer)
         state.sent.add((value, peer))
         state.used(value)
 
@@ -305,7 +307,11 @@ class StageExecutor:
         value, peer = action.value, action.peer
         assert value is not None and peer is not None
         gradient = _sum_latest_first(state.outgoing.pop(value))
-        self._sends.append((action, self.wire.send(gradient, state.recording.values[value].meta, peer)))
+        self._send(action, gradient, state.recording.values[value].meta, peer)
+
+    def _send(self, action: Action, tensor: torch.Tensor, meta: TensorMeta, peer: int) -> None:
+        """Starts a send, and lets go of what earlier ones have sent."""
+        self._sends.append((action, self.wire.send(tensor, meta, peer)))
         self._sends[:] = [(sent, transfer) for sent, transfer in self._sends if not transfer.done()]
 
     def _receive_backward(self, action: Action, state: MicrobatchState) -> None:

@@ -10,14 +10,15 @@ matplotlib is an extra and used without pyplot: no global figure, no backend to 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..plan.actions import ActionKind
-from ..plan.schedule_text import short_name
+from ..plan.memory import StageMemory
+from ..plan.schedule_text import short_name, step_figures
 from ..plan.simulate import Simulation, Timing
-from ..plan.units import human_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +34,7 @@ _RAMPS = {
 }
 _BLOCK_HEIGHT = 0.86  # of a row
 _ROW_IN, _MIN_ROW_IN = 0.5, 0.3
-_LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN = 0.75, 1.75, 0.75, 0.95
+_LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN = 0.75, 1.75, 0.8, 0.95
 _INCHES_PER_ACTION = 0.45
 _MIN_WIDTH_IN, _MAX_WIDTH_IN = 6.0, 30.0
 _MIN_FONT_PT, _MAX_FONT_PT = 4.5, 9.0
@@ -50,6 +51,7 @@ def draw_schedule(
     *,
     title: str = "",
     time_unit: str = "cost units",
+    memory: Sequence[StageMemory] = (),
 ) -> Path:
     """Writes the picture; the suffix of ``path`` says how (``.png``, ``.svg``, ``.pdf``).
 
@@ -58,6 +60,7 @@ def draw_schedule(
         path: file to write; its folder must exist.
         title: above the picture.
         time_unit: what the costs were counted in.
+        memory: each stage's peak, to be written beside its row; none: not known.
 
     Returns:
         The path.
@@ -87,14 +90,14 @@ def draw_schedule(
             max(num_stages, 1) * row_in / figure_height_in,
         )
     )
-    points_per_unit = 72 * width_in / (simulation.step_time or 1)
+    points_per_unit = 72 * width_in / (simulation.makespan or 1)
     num_microbatches = 1 + max(
         (t.action.microbatch_index for stage in simulation.timings for t in stage), default=0
     )
     for stage_index, timings in enumerate(simulation.timings):
         _draw_stage(axes, stage_index, timings, num_microbatches, points_per_unit, 72 * row_in)
     _draw_axes(axes, simulation, time_unit, num_ticks=int(width_in / _INCHES_PER_TICK))
-    _draw_margin(axes, simulation, title, time_unit)
+    _draw_margin(axes, simulation, title, time_unit, memory)
     _draw_legend(figure, num_microbatches)
     figure.savefig(path)
     return Path(path)
@@ -162,11 +165,11 @@ def _luminance(colour: tuple[float, float, float]) -> float:
 
 def _draw_axes(axes: Axes, simulation: Simulation, time_unit: str, num_ticks: int) -> None:
     num_stages = len(simulation.timings)
-    axes.set_xlim(0, simulation.step_time or 1)
+    axes.set_xlim(0, simulation.makespan or 1)
     axes.set_ylim(num_stages - 0.5, -0.5)
     axes.set_yticks(range(num_stages), [f"stage {index}" for index in range(num_stages)], size=9)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(f"time ({time_unit})", size=9, loc="left")
+    axes.set_xlabel(f"time since the step began ({time_unit})", size=9, loc="left")
     axes.locator_params(axis="x", nbins=num_ticks)
     axes.tick_params(axis="x", labelsize=8)
     for boundary in range(1, num_stages):
@@ -175,12 +178,13 @@ def _draw_axes(axes: Axes, simulation: Simulation, time_unit: str, num_ticks: in
         axes.spines[side].set_color("0.85")
 
 
-def _draw_margin(axes: Axes, simulation: Simulation, title: str, time_unit: str) -> None:
-    """To the right of each row what that stage wastes and holds; above, the whole."""
-    held = simulation.peak_held_bytes
+def _draw_margin(
+    axes: Axes, simulation: Simulation, title: str, time_unit: str, memory: Sequence[StageMemory]
+) -> None:
+    """To the right of each row how idle that stage is and what it needs; above, the whole step."""
     columns = [("idle", [f"{_idle_share(simulation, busy):.0%}" for busy in simulation.busy])]
-    if any(held):
-        columns.append(("held", [human_bytes(size) for size in held]))
+    if memory:
+        columns.append(("peak\nmemory", [stage.total_text for stage in memory]))
     for offset_pt, (header, texts) in zip(_MARGIN_COLUMNS_PT, columns):
         for row, text in enumerate([header, *texts], start=-1):
             axes.annotate(
@@ -194,14 +198,17 @@ def _draw_margin(axes: Axes, simulation: Simulation, title: str, time_unit: str)
                 size=9,
                 color="black" if row >= 0 else "0.35",
             )
-    summary = f"step {simulation.step_time:.4g} {time_unit}, {simulation.bubble_share:.1%} of it idle"
-    if any(held):
-        summary += f", at most {human_bytes(max(held))} held for backward by a stage"
-    axes.set_title("\n".join(filter(None, (title, summary))), loc="left", size=10)
+    makespan, work, idle = step_figures(simulation, time_unit)
+    lines = (
+        title,
+        f"{makespan[0]}: {makespan[1]}",
+        f"{work[0]}: {work[1]}; {idle[0]}: {idle[1]} of their time",
+    )
+    axes.set_title("\n".join(filter(None, lines)), loc="left", size=10)
 
 
 def _idle_share(simulation: Simulation, busy: float) -> float:
-    return 1 - busy / simulation.step_time if simulation.step_time else 0.0
+    return 1 - busy / simulation.makespan if simulation.makespan else 0.0
 
 
 def _draw_legend(figure: Figure, num_microbatches: int) -> None:

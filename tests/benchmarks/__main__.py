@@ -13,6 +13,7 @@ _PARTS = {
     "actions": "action_overhead",
     "recording": "recording_overhead",
     "memory": "peak_memory",
+    "planned": "planned_memory",
 }
 
 _FILE_WIDTH = 140

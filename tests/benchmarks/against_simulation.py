@@ -76,10 +76,10 @@ def table(quick: bool) -> Table:
                 str(workload),
                 pipeline,
                 str(num_steps),
-                f"{simulation.step_time * 1e3:.1f}",
+                f"{simulation.makespan * 1e3:.1f}",
                 Spread.of(executed).text(1e-3),
-                Spread.of([s / simulation.step_time for s in executed]).text(digits=3),
-                f"{simulation.bubble_share:.1%}",
+                Spread.of([s / simulation.makespan for s in executed]).text(digits=3),
+                f"{simulation.idle_share:.1%}",
                 Spread.of(ranks[0].step_s).text(1e-3),
                 Spread.of(ranks[0].recording_s).text(1e-3),
             )

@@ -4,7 +4,8 @@ Counted is resident memory, as Linux keeps its high-water mark (VmHWM), in fresh
 what the process held after a training step of a tiny model, since torch loads much at the first
 one. *Building* is the peak up to the end of the first step: every rank builds the whole model
 before it is cut. *Training* is the peak of later steps, with AdamW, for which the mark is set back
-(clear_refs). The one process runs the same microbatches one after another.
+(clear_refs). The one process runs the same microbatches one after another. *Planned* is what the library says
+beforehand, of tensors alone: resident memory holds what the allocator keeps back and what kernels need too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import torch
 from rich.table import Table
 
 import smp_lite as smp
+from smp_lite.memory_preview import preview_memory
+from smp_lite.preview import PlanReady, stop_when_planned
+from smp_lite.session import current, planning
 from tests.benchmarks.workload import Workload, next_byte_loss, train_step
 from tests.harness import run_distributed
 
@@ -34,6 +38,7 @@ def table(quick: bool) -> Table:
     result = Table(
         "processes",
         "training: MiB a rank",
+        "planned: MiB",
         "largest / one process",
         "building: largest MiB",
         title=f"Peak memory, {workload}, M {workload.num_microbatches}, "
@@ -53,6 +58,7 @@ def table(quick: bool) -> Table:
         result.add_row(
             str(num_stages) if num_stages > 1 else "1, plain torch",
             ", ".join(f"{rank.training_bytes / 2**20:.0f}" for rank in ranks),
+            ", ".join(f"{num_bytes / 2**20:.0f}" for num_bytes in _planned(workload, num_stages)),
             f"{largest / single:.2f}",
             f"{max(rank.building_bytes for rank in ranks) / 2**20:.0f}",
         )
@@ -83,6 +89,22 @@ def measure_in_ranks(workload: Workload) -> RankMemory:
     for _ in range(_NUM_LATER_STEPS):
         step()
     return RankMemory(building, _status_bytes("VmHWM") - baseline)
+
+
+def _planned(workload: Workload, num_stages: int) -> list[int]:
+    """Bytes of each stage by `smp-lite plan`; none for plain torch."""
+    if num_stages == 1:
+        return []
+    with planning(workload.parameters(num_stages, "interleaved"), stop_when_planned):
+        smp.init()
+        model = workload.distributed(num_stages)
+        smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+        try:
+            train_step([])(model, *workload.batch())
+        except PlanReady as ready:
+            memory = preview_memory(current(), ready.batch, ready.recordings, ready.inputs)
+            return [stage.total for stage in memory.stages]
+    raise AssertionError("a step with a backward is planned before it runs")
 
 
 def _plain_step(workload: Workload) -> Callable[[], None]:

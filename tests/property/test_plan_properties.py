@@ -196,14 +196,14 @@ def test_idle_share_of_a_chain(num_stages: int, num_microbatches: int, pipeline:
         active_microbatches=num_stages,
     )
     expected = (num_stages - 1) / (num_microbatches + num_stages - 1)
-    assert planned.simulate().bubble_share == pytest.approx(expected)
+    assert planned.simulate().idle_share == pytest.approx(expected)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 8), st.integers(1, 6))
 def test_memory_of_a_chain(num_stages: int, num_microbatches: int, active: int) -> None:
     planned = plan(chain(range(num_stages)), num_microbatches, active_microbatches=active)
-    assert planned.simulate(held_bytes=1).peak_held_bytes == tuple(
+    assert planned.most_kept() == tuple(
         min(num_stages - stage_index, num_microbatches, active) for stage_index in range(num_stages)
     )
 

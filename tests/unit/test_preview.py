@@ -42,10 +42,15 @@ def test_a_function_is_planned(package: str, capsys: pytest.CaptureFixture[str],
     # The 1F1B staircase of the papers, as lists.
     assert "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2 0F6 0B3 0F7 0B4 0B5 0B6 0B7" in text
     assert "3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4 3F5 3B5 3F6 3B6 3F7 3B7" in text
-    bubble = re.search(r"bubble ([\d.]+)%", text)
-    assert bubble is not None
+    makespan = re.search(r"^makespan of one step +([\d.]+) GFLOP ", text, re.MULTILINE)
+    work = re.search(r"^work of all stages +([\d.]+) GFLOP ", text, re.MULTILINE)
+    idle = re.search(r"^idle +([\d.]+)% ", text, re.MULTILINE)
+    assert makespan and work and idle
     # The loss makes the last stage a little longer than the others.
-    assert float(bubble[1]) / 100 == pytest.approx((4 - 1) / (8 + 4 - 1), abs=0.03)
+    assert float(idle[1]) / 100 == pytest.approx((4 - 1) / (8 + 4 - 1), abs=0.03)
+    assert 1 - float(work[1]) / (4 * float(makespan[1])) == pytest.approx(float(idle[1]) / 100, abs=0.002)
+    # Forward and backward of 8 layers on 64 rows.
+    assert float(work[1]) == pytest.approx(3 * 8 * 2 * 64 * 512 * 512 / 1e9, rel=0.1)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert not session.is_initialized()
 
@@ -67,7 +72,52 @@ def test_a_script_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--parameters", parameters, str(script), "--blocks", "6"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"blocks\.(\d-)?5", text)
-    assert "stage 1: " in text
+    when = r"([FB]\d|optimizer\.step\(\)|gradients reduced)"
+    rows = re.findall(rf"^ +(\d) +[\d.]+ [KM]iB  {when}  ", text, re.MULTILINE)
+    assert [row[0] for row in rows] == ["0", "1"]
+    assert "- replicas are assumed" in text
+
+
+def test_the_memory_of_what_cannot_be_planned_is_not_a_number(
+    package: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "looks.py").write_text(
+        "import torch\n"
+        "class Looks(torch.autograd.Function):\n"
+        "    @staticmethod\n"
+        "    def forward(ctx, x):\n"
+        "        return x.clone()\n"
+        "    @staticmethod\n"
+        "    def backward(ctx, gradient):\n"
+        "        return gradient * float(gradient.sum())\n"
+        "class Layer(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        return Looks.apply(super().forward(x))\n"
+        "def model():\n"
+        "    return torch.nn.Sequential(Layer(4, 4), Layer(4, 4)), torch.zeros(8, 4)\n"
+    )
+    picture = tmp_path / "schedule.svg"
+    parameters = json.dumps({"partitions": 2, "microbatches": 2})
+    assert main(["plan", "--parameters", parameters, "--png", str(picture), "looks:model"]) == 0
+    text = capsys.readouterr().out
+    assert "makespan of one step" in text
+    assert "memory: not known, since 0B0 does not run on tensors without data (DataDependent" in text
+    assert "<!-- memory -->" not in picture.read_text()
+
+
+def test_the_losss_share_of_memory_is_shown(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vocabulary of 60,000: 11 MB for each microbatch, which only the step function's loss keeps."""
+    script = REPOSITORY / "notebooks" / "train_gpt.py"
+    sizes = {"vocab-size": 60_000, "d-model": 32, "blocks": 2, "heads": 2, "context": 12, "batch-size": 16}
+    options = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
+    parameters = json.dumps({"partitions": 2, "microbatches": 4})
+    assert main(["plan", "--parameters", parameters, str(script), *options]) == 0
+    row = re.search(r"^ +1  .*  ([\d.]+) MiB  ([\d.]+) MiB$", capsys.readouterr().out, re.MULTILINE)
+    assert row is not None
+    logits_bytes = 4 * 12 * 60_000 * 4
+    assert float(row[1]) == pytest.approx(logits_bytes / 2**20, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ from tests.planning import chain, plan
 
 
 def test_whole_text() -> None:
-    text = schedule_text(plan(chain([0, 1]), 2).simulate(held_bytes=3 * 2**29))
+    text = schedule_text(plan(chain([0, 1]), 2).simulate())
     assert text.splitlines() == [
         "stage 0  F0 F1 ......B0    ...B1",
         "stage 1  ...F0 B0    F1 B1    ......",
         "",
-        "step 9 cost units, bubble 33.3% of all stage-time",
-        "held for backward at most: stage 0 3.0 GiB, stage 1 1.5 GiB",
+        "makespan of one step  9 cost units   from the start of its first action to the end of its last one",
+        "work of all stages    12 cost units  their forwards and backwards together",
+        "idle                  33.3%          of the stages' time within the makespan",
     ]
 
 
@@ -28,24 +29,20 @@ def test_cell_holds_the_longest_name() -> None:
     assert rows[1].endswith("F10 B10     ........")
 
 
-def test_memory_that_nobody_counted_is_not_shown() -> None:
-    assert "held" not in schedule_text(plan(chain([0, 1]), 2).simulate())
-
-
 def test_time_unit() -> None:
     text = schedule_text(plan(chain([0], costs=[0.5]), 1).simulate(), time_unit="s")
-    assert text.splitlines()[-1] == "step 1.5 s, bubble 0.0% of all stage-time"
+    assert text.splitlines()[-3].startswith("makespan of one step  1.5 s  ")
+    assert text.splitlines()[-2].startswith("work of all stages    1.5 s  ")
 
 
 def test_short_action_keeps_its_letter_and_does_not_stretch_the_rest() -> None:
     text = schedule_text(plan(chain([0, 1], costs=[1, 0.001]), 1).simulate())
-    assert text.splitlines() == [
+    assert text.splitlines()[:3] == [
         "stage 0  F0          B0",
         "stage 1  ............B.......................",
         "",
-        "step 3.003 cost units, bubble 50.0% of all stage-time",
-        "too short for their name: 2 actions, drawn as F or B",
     ]
+    assert text.splitlines()[-1] == "too short for their name: 2 actions, drawn as F or B"
 
 
 def test_wide_drawing_continues_below() -> None:
@@ -53,7 +50,7 @@ def test_wide_drawing_continues_below() -> None:
     whole = schedule_text(found).split("\n\n")[0].splitlines()
     *systems, figures = schedule_text(found, width=60).split("\n\n")
     assert len(systems) == 4
-    assert figures.startswith("step 45 ")
+    assert figures.startswith("makespan of one step  45 cost units ")
     rows = ["".join(parts) for parts in zip(*(s.splitlines() for s in systems), strict=True)]
     for index, (row, whole_row) in enumerate(zip(rows, whole, strict=True)):
         names = row.replace(f"stage {index}", "").replace(".", " ").split()
@@ -80,9 +77,11 @@ def test_stages_line_up_from_ten_on() -> None:
 
 
 def test_nothing_to_draw() -> None:
-    assert "step 0 cost units, bubble 0.0% of all stage-time" in schedule_text(simulate((), []))
-    costless = plan(chain([0, 1], costs=[0, 0]), 1).simulate()
-    assert "step 0 cost units, bubble 0.0% of all stage-time" in schedule_text(costless)
+    for nothing in (simulate((), []), plan(chain([0, 1], costs=[0, 0]), 1).simulate()):
+        text = schedule_text(nothing)
+        assert "makespan of one step  0 cost units  " in text
+        assert "work of all stages    0 cost units  " in text
+        assert "idle                  0.0%  " in text
 
 
 def test_compute_lists_leave_transfers_out() -> None:

@@ -1,4 +1,4 @@
-"""The replay: times, idle share, memory, and deadlocks."""
+"""The replay: times, idle share, and deadlocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from smp_lite.plan.actions import Action, ActionKind
 from smp_lite.plan.schedules import Work
-from smp_lite.plan.segments import CommandNode, Segment, build_graph
+from smp_lite.plan.segments import Segment, build_graph
 from smp_lite.plan.simulate import ScheduleDeadlock, Timing, simulate
 from tests.planning import chain, command, plan
 
@@ -23,9 +23,10 @@ def test_times_of_a_chain() -> None:
     found = plan(chain([0, 1], costs=[1, 3]), 1).simulate()
     assert spans(found.timings[0]) == [("0F0", 0, 1), ("0B0", 10, 12)]
     assert spans(found.timings[1]) == [("1F0", 1, 4), ("1B0", 4, 10)]
-    assert found.step_time == 12
+    assert found.makespan == 12
     assert found.busy == (3, 9)
-    assert found.bubble_share == 0.5
+    assert found.work == 12
+    assert found.idle_share == 0.5
 
 
 @pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
@@ -38,7 +39,7 @@ def test_idle_share_of_equal_stages(pipeline: str, num_stages: int, num_microbat
         active_microbatches=num_stages,
     )
     expected = (num_stages - 1) / (num_microbatches + num_stages - 1)
-    assert planned.simulate().bubble_share == pytest.approx(expected)
+    assert planned.simulate().idle_share == pytest.approx(expected)
 
 
 def test_message_takes_latency_and_bytes() -> None:
@@ -56,23 +57,12 @@ def test_costs_may_be_given() -> None:
 
     planned = plan(chain([0, 1]), 1)
     found = simulate(planned.schedule, planned.works, cost=cost)
-    assert found.step_time == 24
-
-
-def test_memory_is_what_waits_for_its_backward() -> None:
-    assert plan(chain([0, 1, 2, 3]), 8).simulate(held_bytes=10).peak_held_bytes == (40, 30, 20, 10)
-    simple = plan(chain([0, 1, 2, 3]), 8, pipeline="simple").simulate(held_bytes=10)
-    assert simple.peak_held_bytes == (80, 80, 80, 80)
-
-
-def test_segment_without_backward_holds_nothing() -> None:
-    graph = build_graph([command(0, [], 0), CommandNode(1, (0,), (1,), links=((),))], roots=[1])
-    assert plan(graph, 3).simulate(held_bytes=10).peak_held_bytes == (0, 10)
+    assert found.makespan == 24
 
 
 def test_nothing_takes_no_time() -> None:
     found = simulate((), [])
-    assert (found.step_time, found.bubble_share, found.timings) == (0, 0, ())
+    assert (found.makespan, found.work, found.idle_share, found.timings) == (0, 0, 0, ())
 
 
 def test_value_of_an_earlier_batch_is_there() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from smp_lite.plan.memory import StageMemory
 from smp_lite.views.schedule_picture import draw_schedule
 from tests.planning import chain, plan
 
@@ -62,19 +63,25 @@ def test_idle_is_white_and_work_is_where_it_was_simulated(tmp_path: Path) -> Non
 def test_text_says_what_a_person_wants_to_know(tmp_path: Path) -> None:
     """In an SVG file each text stands as a comment beside its outlines."""
     path = draw_schedule(
-        plan(chain([0, 1, 0]), 2).simulate(held_bytes=2**30),
+        plan(chain([0, 1, 0]), 2).simulate(),
         tmp_path / "schedule.svg",
         title="tied embeddings",
         time_unit="ms",
+        memory=[
+            StageMemory(0, "B0", 2**30, 2**30, 0, 0, 2**30, 0),
+            StageMemory(1, "F1", 0, 0, 2**30, 0, 0, 2**30, ("blocks.1",)),
+        ],
     )
     text = path.read_text()
     for expected in [
         "tied embeddings",
-        "step 12 ms, 25.0% of it idle, at most 3.0 GiB held for backward by a stage",
-        "time (ms)",
+        "makespan of one step: 12 ms",
+        "work of all stages: 18 ms; idle: 25.0% of their time",
+        "time since the step began (ms)",
         "stage 1",
         "50%",
-        "2.0 GiB",
+        "3.0 GiB",
+        "&gt; 2.0 GiB",
         "1.1",
         "forward, microbatches 0 to 1",
     ]:
@@ -100,7 +107,7 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path: Path) -> None:
         "import sys; sys.modules['matplotlib'] = None\n"
         "from smp_lite.views.schedule_picture import draw_schedule\n"
         "from smp_lite.plan.simulate import Simulation\n"
-        f"draw_schedule(Simulation((), 0.0, (), ()), {str(tmp_path / 'a.png')!r})\n"
+        f"draw_schedule(Simulation((), 0.0, ()), {str(tmp_path / 'a.png')!r})\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 1
@@ -113,7 +120,7 @@ def test_views_leave_pyplot_and_torch_alone(tmp_path: Path) -> None:
         "import smp_lite.views.progress, smp_lite.views.timeline\n"
         "from smp_lite.views.schedule_picture import draw_schedule\n"
         "from smp_lite.plan.simulate import Simulation\n"
-        f"draw_schedule(Simulation((), 0.0, (), ()), {str(tmp_path / 'a.png')!r})\n"
+        f"draw_schedule(Simulation((), 0.0, ()), {str(tmp_path / 'a.png')!r})\n"
         "assert 'matplotlib.figure' in sys.modules\n"
         "assert not {'matplotlib.pyplot', 'torch'} & set(sys.modules), 'imported'\n"
     )
