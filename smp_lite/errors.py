@@ -13,3 +13,7 @@ class SMPTimeout(SMPError):
 
 class SMPMismatch(SMPError):
     """Ranks that must do the same did different things."""
+
+
+class PeerFailed(SMPError):
+    """Another rank failed first, with an error of its own that says why."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from . import session as session_module
 from .errors import SMPError
 from .record.away import is_away
 
-__all__ = ["gathered"]
+__all__ = ["Brought", "bring", "gathered", "put_back"]
 
 
 @contextlib.contextmanager
@@ -45,7 +45,9 @@ def gathered(model: nn.Module | None = None, rank: int | None = None) -> Iterato
     module: nn.Module = wrapper.module if wrapper is not None else model  # type: ignore[assignment]
     if rank is not None and not 0 <= rank < len(session.group("MP")):
         raise SMPError(f"smp.gathered(rank={rank}): mp ranks go from 0 to {len(session.group('MP')) - 1}")
-    brought = _bring(session, module, rank)
+    if wrapper is not None:
+        wrapper.put_away()  # after cpu(), whose copies may be older
+    brought = bring(session, module, rank)
     if wrapper is not None:
         wrapper.is_gathered = True
     try:
@@ -54,9 +56,7 @@ def gathered(model: nn.Module | None = None, rank: int | None = None) -> Iterato
         if wrapper is not None:
             wrapper.is_gathered = False
         changed = [name for name, tensor, _, version in brought if tensor._version != version]
-        for _, tensor, away, _ in brought:
-            tensor.grad = None
-            torch.utils.swap_tensors(tensor, away)
+        put_back(brought)
     if changed and rank is not None:
         raise SMPError(
             f"{', '.join(changed[:5])} changed within smp.gathered(rank={rank}), where only that rank saw "
@@ -65,10 +65,19 @@ def gathered(model: nn.Module | None = None, rank: int | None = None) -> Iterato
         )
 
 
-def _bring(
-    session: session_module.Session, module: nn.Module, rank: int | None
-) -> list[tuple[str, torch.Tensor, torch.Tensor, int]]:
-    """Makes what is away real: (name, the object, what it was, its version) of each."""
+Brought: TypeAlias = list[tuple[str, torch.Tensor, torch.Tensor, int]]
+"""Of each tensor that was brought here: name, the object, what it was, its version."""
+
+
+def put_back(brought: Brought) -> None:
+    """The tensors are away again, and their memory is free."""
+    for _, tensor, away, _ in brought:
+        tensor.grad = None
+        torch.utils.swap_tensors(tensor, away)
+
+
+def bring(session: session_module.Session, module: nn.Module, rank: int | None) -> Brought:
+    """Makes what is away real, on one mp rank or on all (None). Collective over the mp group."""
     named = dict(module.named_parameters()) | {name: b for name, b in module.named_buffers() if b is not None}
     here = {name: tensor for name, tensor in named.items() if not is_away(tensor)}
     world = session.world

@@ -19,6 +19,7 @@ from torch import nn
 
 from . import session as session_module
 from .errors import SMPError
+from .gathering import Brought, bring, put_back
 from .lazy_modules import has_lazy_modules, initialise_lazy_modules
 from .model_state import PARTIAL_KEY, ModelState
 from .own_parameters import OwnParameters
@@ -108,6 +109,7 @@ class DistributedModel(nn.Module):
         self._post_step_hooks: dict[int, Hook] = {}
         self._hook_keys = itertools.count()
         self._steps_done = 0
+        self._brought: Brought = []  # by cpu()
         self.is_gathered = False  # whether smp.gathered() holds the whole model now
         self._timeline: StepTimeline | None = None
         self._comm_hook: tuple[Any, Any] | None = None
@@ -373,11 +375,19 @@ class DistributedModel(nn.Module):
         return self._state().load(state, strict=strict)
 
     def cpu(self) -> DistributedModel:
-        """Gathers all parameters and buffers to the CPU of every mp rank; collective over the mp group."""
-        state = self._state_in_place().whole()
-        with torch.no_grad():
-            self._state().materialise(state)
+        """Gathers all parameters and buffers to the CPU of every mp rank; collective over the mp group.
+
+        They stay until the next step, which would make copies old that no stage trains.
+        """
+        self._state_in_place()
+        self.put_away()
+        self._brought = bring(self._session, self.module, None)
         return self
+
+    def put_away(self) -> None:
+        """Ends what :meth:`cpu` began; called by every step."""
+        put_back(self._brought)
+        self._brought = []
 
     def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
         """A no-op before partition for devices (the library places parameters); dtypes are applied."""

@@ -35,8 +35,9 @@ class ModelState:
         """The entries that this rank keeps up to date.
 
         They are told by the module that holds them, not by where their tensor is: a buffer is on every
-        rank, but only the stages that run its module change it; and after :meth:`materialise` every rank
-        has all parameters. A split container runs on all ranks, so its buffers count everywhere.
+        rank, but only the stages that run its module change it; and for a while (``cpu()``,
+        ``smp.gathered``) a rank has all parameters. A split container runs on all ranks, so its buffers
+        count everywhere.
         """
         if self.runtime is None:
             return set(keys)
@@ -115,24 +116,6 @@ class ModelState:
         result.missing_keys[:] = missing
         result.unexpected_keys[:] = unknown
         return result
-
-    @torch.no_grad()
-    def materialise(self, state: dict[str, Any]) -> None:
-        """Gives every parameter of the module its memory back, with this state."""
-        made: dict[int, nn.Parameter] = {}
-        for part in self.module.modules():
-            for name, parameter in part._parameters.items():
-                if parameter is None or not is_away(parameter):
-                    continue
-                if id(parameter) not in made:
-                    key = next(
-                        full
-                        for full, value in self.module.named_parameters(remove_duplicate=False)
-                        if value is parameter
-                    )
-                    made[id(parameter)] = nn.Parameter(state[key].clone(), parameter.requires_grad)
-                part._parameters[name] = made[id(parameter)]
-        self.module.load_state_dict(state)
 
 
 def _to_cpu(value: Any) -> Any:

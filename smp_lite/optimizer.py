@@ -101,8 +101,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             before = group["params"]
             now = [p if name is None else live[name] for name, p in zip(slots, before, strict=True)]
             kept = [i for i, parameter in enumerate(now) if not is_away(parameter)]
-            for parameter in {*before}.difference(now):
-                self.optimizer.state.pop(parameter, None)
+            for parameter in before:
+                if is_away(parameter):
+                    self.optimizer.state.pop(parameter, None)
             for key in {"params", "param_names"} & set(group):
                 group[key] = [(now if key == "params" else group[key])[i] for i in kept]
             self._order.append([start + i for i in kept])

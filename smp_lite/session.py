@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from .comm.collectives import C10dCollectives, Collectives
 from .comm.peers import OneProcess, Peers, RankPeers
 from .comm.wires import C10dWire, Wire
 from .config import Config, load_config
-from .errors import SMPError
+from .errors import PeerFailed, SMPError
 from .errors_record import record_failure
 from .norms import norms_of_the_whole_model
 from .optimizer_check import other_optimizers_checked
@@ -288,10 +289,16 @@ def reset() -> None:
     _session = None
 
 
+_PEER_HAS_S = 2.0
+"""How long a rank that fails because of another waits for it to say why."""
+
+
 def _install_excepthook(transport: Transport) -> None:
     """An uncaught exception on one rank ends all of them, and is the last thing that the rank shows."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if isinstance(error, PeerFailed):
+            time.sleep(_PEER_HAS_S)  # that rank shows the cause, and ends this one with its job
         shown_by_launcher = record_failure((kind, error, trace), transport.rank)
         sys.stdout.flush()
         if not shown_by_launcher:

@@ -41,6 +41,8 @@ class StepFunction:
             raise SMPError("a step function was called inside another step function: call it outside")
         if session.model is not None and session.model.is_gathered:
             raise SMPError("a step function was called inside smp.gathered(): leave it first")
+        if session.model is not None:
+            session.model.put_away()
         inputs = self._splitter.split(args, kwargs, session.cfg.microbatches)
         context = StepContext(session, inputs, session.steps_run)
         session.step = context

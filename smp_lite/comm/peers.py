@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..errors import SMPError, SMPMismatch
+from ..errors import PeerFailed, SMPError, SMPMismatch
 from ..record.placed import TensorMeta
 from .collectives import Pending
 from .layout import arrival, as_bytes, departure
@@ -213,7 +213,7 @@ class RankPeers:
         }
         if failed:
             texts = [self.world.receive_failure(rank, number) for rank, number in failed.items()]
-            raise SMPError(
+            raise PeerFailed(
                 f"rank {next(iter(failed))} failed while it recorded a step, so the step cannot run: "
                 f"{texts[0]}. "
                 "The next step can, if that rank goes on"

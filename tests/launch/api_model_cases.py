@@ -69,7 +69,7 @@ def local_things() -> dict[str, Any]:
         "modules": [name for name, _ in model.local_named_modules()],
         "state": list(model.local_state_dict()),
         "memoryless": [name for name, p in parameters.items() if is_away(p)],
-        "gradients": [name for name, p in parameters.items() if p.grad is not None],
+        "gradients": [name for name, p in parameters.items() if not is_away(p.grad)],
         "all": list(parameters),
     }
 
