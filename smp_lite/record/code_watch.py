@@ -9,6 +9,7 @@ before the function first runs, so that its changes are noticed and undone (:mod
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 import types
@@ -105,7 +106,9 @@ class CodeWatch:
     def on(self) -> Iterator[None]:
         before = sys.getprofile()
         thread = threading.get_ident()
-        seen: set[types.CodeType | None] = set(self._passed_over)
+        # A collection of garbage comes when it comes: what it calls is none of the run's doings.
+        collected = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+        seen: set[types.CodeType | None] = self._passed_over | collected
 
         def entered(frame: types.FrameType, event: str, argument: Any) -> None:
             if event == "call" and frame.f_code not in seen and threading.get_ident() == thread:

@@ -362,7 +362,8 @@ class Recorder:
         if self.twins.need_gradients():
             raise SMPError(
                 "a view of a tensor was used after that tensor had been changed in place with a result of "
-                "the model, through which a gradient flows: make the view after the change, or clone() before it"
+                "the model, through which a gradient flows: make the view after the change, or clone() "
+                "before it"
             )
         self.write_back()
 

@@ -296,7 +296,6 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     ),
     "loss_backward": (lambda model, y: y.sum().backward(), r"call model.backward\(loss\)"),
     "detach_in_place": (lambda model, y: (y * 1).detach_(), r"write x = x.detach\(\)"),
-    "new_leaf": (lambda model, y: y.detach().requires_grad_(), "placed on one stage"),
     "python_function": (lambda model, y: y.detach().apply_(float), "use torch functions"),
     "data": (lambda model, y: setattr(torch.zeros(2, WIDTH), "data", y), "cannot be recorded"),
 }
