@@ -147,9 +147,9 @@ class StepContext:
         recording = recorder.recording
         assert recording is not None
         for i, leaf in enumerate(leaves):
-            placed = recorder.placed_for(leaf)
+            placed = recorder.ordinary.placed_for(leaf)
             if placed is not None:
-                value = recorder.value_of(placed)
+                value = recorder.writer.value_of(placed)
                 recording.needed.add(value)
                 leaves[i] = _Output(self.microbatch_index, value)
             elif recorder.tape is not None and (slot := recorder.tape.slot(leaf)) is not None:

@@ -89,7 +89,9 @@ class Forced:
     def fetch_quietly(self, placed: list[PlacedTensor]) -> list[torch.Tensor]:
         recording = self.recorder.recording
         assert recording is not None
-        values = self.recorder.host.fetch(recording, [self.recorder.value_of(tensor) for tensor in placed])
+        values = self.recorder.host.fetch(
+            recording, [self.recorder.writer.value_of(tensor) for tensor in placed]
+        )
         recording.epoch += 1
         return values
 

@@ -240,11 +240,11 @@ class ModuleCalls:
     ) -> Any:
         """Records the call; opens the module if it turns out that it has to be."""
         recorder = self.recorder
-        if self.rebound or recorder.twins:
+        if self.rebound or recorder.ordinary.twins:
             self._write_buffers_of(subtree)
         if arguments is None:
             arguments = recorder.arguments(args, kwargs)
-        reason, result = recorder.record_module(
+        reason, result = recorder.writer.record_module(
             subtree.name, subtree.module, arguments, subtree.home, bare=bare
         )
         if reason is None:
@@ -373,7 +373,7 @@ class ModuleCalls:
         for part in self.placement.holders(full):
             if id(part) not in self._stateful:
                 self._stateful[id(part)] = part
-                self.recorder.touch_earlier(part, self._number(part))
+                self.recorder.writer.touch_earlier(part, self._number(part))
             found.append(self._number(part))
         return found
 
@@ -449,8 +449,8 @@ class ModuleCalls:
     def _write_buffers_of(self, subtree: _Subtree) -> None:
         """Before a closed call: placed values that stand for its buffers are written into them."""
         rebound = any(module in subtree.ids for module, _ in self.rebound)
-        if rebound or self.recorder.twins.of_any(subtree.module.buffers()):
-            self.recorder.write_back()
+        if rebound or self.recorder.ordinary.twins.of_any(subtree.module.buffers()):
+            self.recorder.ordinary.write_back()
 
 
 def _forward_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,274 @@
+"""Writes commands: what a call gets and gives, where it runs, and with which seed.
+
+The recorder hears of a call; here it becomes a :class:`.recording.Command` of the present recording, at once
+where its result can be told without running it (:mod:`.descriptions`), and otherwise by running everything
+up to it on its stage. Where a call lands:
+
+- a module that is called whole (:mod:`.module_calls`): on its stage;
+- a torch function in an opened module's code: on that module's stage;
+- any other torch function, a stateless module: on the stage of its largest input, so that residual sums,
+  views and the loss go where the data is; among equals on that of the latest value, whose consumers follow
+  there;
+- a change in place of a value that views share memory with: where that memory is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..errors import SMPError
+from .ambient import Ambient
+from .apply_function import ApplyFunction
+from .binding import Binder, sharing_memory
+from .calls import Arguments, ResultMeta
+from .descriptions import Description, NeedsData, NotDescribed, Opened, content_token
+from .draws import Draw
+from .module_calls import DRAWS
+from .placed import PlacedTensor
+from .placement import STATELESS
+from .recording import Command
+from .signature import function_name, structure_token, token
+from .source_line import CHECKPOINT_WITHOUT_EFFECT, warn_once_at_user_line
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+__all__ = ["CommandWriter"]
+
+Function = Callable[..., Any]
+
+
+class CommandWriter:
+    """Writes into the present recording of a recorder.
+
+    Attributes:
+        made: the placed values of the present microbatch that may still be there.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.made: list[weakref.ref[PlacedTensor]] = []
+        self._drawn: Counter[str] = Counter()
+
+    def begin_microbatch(self) -> None:
+        self.made.clear()
+        self._drawn.clear()
+
+    def value_of(self, placed: PlacedTensor) -> int:
+        """The value that a placed tensor stands for now."""
+        recording = self.recorder.recording
+        assert recording is not None
+        full = getattr(placed, "smp_parameter", None)
+        if full is None:
+            return placed.smp_value
+        if full not in recording.parameters:
+            value = recording.new_value(placed.smp_stage, placed.smp_meta, is_parameter=True)
+            self.source(full, placed.smp_stage, value, parameter=full)
+            recording.parameters[full] = value
+        return recording.parameters[full]
+
+    def source(self, label: str, stage: int, value: int, **what: Any) -> None:
+        """A command that has no arguments and makes one value."""
+        recording = self.recorder.recording
+        assert recording is not None
+        command = Command(
+            index=len(recording.commands),
+            stage_index=stage,
+            label=label,
+            arguments=Arguments([], None),
+            sources=[],
+            ambient=Ambient.current(),
+            epoch=recording.epoch,
+            outputs=(value,),
+            **what,
+        )
+        mark = token(label)
+        recording.add(command, ((),), (mark, mark))
+
+    def record_module(
+        self, name: str, module: nn.Module, arguments: Arguments, home: int, *, bare: bool
+    ) -> tuple[str | None, Any]:
+        """Records a closed call; (None, its result), or (why the module has to be opened, None)."""
+        self.recorder.ordinary.with_inputs(arguments, home if home >= 0 else None)
+        ambient = self.recorder.ambient()
+        described = self.recorder.descriptions.describe(name, module, arguments, ambient)
+        if type(described) is Opened:
+            return described.reason, None
+        target = self.recorder.ordinary.first_changed(described, arguments)
+        if target is not None:
+            self.recorder.ordinary.add_twin(target, home if home >= 0 else self.stage(arguments, None))
+            args, kwargs = arguments.build(arguments.tensors)
+            return self.record_module(name, module, self.recorder.arguments(args, kwargs), home, bare=bare)
+        if home < 0 and isinstance(described, Description) and described.meta.draws:
+            return DRAWS, None
+        command = self._command(name, arguments, described, ambient, home)
+        command.module, command.bare = module, bare
+        if not isinstance(described, Description) or described.meta.draws:
+            # Neither the partition nor what else is recorded changes what is drawn.
+            command.seed_key = (name, self._drawn[name])
+            self._drawn[name] += 1
+        if not isinstance(described, Description):
+            assert type(described) is NotDescribed
+            return self._run_for_real(command, described)
+        command.touches = self.recorder.modules.touched(module, described.meta.buffers)
+        result = self._append(command, described)
+        self.recorder.modules.note(command)
+        return None, result
+
+    def function(self, func: Function, arguments: Arguments) -> Any:
+        """Records a torch function."""
+        self.recorder.ordinary.with_inputs(arguments, self.recorder.modules.home)
+        ambient = self.recorder.ambient()
+        name = function_name(func)
+        described = self.recorder.descriptions.describe(name, func, arguments, ambient)
+        if type(described) is NeedsData:
+            numbers = self.recorder.forced.numbers(arguments)
+            if numbers is not None:
+                if any(type(tensor) is PlacedTensor for tensor in numbers.tensors):
+                    return self.function(func, numbers)
+                args, kwargs = numbers.build(numbers.tensors)
+                return self.recorder.ordinary_function(func, args, kwargs)
+            described = NotDescribed(None)
+        target = self.recorder.ordinary.first_changed(described, arguments)
+        if target is not None:
+            self.recorder.ordinary.add_twin(target, self.stage(arguments, None))
+            return self.function(func, self.recorder.arguments(*arguments.build(arguments.tensors)))
+        assert not isinstance(described, NeedsData | Opened)
+        command = self._command(name, arguments, described, ambient, STATELESS)
+        command.function = func
+        if not isinstance(described, Description):
+            self.recorder.draws.look()
+            command.draw = Draw(func, arguments)
+            command.draw.note()
+            return self._run_for_real(command, described)[1]
+        if described.meta.draws:
+            command.draw, moved = self.recorder.draws.take(func, arguments, (func, described.content))
+            if not moved:
+                return self._run_for_real(command, NotDescribed(None))[1]
+        if described.meta.changed:
+            command.touches = self._changed_parameters(name, described, arguments)
+        if type(func) is ApplyFunction:
+            self.recorder.modules.note_function(command, func.cls)
+        return self._append(command, described)
+
+    def touch_earlier(self, part: nn.Module, number: int) -> None:
+        """Calls of this microbatch that use the module come before what is about to change it."""
+        assert self.recorder.recording is not None
+        for command in self.recorder.recording.commands:
+            if command.module is not None and any(inner is part for inner in command.module.modules()):
+                command.touches = (*command.touches, number)
+                self.recorder.recording.structure_digest = hash(
+                    (self.recorder.recording.structure_digest, command.index, number)
+                )
+
+    def _changed_parameters(self, name: str, described: Any, arguments: Arguments) -> tuple[int, ...]:
+        """Numbers for the state of modules whose parameters a torch function changes in place.
+
+        Raises:
+            SMPError: a parameter that is trained, which other microbatches' backwards still need as it is.
+        """
+        touched: dict[int, None] = {}
+        for changed in described.meta.changed:
+            target = arguments.tensors[changed.argument]
+            for member in sharing_memory(target) if type(target) is PlacedTensor else ():
+                full = getattr(member, "smp_parameter", None)
+                if full is None:
+                    continue
+                if member.smp_meta.requires_grad and self.recorder.num_microbatches > 1:
+                    raise SMPError(
+                        f"{name} changes the parameter {full!r} in place inside an smp.step, while other "
+                        "microbatches use it: change it between steps"
+                    )
+                touched.update(dict.fromkeys(self.recorder.modules.note_parameter(full)))
+        return tuple(touched)
+
+    def _command(
+        self, label: str, arguments: Arguments, described: Any, ambient: Ambient, home: int
+    ) -> Command:
+        recording = self.recorder.recording
+        assert recording is not None
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            warn_once_at_user_line(CHECKPOINT_WITHOUT_EFFECT)
+        sources = [
+            self.value_of(tensor) if type(tensor) is PlacedTensor else -1 for tensor in arguments.tensors
+        ]
+        command = Command(
+            index=len(recording.commands),
+            stage_index=home if home >= 0 else self.stage(arguments, described),
+            label=label,
+            arguments=arguments,
+            sources=sources,
+            ambient=ambient,
+            epoch=recording.epoch,
+        )
+        return command
+
+    def _append(self, command: Command, described: Description) -> Any:
+        """Adds a described command; returns its result."""
+        assert self.recorder.recording is not None
+        self.recorder.ordinary.capture(command.arguments, command.sources)
+        returned, links = self._bind(command, described.meta)
+        self.recorder.recording.add(command, links, (described.content, described.structure))
+        return returned
+
+    def _bind(self, command: Command, meta: ResultMeta) -> tuple[Any, Any]:
+        assert self.recorder.recording is not None
+        binder = Binder(self.recorder.recording, self.recorder, self.recorder.serial)
+        returned, links = binder.bind(command, meta)
+        self.made += binder.made
+        command.arguments.forget(command.sources)
+        return returned, links
+
+    def stage(self, arguments: Arguments, described: Any) -> int:
+        """Where a call without a home of its own goes."""
+        placed = [tensor for tensor in arguments.tensors if type(tensor) is PlacedTensor]
+        if isinstance(described, Description):
+            for changed in described.meta.changed:
+                target = arguments.tensors[changed.argument]
+                if type(target) is PlacedTensor and (
+                    hasattr(target, "smp_parameter") or len(sharing_memory(target)) > 1
+                ):
+                    return target.smp_stage
+        if self.recorder.modules.home is not None:
+            return self.recorder.modules.home
+        if not placed:
+            raise SMPError("a call without placed arguments cannot be placed")
+        return max(placed, key=_weight).smp_stage
+
+    # What only running shows --------------------------------------------------------------------------------
+
+    def _run_for_real(self, command: Command, unknown: NotDescribed) -> tuple[str | None, Any]:
+        """Records a call that only its execution can describe, and executes up to it."""
+        recording = self.recorder.recording
+        assert recording is not None
+        recording.epoch += 1
+        command.epoch = recording.epoch
+        mark = content_token(command.label, command.arguments)
+        recording.add(command, (), (mark, mark))
+        found = self.recorder.host.run_for_real(recording, command)
+        self.recorder.ordinary.forget_captured()
+        if isinstance(found, str):
+            recording.epoch += 1
+            return found, None
+        if found.states:
+            assert command.draw is not None
+            self.recorder.draws.take_over(found.states, command.draw)
+        if command.module is not None:
+            command.touches = self.recorder.modules.touched(command.module, found.buffers)
+        self.recorder.descriptions.learn(unknown, command.label, command.arguments, found)
+        returned, links = self._bind(command, found)
+        recording.links[-1] = links
+        recording.structure_digest = hash((recording.structure_digest, structure_token(found)))
+        recording.epoch += 1
+        return None, returned
+
+
+def _weight(placed: PlacedTensor) -> tuple[int, int]:
+    """Size, then age: parameters are the oldest."""
+    return placed.smp_meta.num_bytes, getattr(placed, "smp_value", -1)

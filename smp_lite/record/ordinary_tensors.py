@@ -1,0 +1,189 @@
+"""Ordinary tensors within a step: those that every rank holds, as the user's function made or got them.
+
+Three things happen to them. One that is changed in place with a placed operand (``total += loss``) cannot be
+computed on every rank: from then on a placed twin (:mod:`.twins`) stands in for it, and its value is written
+back when the microbatch ends. One that requires a gradient becomes a placed *input*, whose gradient every
+rank gets at the end of the step. One that a command reads is remembered: if it changes before the command
+runs, the command keeps what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..errors import SMPError
+from .away import AwayParameter
+from .calls import Arguments
+from .descriptions import Description
+from .placed import PlacedTensor, storage_of
+from .replay import refuse
+from .signature import tensor_meta
+from .twins import Twins
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+__all__ = ["PARAMETERS", "OrdinaryTensors"]
+
+PARAMETERS = (nn.Parameter, AwayParameter)
+
+
+class OrdinaryTensors:
+    """The ordinary tensors of a recorder's present microbatch."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.twins = Twins()
+        self._captured: dict[int, list[tuple[Arguments, int]]] = {}
+        self._inputs: dict[int, tuple[torch.Tensor, PlacedTensor]] = {}
+
+    def forget(self) -> None:
+        """The microbatch is over."""
+        self.twins = Twins()
+        self._captured.clear()
+        self._inputs.clear()
+
+    # What stands in for them --------------------------------------------------------------------------------
+
+    def write_back(self) -> None:
+        """What stands in for ordinary tensors and for buffers is fetched and written into them."""
+        # All of them first: a tensor that has a twin would send the copy there.
+        for target, twin in self.twins.take_all():
+            if self.recorder.tape is not None:
+                raise refuse("changes a tensor of its own in place with a result of the model")
+            (value,) = self.recorder.forced.fetch_quietly([twin])
+            with torch.no_grad():
+                target.copy_(value)
+        rebound, self.recorder.modules.rebound = self.recorder.modules.rebound, {}
+        for (_, name), module in rebound.items():
+            table = module._buffers
+            placed = getattr(table, "real", table).get(name)
+            if type(placed) is PlacedTensor:
+                (value,) = self.recorder.forced.fetch_quietly([placed])
+                table[name] = value
+
+    def stand_ins(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments with placed values for tensors that have one; None if none has."""
+        arguments = Arguments.of(args, kwargs)
+        found = [self.stand_in(tensor) for tensor in arguments.tensors]
+        if all(placed is None for placed in found):
+            return None
+        return arguments.build([p if p is not None else t for p, t in zip(found, arguments.tensors)])
+
+    def stand_in(self, tensor: torch.Tensor) -> PlacedTensor | None:
+        """The placed value of an ordinary tensor: its twin, or the parameter that it is."""
+        twin = self.twins.get(tensor)
+        if twin is None and type(tensor) in PARAMETERS:
+            full = self.recorder.placement.alias(tensor)
+            return self.recorder.placement.placed_parameter(full) if full is not None else None
+        return twin
+
+    def placed_for(self, leaf: Any) -> PlacedTensor | None:
+        """The placed tensor that a leaf of a result is, or that stands in for it."""
+        if type(leaf) is PlacedTensor:
+            return leaf
+        return self.twins.get(leaf)
+
+    def before_views_of_twins(self, tensors: list[torch.Tensor]) -> None:
+        """Another view of memory that a twin stands for must see what is in it by now."""
+        if not self.twins.overlap(tensors):
+            return
+        if self.twins.need_gradients():
+            raise SMPError(
+                "a view of a tensor was used after that tensor had been changed in place with a result of "
+                "the model, through which a gradient flows: make the view after the change, or clone() "
+                "before it"
+            )
+        self.write_back()
+
+    def add_twin(self, target: torch.Tensor, stage: int) -> None:
+        """From now on a placed copy stands in for an ordinary tensor."""
+        with self.recorder.modules.at(stage):
+            start = Arguments.of((target.detach().clone(),), {})
+            self.twins.add(target, self.recorder.writer.function(torch.clone, start))
+
+    def change_replicated(
+        self, func: Callable[..., Any], target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """``total += loss`` with an ordinary ``total``: goes on with its placed twin."""
+        self.recorder.modules.before_change(target)
+        if self.twins.get(target) is None:
+            self.add_twin(target, self.recorder.writer.stage(self.recorder.arguments(args, kwargs), None))
+        result = self.recorder.torch_function(func, *self.twins.substitute(args, kwargs))
+        return None if result is None else target
+
+    # Those that want a gradient -----------------------------------------------------------------------------
+
+    def with_inputs(self, arguments: Arguments, stage: int | None) -> None:
+        """Ordinary tensors that require a gradient become placed inputs."""
+        if not torch.is_grad_enabled():
+            return
+        for i, tensor in enumerate(arguments.tensors):
+            if type(tensor) is not PlacedTensor and tensor.requires_grad:
+                if stage is None:
+                    placed = [t.smp_stage for t in arguments.tensors if type(t) is PlacedTensor]
+                    stage = placed[0] if placed else 0
+                arguments.replace(i, self._input(tensor, stage))
+
+    def _input(self, tensor: torch.Tensor, stage: int) -> PlacedTensor:
+        """A placed value for an ordinary tensor of which the gradient is wanted."""
+        found = self._inputs.get(id(tensor))
+        if found is not None:
+            return found[1]
+        recording = self.recorder.recording
+        assert recording is not None
+        if self.recorder.tape is not None:
+            raise refuse("wants the gradient of a tensor that is no parameter")
+        meta = tensor_meta(tensor)
+        placed = PlacedTensor(meta)
+        placed.smp_recorder, placed.smp_stage, placed.smp_microbatch = (
+            self.recorder,
+            stage,
+            self.recorder.serial,
+        )
+        placed.smp_value = recording.new_value(stage, meta)
+        self.recorder.writer.source(f"input {len(recording.inputs)}", stage, placed.smp_value, input=tensor)
+        recording.inputs.append((placed.smp_value, tensor))
+        self._inputs[id(tensor)] = (tensor, placed)
+        return placed
+
+    # Those that commands read -----------------------------------------------------------------------------
+
+    @staticmethod
+    def first_changed(described: Any, arguments: Arguments) -> torch.Tensor | None:
+        """An ordinary tensor that the call changes in place, though every rank holds it."""
+        if isinstance(described, Description):
+            for changed in described.meta.changed:
+                target = arguments.tensors[changed.argument]
+                if type(target) is not PlacedTensor:
+                    return target
+        return None
+
+    def forget_captured(self) -> None:
+        """All commands so far have run."""
+        self._captured.clear()
+
+    def capture(self, arguments: Arguments, sources: list[int]) -> None:
+        """Remembers ordinary tensors that a command will read later."""
+        for i, source in enumerate(sources):
+            if source < 0 and (storage := storage_of(arguments.tensors[i])) is not None:
+                self._captured.setdefault(storage, []).append((arguments, i))
+
+    def keep_captured(self, target: Any) -> None:
+        """Before an ordinary tensor changes: commands that captured it keep its present value."""
+        storage = storage_of(target) if isinstance(target, torch.Tensor) else None
+        for arguments, i in self._captured.pop(storage, ()):  # type: ignore[arg-type]
+            with torch.no_grad():
+                present = arguments.tensors[i]
+                copy = (
+                    self.recorder.tape.call(torch.clone, (present,), {})
+                    if self.recorder.tape
+                    else present.clone()
+                )
+                arguments.replace(i, copy)
