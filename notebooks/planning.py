@@ -14,11 +14,11 @@ from torch import nn
 from train_gpt import train_step
 
 import smp_lite as smp
-from smp_lite.memory_preview import preview_memory
 from smp_lite.plan.memory import StageMemory
 from smp_lite.plan.partition_report import StageSummary, stage_summaries
 from smp_lite.plan.simulate import Simulation
-from smp_lite.preview import PlanReady, simulate_batch, stop_when_planned
+from smp_lite.preview.memory_preview import preview_memory
+from smp_lite.preview.step_preview import PlanReady, simulate_batch, stop_when_planned
 from smp_lite.session import current, planning
 
 __all__ = ["PlannedStep", "plan_step"]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .norms import refuse_inside_step
+from .optim.norms import refuse_inside_step
 
 if TYPE_CHECKING:
     from .session import Session

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_launch_arguments(launch)
     plan = commands.add_parser("plan", help="show how a model would be split and scheduled")
     if arguments[:1] == ["plan"]:
-        from smp_lite import preview
+        from smp_lite.preview import step_preview as preview
 
         preview.add_plan_arguments(plan)
     check = commands.add_parser("check", help="compare a script's first steps with one process's, to the bit")

@@ -23,8 +23,8 @@ from .comm.wires import C10dWire, Wire
 from .config import Config, load_config
 from .errors import PeerFailed, SMPError
 from .errors_record import record_failure
-from .norms import norms_of_the_whole_model
-from .optimizer_check import other_optimizers_checked
+from .optim.norms import norms_of_the_whole_model
+from .optim.optimizer_check import other_optimizers_checked
 from .plan.schedules import Policy
 from .plan.topology import Topology
 from .record.interception import stop_intercepting

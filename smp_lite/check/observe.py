@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..record.code_watch import mentioned_in
-from ..record.reads import places_read
-from ..record.signature import stable_text
-from ..record.structure import flatten
+from ..record.describe.signature import stable_text
+from ..record.state.code_watch import mentioned_in
+from ..record.state.reads import places_read
+from ..record.values.structure import flatten
 
 __all__ = ["Call", "Key", "StepNotes", "notes_of_state", "print_of", "state_of"]
 

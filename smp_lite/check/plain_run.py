@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..record import random_state
 from ..record.interception import listening
-from ..record.microbatch import merge_outputs
 from ..record.source_line import user_line
-from ..record.structure import map_leaves
+from ..record.state import random_state
+from ..record.values.microbatch import merge_outputs
+from ..record.values.structure import map_leaves
 from ..runtime.random_streams import RandomStreams
 from .observe import Call, StepNotes, notes_of_state, print_of, prints, state_of
 
@@ -147,8 +147,8 @@ def run_plainly(
 
 def notes_of_result(result: Any) -> dict[str, Any]:
     """Prints of what the step function returned, by place and microbatch."""
-    from ..record.microbatch import StepOutput
-    from ..record.structure import flatten
+    from ..record.values.microbatch import StepOutput
+    from ..record.values.structure import flatten
 
     leaves: list[Any] = []
     flatten(result, leaves)

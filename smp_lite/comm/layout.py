@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from ..record.placed import TensorMeta
+from ..record.values.placed import TensorMeta
 
 
 @lru_cache(maxsize=4096)

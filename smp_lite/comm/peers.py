@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import PeerFailed, SMPError, SMPMismatch
-from ..record.placed import TensorMeta
+from ..record.values.placed import TensorMeta
 from .collectives import Pending
 from .layout import arrival, as_bytes, departure
 from .waiting import wait_until

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..record.placed import TensorMeta
+from ..record.values.placed import TensorMeta
 from .layout import arrival, as_bytes, departure
 from .waiting import broken_connections_named
 

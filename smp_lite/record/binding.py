@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ..errors import SMPError
-from .calls import ChangedArgument, Constant, NewTensor, Repeated, ResultMeta, SameTensor
-from .placed import Listener, PlacedTensor
 from .recording import Command, Recording
-from .structure import rebuild
+from .values.calls import ChangedArgument, Constant, NewTensor, Repeated, ResultMeta, SameTensor
+from .values.placed import Listener, PlacedTensor
+from .values.structure import rebuild
 
 Links = tuple[tuple[int, ...], ...]
 

@@ -1,8 +1,8 @@
 """Writes commands: what a call gets and gives, where it runs, and with which seed.
 
 The recorder hears of a call; here it becomes a :class:`.recording.Command` of the present recording, at once
-where its result can be told without running it (:mod:`.descriptions`), and otherwise by running everything
-up to it on its stage. Where a call lands:
+where its result can be told without running it (:mod:`.describe.descriptions`), and otherwise by running
+everything up to it on its stage. Where a call lands:
 
 - a module that is called whole (:mod:`.module_calls`): on its stage;
 - a torch function in an opened module's code: on that module's stage;
@@ -23,18 +23,19 @@ import torch
 from torch import nn
 
 from ..errors import SMPError
-from .ambient import Ambient
 from .apply_function import ApplyFunction
 from .binding import Binder, sharing_memory
-from .calls import Arguments, ResultMeta
-from .descriptions import Description, NeedsData, NotDescribed, Opened, content_token
-from .draws import Draw
+from .describe.descriptions import Description, NeedsData, NotDescribed, Opened, content_token
+from .describe.signature import structure_token, token
 from .module_calls import DRAWS
-from .placed import PlacedTensor
-from .placement import STATELESS
+from .parameters.placement import STATELESS
 from .recording import Command
-from .signature import function_name, structure_token, token
 from .source_line import CHECKPOINT_WITHOUT_EFFECT, warn_once_at_user_line
+from .state.ambient import Ambient
+from .state.draws import Draw
+from .values.calls import Arguments, ResultMeta
+from .values.placed import PlacedTensor
+from .values.torch_functions import function_name
 
 if TYPE_CHECKING:
     from .recorder import Recorder

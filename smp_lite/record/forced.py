@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ..errors import SMPError
-from .calls import Arguments, ResultMeta
-from .placed import PlacedTensor
 from .recording import Command, Recording
 from .replay import refuse
-from .signature import function_name
 from .source_line import warn_once_at_user_line
+from .values.calls import Arguments, ResultMeta
+from .values.placed import PlacedTensor
+from .values.torch_functions import function_name
 
 if TYPE_CHECKING:
     from .recorder import Recorder

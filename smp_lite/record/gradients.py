@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import SMPError
-from .placed import PlacedTensor
 from .recording import Backward
 from .replay import refuse
+from .values.placed import PlacedTensor
 
 if TYPE_CHECKING:
     from .recorder import Recorder

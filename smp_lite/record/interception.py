@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from .apply_function import ApplyFunction
-from .placed import PlacedTensor
-from .python_state import MISSING
 from .source_line import CHECKPOINT_WITHOUT_EFFECT, warn_once_at_user_line
+from .state.python_state import MISSING
+from .values.placed import PlacedTensor
 
 if TYPE_CHECKING:
     from .recorder import Recorder

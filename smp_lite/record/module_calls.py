@@ -6,7 +6,7 @@ functions are recorded one by one on its stage, and the modules in it are closed
 is always right, and costs recording time. A module is opened
 
 - if a module in it has forward hooks, or forward hooks for all modules are set: hooks are code around calls;
-- if a run of it would leave something behind (:mod:`.effects`): attributes, a list that it was given;
+- if a run of it would leave something behind (:mod:`.describe.effects`): attributes, a list that it got;
 - while its parameters are exchanged for others (``torch.func.functional_call``);
 - while a mode of the user's sees every torch function.
 
@@ -14,7 +14,7 @@ A module with hooks of its own and none inside stays a closed call: the hooks ru
 called.
 
 A closed call runs later than it is recorded, so it carries what has changed in between: attributes set on its
-modules (setting one is heard), and plain values that its code reads elsewhere (:mod:`.places`).
+modules (setting one is heard), and plain values that its code reads elsewhere (:mod:`.state.places`).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ..errors import SMPError
-from .ambient import Ambient
-from .calls import Arguments
-from .placed import PlacedTensor, storage_of
-from .placement import FOREIGN, SPLIT
-from .places import ModuleAttribute, Place, PlacesRead, Seen
-from .python_state import MISSING
-from .reads import places_of_class
+from .parameters.placement import FOREIGN, SPLIT
+from .parameters.tables import plain_table
 from .recording import Command
 from .replay import refuse
-from .tables import plain_table
+from .state.ambient import Ambient
+from .state.places import ModuleAttribute, Place, PlacesRead, Seen
+from .state.python_state import MISSING
+from .state.reads import places_of_class
+from .values.calls import Arguments
+from .values.placed import PlacedTensor, storage_of
 
 if TYPE_CHECKING:
     from .recorder import Recorder

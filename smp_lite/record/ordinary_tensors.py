@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from ..errors import SMPError
-from .away import AwayParameter
-from .calls import Arguments
-from .descriptions import Description
-from .placed import PlacedTensor, storage_of
+from .describe.descriptions import Description
+from .describe.signature import tensor_meta
+from .parameters.away import AwayParameter
 from .replay import refuse
-from .signature import tensor_meta
 from .twins import Twins
+from .values.calls import Arguments
+from .values.placed import PlacedTensor, storage_of
 
 if TYPE_CHECKING:
     from .recorder import Recorder

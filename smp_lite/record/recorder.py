@@ -16,22 +16,28 @@ import torch
 from torch import nn
 
 from ..errors import SMPError
-from .ambient import FUNCTORCH, Ambient, refuse_transformations
-from .away import is_away, needed
-from .calls import Arguments
 from .command_writer import CommandWriter
-from .descriptions import Descriptions
-from .draws import Draws
+from .describe.descriptions import Descriptions
 from .forced import Forced, Host
 from .gradients import backward, gradient_of, require_gradient, set_attribute
 from .module_calls import ModuleCalls
 from .ordinary_tensors import PARAMETERS, OrdinaryTensors
-from .placed import PlacedTensor
-from .placement import Placement
+from .parameters.away import is_away, needed
+from .parameters.placement import Placement
 from .recording import Recording
 from .replay import Tape, refuse
-from .signature import function_name
-from .torch_functions import DETACHES, FROM_NUMBERS, LOOKS_AT_DATA, REFUSED, changes_first
+from .state.ambient import FUNCTORCH, Ambient, refuse_transformations
+from .state.draws import Draws
+from .values.calls import Arguments
+from .values.placed import PlacedTensor
+from .values.torch_functions import (
+    DETACHES,
+    FROM_NUMBERS,
+    LOOKS_AT_DATA,
+    REFUSED,
+    changes_first,
+    function_name,
+)
 
 __all__ = ["Recorder"]
 

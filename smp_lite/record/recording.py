@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from ..plan.segments import CommandNode, SegmentGraph, build_graph
-from .ambient import Ambient
-from .calls import Arguments, ResultMeta
-from .draws import Draw
-from .placed import TensorMeta
-from .places import Place
+from .state.ambient import Ambient
+from .state.draws import Draw
+from .state.places import Place
+from .values.calls import Arguments, ResultMeta
+from .values.placed import TensorMeta
 
 
 @dataclass(slots=True)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from ..errors import SMPError
-from .calls import Arguments
+from .describe.signature import plain_key, tensor_meta
 from .recording import Recording
-from .signature import function_name, plain_key, tensor_meta
-from .structure import flatten
-from .torch_functions import LOOKS_AT_DATA
+from .values.calls import Arguments
+from .values.structure import flatten
+from .values.torch_functions import LOOKS_AT_DATA, function_name
 
 
 def refuse(what: str) -> SMPError:

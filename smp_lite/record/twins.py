@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from .calls import Arguments
-from .placed import PlacedTensor, storage_of
+from .values.calls import Arguments
+from .values.placed import PlacedTensor, storage_of
 
 __all__ = ["Twins"]
 

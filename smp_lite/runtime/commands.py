@@ -13,15 +13,15 @@ from torch.nn.modules import module as torch_module
 
 from ..errors import SMPError
 from ..plan.segments import Segment
-from ..record.ambient import Ambient
-from ..record.calls import NewTensor
-from ..record.draws import at_states
-from ..record.effects import Buffers, Effects, NeedsOpening
-from ..record.placed import TensorMeta
-from ..record.placement import Placement
-from ..record.places import in_force
+from ..record.describe.effects import Buffers, Effects, NeedsOpening
+from ..record.parameters.placement import Placement
 from ..record.recording import Command, Recording
-from ..record.structure import LEAF, flatten
+from ..record.state.ambient import Ambient
+from ..record.state.draws import at_states
+from ..record.state.places import in_force
+from ..record.values.calls import NewTensor
+from ..record.values.placed import TensorMeta
+from ..record.values.structure import LEAF, flatten
 from .random_streams import RandomStreams
 
 

@@ -22,9 +22,9 @@ import torch
 from ..comm.wires import Transfer, Wire
 from ..plan.actions import COMPUTE_KINDS, RECV_KINDS, Action, ActionKind
 from ..plan.segments import Segment
-from ..record.placed import TensorMeta
-from ..record.placement import Placement
+from ..record.parameters.placement import Placement
 from ..record.recording import Command
+from ..record.values.placed import TensorMeta
 from .commands import CommandRunner, RealRun
 from .failure import Failure
 from .microbatch import MicrobatchState, edge_of

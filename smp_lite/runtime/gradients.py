@@ -18,7 +18,7 @@ from torch import nn
 from ..plan.actions import Action, ActionKind
 from ..plan.schedules import Work
 from ..plan.segments import Segment
-from ..record.placement import Placement
+from ..record.parameters.placement import Placement
 from ..record.recording import Recording
 
 

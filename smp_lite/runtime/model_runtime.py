@@ -19,7 +19,7 @@ from ..comm.peers import Peers
 from ..comm.wires import MemoryWire, Wire
 from ..errors import SMPError, SMPTimeout
 from ..plan.schedules import Policy
-from ..record.placement import Placement
+from ..record.parameters.placement import Placement
 from ..record.recorder import Recorder
 from .executor import StageExecutor
 from .failure import error_like, failure_kind

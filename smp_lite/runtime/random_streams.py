@@ -19,8 +19,8 @@ import sys
 
 import torch
 
-from ..record.random_state import kept
-from ..record.signature import token
+from ..record.describe.signature import token
+from ..record.state.random_state import kept
 
 _MASK = (1 << 63) - 1
 

@@ -21,12 +21,12 @@ from ..errors import SMPError, SMPTimeout
 from ..plan.actions import ActionKind
 from ..plan.lowering import Schedule, lower
 from ..plan.schedules import Policy, Work, compute_order
-from ..record.calls import ResultMeta
-from ..record.metadata import describe_result
-from ..record.placed import PlacedTensor, TensorMeta
-from ..record.placement import Placement
+from ..record.describe.metadata import describe_result
+from ..record.parameters.placement import Placement
 from ..record.recorder import Recorder
 from ..record.recording import Command, Recording, describe_command
+from ..record.values.calls import ResultMeta
+from ..record.values.placed import PlacedTensor, TensorMeta
 from .executor import StageExecutor
 from .failure import step_failure
 from .gradients import GradientBooks

@@ -20,7 +20,7 @@ import smp_lite as smp
 from smp_lite.comm.waiting import wait_until
 from smp_lite.comm.wires import Wire
 from smp_lite.plan.simulate import simulate
-from smp_lite.record.placed import TensorMeta
+from smp_lite.record.values.placed import TensorMeta
 from smp_lite.runtime.step_runner import Batch
 from smp_lite.session import current
 from tests.benchmarks.spread import Spread

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import smp_lite as smp
-from smp_lite.record.away import is_away
+from smp_lite.record.parameters.away import is_away
 from tests.api_support import batch, build, place, plain_train, same, train, wrap
 from tests.launch.api_cases import error_of
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp_lite.record.microbatch import Splitter, StepOutput, merge_outputs
-from smp_lite.record.structure import map_leaves
+from smp_lite.record.values.microbatch import Splitter, StepOutput, merge_outputs
+from smp_lite.record.values.structure import map_leaves
 
 __all__ = ["Plain"]
 

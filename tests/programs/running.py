@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import smp_lite as smp
-from smp_lite.record.structure import flatten
+from smp_lite.record.values.structure import flatten
 from tests.programs.plain import Plain
 from tests.programs.registry import Program, programs
 

@@ -10,8 +10,8 @@ import gc
 
 import torch
 
-from smp_lite.record.metadata import MetadataInference
-from smp_lite.record.tracing import ModuleTrace, trace_model
+from smp_lite.record.describe.metadata import MetadataInference
+from smp_lite.record.describe.tracing import ModuleTrace, trace_model
 from tests.harness import run_distributed
 from tests.models import CASES
 

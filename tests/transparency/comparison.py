@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import smp_lite as smp
-from smp_lite.record.microbatch import merge_outputs
-from smp_lite.record.structure import flatten
+from smp_lite.record.values.microbatch import merge_outputs
+from smp_lite.record.values.structure import flatten
 from tests.models import Batch, Case, HookRecord, plain_step
 
 __all__ = [

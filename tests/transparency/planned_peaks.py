@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 import smp_lite as smp
 from notebooks.gpt import GPT
-from smp_lite.memory_preview import preview_memory
 from smp_lite.plan.memory import StageMemory
-from smp_lite.preview import PlanReady, stop_when_planned
+from smp_lite.preview.memory_preview import preview_memory
+from smp_lite.preview.step_preview import PlanReady, stop_when_planned
 from smp_lite.session import current, planning
 from tests.allocated import memory_profile, most_and_left
 

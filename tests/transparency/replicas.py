@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp_lite.record.microbatch import merge_outputs
+from smp_lite.record.values.microbatch import merge_outputs
 from tests.models import Batch, Case, split_batch
 from tests.transparency.comparison import (
     NUM_MICROBATCHES,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import smp_lite as smp
-from smp_lite.record.microbatch import merge_outputs
-from smp_lite.record.structure import flatten
+from smp_lite.record.values.microbatch import merge_outputs
+from smp_lite.record.values.structure import flatten
 from tests.models import Batch, split_batch, zigzag_stages
 from tests.transparency.comparison import NUM_MICROBATCHES, gradients_of, place
 

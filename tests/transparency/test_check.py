@@ -13,9 +13,11 @@ import pytest
 from smp_lite import session
 from smp_lite.check.report import StepReport
 from smp_lite.check.stepping import CheckEnded, StepChecker
-from smp_lite.record import effects, module_calls, signature, tables
-from smp_lite.record.code_watch import Names
-from smp_lite.record.places import PlacesRead
+from smp_lite.record import module_calls
+from smp_lite.record.describe import effects, signature
+from smp_lite.record.parameters import tables
+from smp_lite.record.state.code_watch import Names
+from smp_lite.record.state.places import PlacesRead
 from tests.models import CASES, Case
 from tests.transparency.comparison import NUM_MICROBATCHES, smp_run
 from tests.transparency.state_cases import CASES as STATE_CASES
@@ -65,7 +67,7 @@ def _no_effects(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_places(patch: pytest.MonkeyPatch) -> None:
-    from smp_lite.record import descriptions
+    from smp_lite.record.describe import descriptions
 
     def none(module: Any, names: Names) -> PlacesRead:
         return PlacesRead([])
@@ -98,7 +100,7 @@ def _buffers_unheard(patch: pytest.MonkeyPatch) -> None:
 
 
 def _defaults_not_carried(patch: pytest.MonkeyPatch) -> None:
-    from smp_lite.record import ambient
+    from smp_lite.record.state import ambient
 
     patch.setattr(ambient, "_SWITCHES", ())
     patch.setattr(ambient, "_GETTERS", ())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import smp_lite as smp
-from smp_lite.record.away import is_away
+from smp_lite.record.parameters.away import is_away
 from tests.harness import run_distributed
 from tests.models.layers import WIDTH, Chain, regression_batch
 from tests.transparency.conftest import OpenSession

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import smp_lite as smp
-from smp_lite import optimizer_check
+from smp_lite.optim import optimizer_check
 from tests.harness import run_distributed
 from tests.transparency import norms, optimizers
 from tests.transparency.comparison import NUM_MICROBATCHES

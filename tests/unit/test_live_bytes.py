@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from smp_lite.record.live_bytes import LiveBytes
+from smp_lite.record.describe.live_bytes import LiveBytes
 from tests.allocated import memory_profile, most_and_left
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from smp_lite.optimizer_memory import optimizer_memory
+from smp_lite.preview.optimizer_memory import optimizer_memory
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,

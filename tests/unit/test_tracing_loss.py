@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from smp_lite.record.metadata import MetadataInference
-from smp_lite.record.tracing import cost_tree, trace_model
+from smp_lite.record.describe.metadata import MetadataInference
+from smp_lite.record.describe.tracing import cost_tree, trace_model
 
 TOKENS = torch.zeros(4, 6, dtype=torch.int64)
 LOGITS_BYTES = 4 * 6 * 1000 * 4

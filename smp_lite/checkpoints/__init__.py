@@ -1,0 +1,1 @@
+"""Saving and resuming, on top of the files of :mod:`smp_lite.storage`."""

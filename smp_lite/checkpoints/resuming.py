@@ -1,0 +1,152 @@
+"""Resuming from whole checkpoints: ``smp.resume_from_checkpoint``.
+
+Everything is found, then read, then put in place, and all ranks meet between: of a checkpoint that one rank
+cannot read nothing goes into the model on another.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..errors import SMPError, SMPMismatch
+from ..record.source_line import warn_once_at_user_line
+from ..session import Session, current
+from ..storage.finding import Found, find_full, find_partial
+from ..storage.layout import MODEL, OPTIMIZER, USER_CONTENT, check_tag, find_newest, partial_name
+from ..storage.torch_files import read_torch
+from .together import together
+
+_RESUME = "resume_from_checkpoint"
+
+
+def resume_from_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    partial: bool = True,
+    strict: bool = True,
+    load_optimizer: bool = True,
+    load_sharded_optimizer_state: bool = True,
+    translate_function: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    *,
+    weights_only: bool | None = True,
+) -> Any:
+    """Loads what :func:`save_checkpoint` saved into the model and the optimizer; call it on all ranks.
+
+    Call it after both wrappers exist; before the first step, the weights are put in place by it.
+
+    Args:
+        path: as given to :func:`save_checkpoint`.
+        tag: which checkpoint; None: the newest of that kind.
+        partial: False: a full one, which may also come from another program.
+        strict: keys must match.
+        load_optimizer: also load the optimizer's state, where it was saved.
+        load_sharded_optimizer_state: accepted; there is no sharded state.
+        translate_function: applied to a full state dict before it is loaded.
+        weights_only: as in :func:`smp_lite.checkpoints.saving.load`, for all files.
+
+    Returns:
+        The user content, or None.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        SMPError: parts are missing or of different saves, a partial one is for other partitions, or a file
+            holds what is not read without asking. On a rank that has nothing to complain of: names another
+            one that has.
+    """
+    session = current()
+    if session.model is None:
+        raise SMPError(f"{_RESUME}: wrap the model with smp.DistributedModel first")
+    root = Path(path)
+    found = _find(session, root, tag, partial, load_optimizer)
+    contents: dict[str, Any] = {}
+
+    def read() -> None:
+        for part, file in found.files.items():
+            contents[part] = read_torch(file, caller=_RESUME, weights_only=weights_only)
+        for part in {MODEL, OPTIMIZER} & contents.keys():
+            if not isinstance(contents[part], dict):
+                kind = type(contents[part]).__name__
+                raise SMPError(
+                    f"{_RESUME}: {os.fspath(found.files[part])!r} holds no state dict, but a {kind}"
+                )
+
+    def put_in_place() -> None:
+        if found.partition_file is not None:
+            session.model.use_stored_partition(found.partition_file)
+            session.model.load_state_dict(contents[MODEL], strict, same_partition_load=True)
+        else:
+            translate = translate_function or (lambda state: state)
+            session.model.load_state_dict(translate(contents[MODEL]), strict)
+        _load_optimizer(session, found, contents.get(OPTIMIZER), load_optimizer)
+
+    together(session, _RESUME, read)
+    together(session, _RESUME, put_in_place)
+    return contents.get(USER_CONTENT)
+
+
+def _find(session: Session, root: Path, tag: str | None, partial: bool, load_optimizer: bool) -> Found:
+    """The files of a save that every rank has; the best one where a kill has left several."""
+
+    def which() -> tuple[str | None, bool, str | None]:
+        name = None
+        if session.rank == 0:
+            if tag is None:
+                name = find_newest(root, partial=partial)
+            else:
+                check_tag(tag, _RESUME, partial=partial)
+                name = partial_name(tag) if partial else tag
+        return tag, partial, name
+
+    answers = together(session, _RESUME, which)
+    for rank, answer in enumerate(answers):
+        if answer[:2] != answers[0][:2]:
+            raise SMPMismatch(
+                f"{_RESUME}: all ranks must resume from the same checkpoint, but (tag, partial) is "
+                f"{answer[:2]} on rank {rank} and {answers[0][:2]} on rank 0"
+            )
+    name = answers[0][2]
+    assert name is not None
+    found: list[Found] = []
+
+    def look() -> list[tuple[str | None, str]]:
+        if partial:
+            found[:] = find_partial(
+                root,
+                name,
+                mp_rank=session.group_rank("MP"),
+                mp_size=len(session.group("MP")),
+                partitions=session.num_stages,
+                with_optimizer=load_optimizer,
+            )
+        else:
+            found[:] = [find_full(root, name, with_optimizer=load_optimizer)]
+        return [(each.save, str(each)) for each in found]
+
+    seen = together(session, _RESUME, look)
+    for save, _ in seen[0]:
+        if all(save in dict(theirs) for theirs in seen):
+            return next(each for each in found if each.save == save)
+    said = "; ".join(f"rank {rank}: {theirs[0][1]}" for rank, theirs in enumerate(seen))
+    raise SMPError(
+        f"{_RESUME}: the ranks found different saves of {name!r}, which are not mixed ({said}). Resume from "
+        "another checkpoint"
+    )
+
+
+def _load_optimizer(session: Session, found: Found, state: dict[str, Any] | None, wanted: bool) -> None:
+    if session.optimizer is None:
+        session.unread_optimizer = os.fspath(found.files[OPTIMIZER]) if state is not None else None
+    elif state is not None:
+        if not {"state", "param_groups"} <= state.keys():
+            raise SMPError(
+                f"{_RESUME}: {os.fspath(found.files[OPTIMIZER])!r} holds no optimizer's state dict"
+            )
+        session.optimizer.load_state_dict(state)
+    elif wanted and session.rank == 0:
+        warn_once_at_user_line(
+            f"{_RESUME}: {os.fspath(found.files[MODEL])!r} was saved without an optimizer, so this one "
+            "starts afresh; load_optimizer=False says that this is meant"
+        )

@@ -1,0 +1,310 @@
+"""``smp.DistributedOptimizer``: any torch optimizer, restricted to this rank's parameters after partition.
+
+Follows the SMP API reference ("smdistributed.modelparallel.torch.DistributedOptimizer"). Each rank keeps
+optimizer state for its own stage only. State dicts name parameters by their position in the whole model,
+as a plain optimizer's do, so a whole one (gathered over the mp group) loads into a plain optimizer and the
+other way round.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import session as session_module
+from ..errors import SMPError
+from ..record.parameters.away import is_away
+from ..wrapper.model_state import PARTIAL_KEY
+from .closures import step_with_closure
+from .norms import refuse_inside_step
+from .optimizer_check import check_optimizer
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Wraps an optimizer that was built with the model's parameters.
+
+    It is an ``Optimizer`` by type, so that learning rate schedulers accept it, but holds nothing of its own:
+    parameter groups and state are the inner optimizer's.
+
+    Args:
+        optimizer: a ``torch.optim.Optimizer`` over parameters of the (wrapped or plain) model. Over several
+            partitions it must treat each parameter by itself; see :mod:`.optimizer_check`.
+        static_loss_scale, dynamic_loss_scale, dynamic_loss_args: for fp16, which is not supported yet; only
+            their defaults are accepted.
+
+    Attributes:
+        optimizer: the inner optimizer; everything not defined here is asked of it.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict[str, Any] | None = None,
+        **more_dynamic_loss_args: Any,
+    ) -> None:
+        session = session_module.current()
+        if session.model is None:
+            raise SMPError("wrap the model with smp.DistributedModel before the optimizer")
+        if isinstance(optimizer, DistributedOptimizer):
+            raise SMPError("the optimizer is a DistributedOptimizer already")
+        if static_loss_scale != 1.0 or dynamic_loss_scale or dynamic_loss_args or more_dynamic_loss_args:
+            raise SMPError(
+                "loss scaling belongs to fp16, which is not supported yet: leave static_loss_scale, "
+                "dynamic_loss_scale and dynamic_loss_args at their defaults"
+            )
+        if session.unread_optimizer is not None:
+            raise SMPError(
+                f"resume_from_checkpoint found the optimizer's state, {session.unread_optimizer!r}, before "
+                "there was an optimizer: call it after both wrappers exist, or with load_optimizer=False"
+            )
+        if session.num_stages > 1:
+            check_optimizer(optimizer)
+        self.optimizer = optimizer
+        self._session = session
+        self._pending: dict[str, Any] | None = None
+        self._order: list[list[int]] = []  # positions of the local parameters in each group
+        self._note_groups()
+        session.optimizer = self
+        if session.model.partitioned:
+            self.after_partition()
+
+    def _note_groups(self) -> None:
+        """What the groups are before partition, when they hold all parameters."""
+        assert self._session.model is not None
+        groups = self.optimizer.param_groups
+        names = {id(p): name for name, p in self._session.model.module.named_parameters()}
+        self._sizes = [len(group["params"]) for group in groups]
+        self._param_names = [
+            {"param_names": list(group["param_names"])} if "param_names" in group else {} for group in groups
+        ]
+        # For each group, the model's name of each parameter (None: not the model's).
+        self._slots = [[names.get(id(parameter)) for parameter in group["params"]] for group in groups]
+
+    @property
+    def names_in_groups(self) -> list[list[str | None]]:
+        """For each group the model's names of its parameters before partition; None: not the model's."""
+        return self._slots
+
+    def after_partition(self) -> None:
+        """Keeps the parameters of this rank's stage; called once by the model."""
+        model = self._session.model
+        assert model is not None
+        live = dict(model.module.named_parameters())
+        self._order = []
+        start = 0
+        for group, slots in zip(self.optimizer.param_groups, self._slots, strict=True):
+            before = group["params"]
+            now = [p if name is None else live[name] for name, p in zip(slots, before, strict=True)]
+            kept = [i for i, parameter in enumerate(now) if not is_away(parameter)]
+            for parameter in before:
+                if is_away(parameter):
+                    self.optimizer.state.pop(parameter, None)
+            for key in {"params", "param_names"} & set(group):
+                group[key] = [(now if key == "params" else group[key])[i] for i in kept]
+            self._order.append([start + i for i in kept])
+            start += len(before)
+
+    # The optimizer's own methods ----------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    # What a GradScaler leaves here for an optimizer that unscales by itself (fused=True).
+
+    @property
+    def grad_scale(self) -> Any:
+        return self.optimizer.grad_scale  # type: ignore[attr-defined]
+
+    @grad_scale.setter
+    def grad_scale(self, value: Any) -> None:
+        if "grad_scaler" in inspect.signature(self.optimizer.step).parameters:
+            raise SMPError(
+                f"{type(self.optimizer).__name__} takes the GradScaler itself (step has an argument "
+                "grad_scaler) and would look for overflows in one stage only: use an optimizer of torch.optim"
+            )
+        self.optimizer.grad_scale = value  # type: ignore[attr-defined]
+
+    @grad_scale.deleter
+    def grad_scale(self) -> None:
+        del self.optimizer.grad_scale  # type: ignore[attr-defined]
+
+    @property
+    def found_inf(self) -> Any:
+        return self.optimizer.found_inf  # type: ignore[attr-defined]
+
+    @found_inf.setter
+    def found_inf(self, value: Any) -> None:
+        self.optimizer.found_inf = value  # type: ignore[attr-defined]
+
+    @found_inf.deleter
+    def found_inf(self) -> None:
+        del self.optimizer.found_inf  # type: ignore[attr-defined]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; only before partition, where all ranks see the same parameters."""
+        assert self._session.model is not None
+        if self._session.model.partitioned:
+            raise SMPError("add_param_group after partition: add the group before the first step")
+        self.optimizer.add_param_group(param_group)
+        self._note_groups()
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+        """One optimizer step; on a rank whose stage owns no parameters only the closure is called.
+
+        With a closure it is collective over all ranks, see :func:`.closures.step_with_closure`.
+        """
+        refuse_inside_step(self._session, "optimizer.step()")
+        has_parameters = any(group["params"] for group in self.optimizer.param_groups)
+        if closure is not None:
+            return step_with_closure(self._session, self.optimizer, closure, has_parameters=has_parameters)
+        return self.optimizer.step() if has_parameters else None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        step = self._session.step
+        if step is not None and (step.microbatch_index > 0 or step.has_recorded_backward):
+            raise SMPError(
+                "optimizer.zero_grad() was called inside an smp.step after its first microbatch or backward: "
+                "call it before the step"
+            )
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        self._session.model.forget_away_gradients()
+
+    def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
+        """This rank's part, with parameters numbered as in the whole model; marked partial."""
+        if self._pending is not None:
+            raise SMPError(
+                "the optimizer's state was loaded and waits for the first step, which puts it in place: run "
+                "a step before asking for the state"
+            )
+        state = self.optimizer.state_dict()
+        if self._order:
+            flat = [position for order in self._order for position in order]
+            renumber = dict(enumerate(flat))
+            state = {
+                "state": {renumber[i]: value for i, value in state["state"].items()},
+                "param_groups": [
+                    {**group, "params": [renumber[i] for i in group["params"]]}
+                    for group in state["param_groups"]
+                ],
+            }
+        return {**state, PARTIAL_KEY: True}
+
+    def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        """The whole state. Collective over the mp group.
+
+        Args:
+            gather_to_rank0: only mp rank 0 gets it; the others get ``{}``.
+        """
+        local = self.local_state_dict()
+        local.pop(PARTIAL_KEY)
+        world = self._session.world
+        if world is None or not self._order:
+            return local if world is None or not gather_to_rank0 or world.group_rank("MP") == 0 else {}
+        collect = world.gather if gather_to_rank0 else world.exchange
+        parts = collect(_to_cpu(local), "MP", "optimizer.state_dict")
+        if parts is None:
+            return {}
+        state: dict[int, Any] = {}
+        for part in parts:
+            state.update(part["state"])
+        groups = []
+        start = 0
+        for group, size, names in zip(local["param_groups"], self._sizes, self._param_names, strict=True):
+            whole = {"params": list(range(start, start + size)), **names}
+            groups.append({**group, **whole})
+            start += size
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a whole state, or this rank's own part of the same partition; also before partition.
+
+        Before partition, which parameters a part is for is not known yet: its state waits, but the settings
+        of its groups count at once, so that learning rate schedulers built next start from them.
+
+        Raises:
+            ValueError: it is for other parameter groups, or a part of another partition.
+        """
+        model = self._session.model
+        assert model is not None
+        saved = [list(group["params"]) for group in state_dict["param_groups"]]
+        sizes = [len(positions) for positions in saved]
+        if len(sizes) != len(self._sizes):
+            raise ValueError(
+                f"optimizer.load_state_dict: {len(sizes)} parameter groups, but the optimizer has "
+                f"{len(self._sizes)}: build it with the same groups"
+            )
+        is_part = bool(state_dict.get(PARTIAL_KEY)) and sizes != self._sizes
+        if not is_part and sizes != self._sizes:
+            raise ValueError(
+                f"optimizer.load_state_dict: parameter groups of sizes {sizes}, but the optimizer's have "
+                f"{self._sizes}: it was saved from an optimizer of another model"
+            )
+        if model.partitioned:
+            self._load(state_dict, is_part)
+        elif not is_part:
+            self.optimizer.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        else:
+            for group, settings in zip(self.optimizer.param_groups, state_dict["param_groups"], strict=True):
+                kept = settings.keys() - {"params", "param_names"}
+                group.update({key: settings[key] for key in kept})
+            self._pending = {"state": state_dict["state"], "positions": saved}
+
+    def load_pending(self) -> None:
+        """Puts a part that was loaded before partition in place; called once by the model."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            groups = zip(self.optimizer.state_dict()["param_groups"], pending["positions"], strict=True)
+            now = [{**group, "params": positions} for group, positions in groups]
+            self._load({"state": pending["state"], "param_groups": now}, is_part=True)
+
+    def _load(self, state_dict: dict[str, Any], is_part: bool) -> None:
+        saved = [list(group["params"]) for group in state_dict["param_groups"]]
+        if is_part and saved != self._order:
+            raise ValueError(
+                f"optimizer.load_state_dict: this rank has the parameters {self._order} (positions in the "
+                f"whole model), but the part is for {saved}: it was saved on another rank or with another "
+                "partition. Load the whole state_dict() instead"
+            )
+        flat = [position for order in self._order for position in order]
+        number = {position: i for i, position in enumerate(flat)}
+        start = 0
+        local_groups = []
+        for group, own in zip(state_dict["param_groups"], self.optimizer.param_groups, strict=True):
+            count = len(own["params"])
+            names = {"param_names": own["param_names"]} if "param_names" in own else {}
+            local_groups.append({**group, **names, "params": list(range(start, start + count))})
+            start += count
+        state = {number[int(i)]: value for i, value in state_dict["state"].items() if int(i) in number}
+        self.optimizer.load_state_dict({"state": state, "param_groups": local_groups})
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not set yet: unpickling, copying
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self.optimizer!r})"
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: _to_cpu(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_to_cpu(item) for item in value)
+    return value

@@ -1,0 +1,351 @@
+"""Whether an optimizer looks at all parameters at once; then it cannot work on one stage's.
+
+``DistributedOptimizer`` lets each rank step the parameters of its stage. That equals one process for
+optimizers that treat every parameter by itself, as all of ``torch.optim`` do but LBFGS. One that clips by the
+norm of all gradients, or estimates one step size for the whole model (D-Adaptation, Prodigy, SAM, LAMB with
+``max_grad_norm``), would compute something else on every stage, and nobody would see it.
+
+Nothing in a class says which kind it is, so an unknown one is tried out: a copy of it steps a few small
+tensors together, and more copies step each of them alone, from the same starts and along the same losses,
+which are sums over the tensors. If the tensors end at different places, it looks across them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import random
+import sys
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.optim import optimizer as torch_hooks
+
+from ..errors import SMPError
+
+if TYPE_CHECKING:
+    from ..session import Session
+
+__all__ = ["check_optimizer", "other_optimizers_checked"]
+
+NUM_STEPS = 12
+_MOST_PER_KIND = 2  # small tensors for each group and number of dimensions
+_MOST = 6
+_LONGEST = 4  # of a small tensor's dimensions
+_TOLERANCE = 1e-4
+
+_TORCHS_OWN = {
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.LBFGS
+}
+
+_warned: set[type] = set()
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer that looks at all parameters at once; warns once where that cannot be told.
+
+    Leaves no trace: the optimizer, random streams and hooks are as before.
+
+    Raises:
+        SMPError: it does.
+    """
+    kind = type(optimizer)
+    if kind in _TORCHS_OWN:
+        return
+    way_out = (
+        "each stage would compute something else. Use one that treats each parameter by itself, as those of "
+        "torch.optim do but LBFGS (for a limit on the whole gradient: torch.nn.utils.clip_grad_norm_ before "
+        "step()), or partitions=1"
+    )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise SMPError(
+            f"{kind.__name__} over several partitions: it looks at all parameters at once, so {way_out}"
+        )
+    try:
+        with _no_trace(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            looks_across = _looks_across(optimizer)
+    except _CannotTell as reason:
+        if kind not in _warned:
+            _warned.add(kind)
+            warnings.warn(
+                f"whether {kind.__name__} treats each parameter by itself could not be found out ({reason}). "
+                "If it looks at all of them at once (a norm over all gradients, one step size for all), "
+                "training over several partitions differs from one process",
+                stacklevel=3,
+            )
+        return
+    if looks_across:
+        raise SMPError(
+            f"{kind.__name__} over several partitions: tried on a few small tensors, it steps them otherwise "
+            f"together than one by one, so it looks at all parameters at once, and {way_out}"
+        )
+
+
+@contextlib.contextmanager
+def other_optimizers_checked(session: Session) -> Iterator[None]:
+    """Within: optimizers of the model that are in no ``DistributedOptimizer`` are checked as they step."""
+    seen: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        model = session.model
+        if model is None:
+            return
+        if session.step is not None and session.step.runtime is not None:
+            _refuse_inside_step(session, optimizer)
+        if optimizer in seen or session.num_stages == 1:
+            return
+        own = {id(parameter) for parameter in model.module.parameters()}
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        is_wrapped = session.optimizer is not None and session.optimizer.optimizer is optimizer
+        if not is_wrapped and (
+            any(id(parameter) in own for parameter in given)
+            or (model.own_parameters is not None and model.own_parameters.holds_any_of(given))
+        ):
+            check_optimizer(optimizer)
+        seen.add(optimizer)
+
+    handle = torch_hooks.register_optimizer_step_pre_hook(before_step)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _refuse_inside_step(session: Session, optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer of the model steps while a step function runs, or while its backwards do (in a hook)."""
+    placement = session.model.runtime.placement
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if placement.alias(parameter) is not None:
+                raise SMPError(
+                    f"{type(optimizer).__name__}.step() was called while an smp.step runs, whose "
+                    f"microbatches "
+                    "still use the weights as they are: call it when the step function has returned"
+                )
+
+
+class _CannotTell(Exception):
+    """The trial did not run, or its result says nothing; the text says why."""
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What a copy of the optimizer made of its tensors.
+
+    Attributes:
+        ends: the tensors after the last step.
+        evaluations: of the closure, if it asked for one.
+    """
+
+    ends: list[torch.Tensor]
+    evaluations: int
+
+
+def _looks_across(optimizer: torch.optim.Optimizer) -> bool:
+    chosen = _choose(optimizer)
+    if len(chosen) < 2:
+        return False
+    before = _random_state()
+    failure: Exception | None = None
+    for with_closure in (False, True):
+        try:
+            together = _run(optimizer, chosen, range(len(chosen)), with_closure)
+            alone = [_run(optimizer, chosen, [i], with_closure) for i in range(len(chosen))]
+        except _CannotTell:
+            raise
+        except Exception as error:  # whatever a foreign class raises
+            failure = error
+            continue
+        same = all(
+            one.evaluations == together.evaluations
+            and _same(one.ends[0], together.ends[i], _start(chosen[i], i))
+            for i, one in enumerate(alone)
+        )
+        if not same and _random_state() != before:
+            raise _CannotTell("it draws random numbers")
+        return not same
+    raise _CannotTell(f"{type(failure).__name__}: {failure}")
+
+
+def _choose(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """A few of its parameters, of every group and number of dimensions."""
+    chosen: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        count: defaultdict[int, int] = defaultdict(int)
+        for parameter in group["params"]:
+            if count[parameter.ndim] < _MOST_PER_KIND and parameter.numel() and len(chosen) < _MOST:
+                count[parameter.ndim] += 1
+                chosen.append(parameter)
+    return chosen
+
+
+def _start(parameter: torch.Tensor, number: int) -> torch.Tensor:
+    """A small tensor with as many dimensions as the parameter."""
+    shape = [min(size, _LONGEST) for size in parameter.shape]
+    wide = parameter.dtype in (torch.float32, torch.float64) or parameter.is_complex()
+    values = torch.arange(1, torch.Size(shape).numel() + 1, dtype=torch.float64)
+    small = 0.02 * torch.sin(values * (number + 1)) + 0.01 * (number + 1)
+    return small.reshape(shape).to(parameter.dtype if wide else torch.float32)
+
+
+def _slope(start: torch.Tensor, number: int, step_index: int) -> torch.Tensor:
+    """Of a tensor's own loss, as different from the others' as can be.
+
+    Each grows or shrinks at a rate of its own, so that limits on norms are passed at other times. Every other
+    one keeps its direction, from which estimated step sizes grow, and the others turn back and forth.
+    """
+    rate = (1.0, 3.0, 0.5, 2.0, 0.8, 1.5)[number]
+    sign = -1 if number % 2 and step_index // 2 % 2 else 1
+    values = torch.arange(start.numel(), dtype=torch.float64).reshape(start.shape)
+    return (sign * 0.05 * (number + 1) * rate**step_index * (1.5 + torch.cos(values))).to(start.dtype)
+
+
+def _run(
+    optimizer: torch.optim.Optimizer,
+    chosen: Sequence[torch.Tensor],
+    members: Sequence[int],
+    with_closure: bool,
+) -> _Trial:
+    """Steps a copy of the optimizer over some of the small tensors.
+
+    The loss of each is ``slope * (p + p**2 / 2)``: its gradient depends on where the tensor is, so
+    that optimizers which look around before they step show it.
+    """
+    small = {i: nn.Parameter(_start(chosen[i], i)) for i in members}
+    trial = _copy(optimizer, {id(chosen[i]): parameter for i, parameter in small.items()})
+    step = _bare_step(trial)
+    if callable(train := getattr(type(trial), "train", None)):
+        train(trial)  # schedule-free ones want to be told
+    evaluations = 0
+    for step_index in range(NUM_STEPS):
+
+        def evaluate(step_index: int = step_index) -> torch.Tensor:
+            nonlocal evaluations
+            evaluations += 1
+            loss = torch.zeros((), dtype=torch.float64)
+            for i, parameter in small.items():
+                slope = _slope(parameter.detach(), i, step_index)
+                at = parameter.detach()
+                parameter.grad = slope * (1 + at)
+                loss = loss + (slope * (at + at * at / 2)).abs().sum().double()
+            return loss.float()
+
+        if with_closure:
+            step(trial, evaluate)
+        else:
+            evaluate()
+            step(trial)
+    return _Trial([small[i].detach() for i in members], evaluations)
+
+
+def _copy(optimizer: torch.optim.Optimizer, small: dict[int, nn.Parameter]) -> torch.optim.Optimizer:
+    """The same class with the same settings over other parameters, and nothing else shared.
+
+    Args:
+        optimizer: to copy; its state must be empty where it matters, since that is not copied.
+        small: takes a parameter's place, by the parameter's id; the others are left out.
+    """
+    memo: dict[int, Any] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            # Where else the optimizer keeps it: one without a gradient, which is not stepped.
+            if id(parameter) in small:
+                memo[id(parameter)] = small[id(parameter)]
+            else:
+                memo[id(parameter)] = nn.Parameter(torch.zeros((1,) * parameter.ndim))
+    return _copied(optimizer, small, memo)
+
+
+def _copied(
+    optimizer: torch.optim.Optimizer, small: dict[int, nn.Parameter], memo: dict[int, Any]
+) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = type(optimizer).__new__(type(optimizer))
+    memo[id(optimizer)] = made
+    groups = []
+    for group in optimizer.param_groups:
+        if id(group) not in memo:
+            members = [small[id(p)] for p in group["params"] if id(p) in small]
+            settings = {key: copy.deepcopy(value, memo) for key, value in group.items() if key != "params"}
+            names = {"param_names": [str(i) for i in range(len(members))]} if "param_names" in group else {}
+            memo[id(group)] = {**settings, **names, "params": members}
+        if memo[id(group)]["params"]:
+            groups.append(memo[id(group)])
+    memo.setdefault(id(optimizer.param_groups), groups)
+    memo.setdefault(id(optimizer.state), defaultdict(dict))
+    for name, value in vars(optimizer).items():
+        if isinstance(value, nn.Module):
+            raise _CannotTell(f"it holds a model, as {name}")
+        if isinstance(value, torch.optim.Optimizer) and id(value) not in memo:
+            _copied(value, small, memo)
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            vars(made)[name] = OrderedDict()
+        elif not (callable(value) and hasattr(type(optimizer), name)):  # a scheduler's wrapper of step
+            vars(made)[name] = copy.deepcopy(value, memo)
+    return made
+
+
+def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The class's own step, without torch's wrapper that calls hooks and the profiler."""
+    step = type(optimizer).step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+def _same(one: torch.Tensor, other: torch.Tensor, start: torch.Tensor) -> bool:
+    """Whether both went the same way, but for rounding (a class may compute several tensors in one)."""
+    finite = torch.isfinite(one) & torch.isfinite(other)
+    if not torch.equal(torch.isfinite(one), torch.isfinite(other)):
+        return False
+    moved = (one - start)[finite].abs()
+    apart = (one - other)[finite].abs()
+    return not apart.numel() or bool(apart.max() <= _TOLERANCE * moved.max())
+
+
+# No trace ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _no_trace() -> Iterator[None]:
+    """Random streams and the hooks that are called at every optimizer's step are put back; no output."""
+    state = _random_state()
+    hooks = [(table, dict(table)) for table in _global_hooks()]
+    for table, _ in hooks:
+        table.clear()
+    try:
+        with torch.enable_grad(), contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        for table, entries in hooks:
+            table.update(entries)
+        _set_random_state(state)
+
+
+def _global_hooks() -> list[dict[int, Any]]:
+    return [torch_hooks._global_optimizer_pre_hooks, torch_hooks._global_optimizer_post_hooks]
+
+
+def _random_state() -> tuple[Any, ...]:
+    """Of torch, Python and, if it is loaded, numpy; comparable."""
+    numpy = sys.modules.get("numpy")
+    numpys = None
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        numpys = (name, tuple(keys.tolist()), *rest)
+    return bytes(torch.get_rng_state().tolist()), random.getstate(), numpys
+
+
+def _set_random_state(state: tuple[Any, ...]) -> None:
+    torchs, pythons, numpys = state
+    torch.set_rng_state(torch.tensor(list(torchs), dtype=torch.uint8))
+    random.setstate(pythons)
+    if numpys is not None:
+        sys.modules["numpy"].random.set_state(numpys)

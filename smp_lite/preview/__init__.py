@@ -1,0 +1,1 @@
+"""What a step would do and need, without training: ``smp-lite plan``."""

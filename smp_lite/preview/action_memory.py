@@ -1,0 +1,167 @@
+"""What each action does to a stage's memory, found by playing one microbatch on fake tensors.
+
+The executor that runs real steps runs here too, with the same lists and the same books of gradients, but on
+fake parameters and with a wire that carries nothing: what keeps a tensor alive there keeps it alive here.
+Each kind of microbatch (those with one graph are of one kind) is played twice, since its first backward
+makes the gradients that later ones add to. The cost is that of the forward and backward of two microbatches
+on fake tensors, some 50 us an operator, whatever the number of microbatches and their size.
+
+A call that fake tensors cannot run (it looks at data) was run for real when the step was recorded, and what
+it keeps is not known: something stands in for it (:mod:`.fake_step`), and it is named in
+``Played.not_counted``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..plan.actions import Action
+from ..plan.lowering import lower
+from ..plan.memory import ActionMemory
+from ..plan.schedules import Policy, Work, compute_order
+from ..record.describe.effects import untouched
+from ..record.describe.live_bytes import LiveBytes
+from ..record.describe.metadata import MetadataInference
+from ..record.describe.tracing import without_hooks
+from ..record.parameters.placement import Placement
+from ..record.recording import Recording
+from ..runtime.executor import StageExecutor
+from ..runtime.gradients import GradientBooks
+from ..runtime.microbatch import MicrobatchState
+from ..runtime.random_streams import RandomStreams
+from .fake_step import FakeCommands, FakeWire, fake_parameters
+
+__all__ = ["CannotPlay", "Played", "play"]
+
+
+class CannotPlay(RuntimeError):
+    """An action needs data: a backward of the user's own that looks at it, for one."""
+
+
+@dataclass
+class Played:
+    """What playing has shown.
+
+    Attributes:
+        memory: by kind of microbatch, whether it is the first of its kind, and the action with microbatch 0.
+        lists: for each kind the actions of one microbatch, stage by stage.
+        with_gradient: names of the parameters that get a gradient.
+        not_counted: for each stage, the calls of which it is not known what they keep.
+    """
+
+    memory: dict[tuple[int, bool, Action], ActionMemory]
+    lists: list[tuple[tuple[Action, ...], ...]]
+    with_gradient: set[str]
+    not_counted: list[tuple[str, ...]]
+
+
+def play(placement: Placement, kinds: Sequence[Sequence[Recording]]) -> Played:
+    """Plays microbatches on every stage.
+
+    Args:
+        placement: the partitioned model; parameters and buffers may be on the meta device.
+        kinds: complete recordings, those with one graph together, in the order of their microbatches.
+
+    Raises:
+        CannotPlay: names the action.
+    """
+    inference = MetadataInference()
+    streams = RandomStreams()
+    played = Played({}, [], set(), [])
+    works = [Work(0, recordings[0].graph()) for recordings in kinds]
+    policy = Policy(active_microbatches=1)
+    played.lists = [lower(compute_order([work], policy), [work], placement.num_stages) for work in works]
+    with (
+        without_hooks(placement.root),
+        untouched(placement.root),
+        fake_parameters(placement.root, inference),
+        streams.executing(),
+        _without_gc(),
+    ):
+        for stage in range(placement.num_stages):
+            player = _Player(stage, placement, inference, streams)
+            for kind, (work, recordings) in enumerate(zip(works, kinds, strict=True)):
+                for first in (True, False)[: len(recordings)]:
+                    found = player.run(work, recordings[0], played.lists[kind][stage])
+                    played.memory |= {(kind, first, action): memory for action, memory in found.items()}
+            played.not_counted.append(tuple(player.commands.stand_ins))
+            played.with_gradient |= player.with_gradient()
+    return played
+
+
+class _Player:
+    """One stage, playing."""
+
+    def __init__(
+        self, stage: int, placement: Placement, inference: MetadataInference, streams: RandomStreams
+    ) -> None:
+        self.stage, self.placement, self.inference, self.streams = stage, placement, inference, streams
+        self.parameters = {
+            name: placement.parameter(name)
+            for name, home in placement.parameter_stage.items()
+            if home == stage
+        }
+        self.live = LiveBytes([*placement.root.parameters(), *placement.root.buffers()])
+        self.commands = FakeCommands(stage, inference)
+
+    def with_gradient(self) -> set[str]:
+        return {name for name, parameter in self.parameters.items() if parameter.grad is not None}
+
+    def run(self, work: Work, recording: Recording, actions: Sequence[Action]) -> dict[Action, ActionMemory]:
+        """Plays one microbatch; gradients add up from call to call."""
+        recording, ordinary = self.commands.of(recording)
+        books = GradientBooks(self.placement)
+        executor = StageExecutor(
+            self.stage,
+            self.placement,
+            FakeWire(),
+            self.streams,
+            before_backward=books.before,
+            after_backward=books.after,
+        )
+        state = MicrobatchState(recording)
+        executor.states[0] = state
+        state.update(work.graph, self.stage)
+        books.plan([work], {0: recording}, actions, self.stage, last_batch=True)
+        live = self.live
+        live.ignore(ordinary)
+        found: dict[Action, ActionMemory] = {}
+        with self.inference.mode, live:
+            for action in actions:
+                alive, gradients = live.alive, self._gradient_bytes()
+                live.peak = alive
+                for reason in executor.run([action]):
+                    raise AssertionError(f"playing waits: {reason}")
+                if (error := executor.error) is not None:
+                    raise CannotPlay(
+                        f"{action} does not run on tensors without data ({type(error).__name__}: {error})"
+                    ) from error
+                more = self._gradient_bytes() - gradients
+                found[action] = ActionMemory(live.alive - alive - more, more, live.peak - alive)
+            executor.end_step()
+        return found
+
+    def _gradient_bytes(self) -> int:
+        storages = [
+            parameter.grad.untyped_storage()
+            for parameter in self.parameters.values()
+            if parameter.grad is not None and parameter.grad.layout is torch.strided
+        ]
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+@contextlib.contextmanager
+def _without_gc() -> Iterator[None]:
+    """Nothing is collected in the middle of an action and counted as what the action has freed."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

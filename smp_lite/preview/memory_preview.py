@@ -1,0 +1,234 @@
+"""The memory that each stage of a planned step will need: put together from its parts.
+
+Counted is what torch allocates for tensors in the process of one rank, in a training step that is not the
+first. At all times that is parameters and buffers, the optimizer's state, the batch and what the step
+function makes of it on every rank, and what the step before returned. Along the stage's list of actions come
+gradients, all that backward keeps (the loss's share as well), values and gradients received, sent and waiting
+for their sum, and what an action needs on top while it runs. The peak is the largest of four moments: within
+the list, at its end when results are shared, while replicas reduce gradients, and in ``optimizer.step()``.
+Gradients are taken to be freed between steps, as ``zero_grad()`` does.
+
+Not counted: Python and torch themselves, what most kernels allocate and free inside, what the script holds
+beside, and evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..plan.actions import Action
+from ..plan.memory import ActionMemory, StageMemory, StagePeak, step_peak
+from ..plan.units import human_bytes
+from ..record.parameters.placement import Placement
+from ..record.recording import Recording
+from ..runtime.step_runner import Batch
+from ..session import Session
+from ..wrapper.partitioning import optimizer_states
+from .action_memory import CannotPlay, Played, play
+from .optimizer_memory import OptimizerMemory, optimizer_memory
+
+__all__ = ["CannotPlay", "MemoryPreview", "preview_memory"]
+
+
+@dataclass(frozen=True)
+class MemoryPreview:
+    """Each stage's peak, and what a reader of the figures should know."""
+
+    stages: tuple[StageMemory, ...]
+    notes: tuple[str, ...]
+
+
+def preview_memory(
+    session: Session,
+    batch: Batch,
+    recordings: Mapping[int, Recording],
+    inputs: Iterable[torch.Tensor] = (),
+) -> MemoryPreview:
+    """Finds out what a step needs, without running it.
+
+    Args:
+        session: its model is partitioned; an optimizer that is not there is taken to be AdamW.
+        batch: the step's last batch of work.
+        recordings: by microbatch.
+        inputs: the tensors that the step function was given.
+
+    Raises:
+        CannotPlay: a backward of the user's own looks at data, so nobody knows what it needs.
+    """
+    runtime = session.model.runtime
+    placement: Placement = runtime.placement
+    kinds: dict[tuple[int, ...], list[Recording]] = {}
+    for recording in recordings.values():
+        kinds.setdefault(recording.plan_key(), []).append(recording)
+    played = play(placement, list(kinds.values()))
+    kind_of = {
+        recording.microbatch_index: (kind, recording is members[0])
+        for kind, members in enumerate(kinds.values())
+        for recording in members
+    }
+    on_every_rank = _ordinary_bytes(recordings.values(), inputs)
+    results = [_result_bytes(recordings.values(), stage) for stage in range(session.num_stages)]
+    notes: dict[str, None] = {}
+    stages = []
+    for stage in range(session.num_stages):
+        own = [name for name, home in placement.parameter_stage.items() if home == stage]
+        trained = [placement.parameter(name) for name in own if name in played.with_gradient]
+        optimizer = _optimizer_memory(session.optimizer, trained, notes)
+        peak = _step_peak(batch.schedule[stage], stage, played, kind_of)
+        moment = _largest_moment(session, peak, optimizer, results[stage], sum(results))
+        # Buffers of other stages are not freed.
+        parameters = [*map(placement.parameter, own), *placement.root.buffers()]
+        stages.append(
+            StageMemory(
+                stage_index=stage,
+                when=moment.when,
+                parameters=sum(map(_num_bytes, parameters)),
+                gradients=moment.gradients,
+                optimizer=optimizer.state,
+                batch=on_every_rank + moment.results,
+                kept=moment.kept,
+                running=moment.running,
+                not_counted=played.not_counted[stage],
+            )
+        )
+    notes |= dict.fromkeys(_notes(session, batch, stages))
+    return MemoryPreview(tuple(stages), tuple(notes))
+
+
+def _step_peak(
+    actions: Sequence[Action], stage: int, played: Played, kind_of: Mapping[int, tuple[int, bool]]
+) -> StagePeak:
+    def memory_of(action: Action) -> ActionMemory:
+        kind, first = kind_of[action.microbatch_index]
+        return played.memory[kind, first, replace(action, microbatch_index=0)]
+
+    listed = set(actions)
+    everything = [
+        replace(action, microbatch_index=m)
+        for m, (kind, _) in kind_of.items()
+        for action in played.lists[kind][stage]
+    ]
+    # What is not in the list has run while the step was recorded.
+    done = [memory_of(action) for action in everything if action not in listed]
+    return step_peak(
+        actions, memory_of, kept=sum(m.kept for m in done), gradients=sum(m.gradients for m in done)
+    )
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """What a stage holds beside what it always holds, in bytes."""
+
+    when: str
+    gradients: int
+    results: int
+    kept: int = 0
+    running: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.results + self.kept + self.running
+
+
+def _largest_moment(
+    session: Session, peak: StagePeak, optimizer: OptimizerMemory, own_results: int, results: int
+) -> _Moment:
+    """The peak of a whole training step.
+
+    Args:
+        session: whether there are replicas.
+        peak: of the list of actions.
+        optimizer: of this stage's parameters.
+        own_results, results: bytes that this stage, and that all stages return in a step.
+    """
+    gradients = peak.gradients_at_end
+    replicas = session.cfg.ddp or session.cfg.horovod
+    buckets = gradients if replicas else 0
+    views = buckets if session.model.runtime.options.gradient_as_bucket_view else 0
+    when = str(peak.action).removeprefix(str(peak.action.stage_index)) if peak.action else "-"
+    return max(
+        # What the step before returned is there until this one returns; the buckets are, if gradients are
+        # views of them.
+        _Moment(when, peak.gradients + views, results, peak.kept, peak.running),
+        _Moment("gradients reduced", gradients + buckets, 2 * results),
+        _Moment("results shared", gradients + buckets, 2 * results - own_results, peak.kept_at_end),
+        _Moment("optimizer.step()", gradients, results, running=optimizer.running),
+        key=lambda moment: moment.total,
+    )
+
+
+def _optimizer_memory(
+    optimizer: Any, trained: Sequence[torch.Tensor], notes: dict[str, None]
+) -> OptimizerMemory:
+    """What the optimizer keeps for parameters of one stage; notes what had to be assumed."""
+    if not trained:
+        return OptimizerMemory(0, 0)
+    if optimizer is None:
+        notes["no optimizer was made before the step: AdamW is counted"] = None
+        return optimizer_memory(torch.optim.AdamW(trained), trained)
+    inner = optimizer.optimizer
+    try:
+        return optimizer_memory(inner, trained)
+    except Exception as error:
+        notes[
+            f"{type(inner).__name__} cannot step on tensors without data ({type(error).__name__}: {error}): "
+            "its state is estimated, and what a step needs on top is not counted"
+        ] = None
+        return OptimizerMemory(int(sum(map(_num_bytes, trained)) * optimizer_states(optimizer)), 0)
+
+
+def _notes(session: Session, batch: Batch, stages: Sequence[StageMemory]) -> list[str]:
+    root: torch.nn.Module = session.model.module
+    whole = sum(map(_num_bytes, (*root.parameters(), *root.buffers())))
+    notes = [f"until the first step every rank holds the whole model as it was built: {human_bytes(whole)}"]
+    if session.cfg.ddp or session.cfg.horovod:
+        notes.append("replicas are assumed, and the buckets of their reduction counted")
+    notes += [
+        f"stage {stage.stage_index} needs more: {', '.join(stage.not_counted)} cannot run without data, so "
+        "nobody knows what is kept there and how long it takes"
+        for stage in stages
+        if stage.not_counted
+    ]
+    if any(work.forward_done for work in batch.works):
+        notes.append(
+            "a part of the step ran while it was recorded, since Python needed its data: the schedule shows "
+            "the rest, and a peak in that part is not counted"
+        )
+    return notes
+
+
+def _ordinary_bytes(recordings: Iterable[Recording], inputs: Iterable[torch.Tensor]) -> int:
+    """The batch, and tensors made of it that commands will read: their parts of memory, each once."""
+    captured = [
+        tensor
+        for recording in recordings
+        for command in recording.commands
+        for tensor, source in zip(command.arguments.tensors, command.sources, strict=True)
+        if source < 0
+    ]
+    sizes: dict[int, int] = {}
+    parts: dict[int, dict[tuple[int, int], None]] = {}
+    for tensor in (*inputs, *captured):
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+            parts.setdefault(storage._cdata, {})[tensor.storage_offset(), _num_bytes(tensor)] = None
+    return sum(min(sizes[key], sum(size for _, size in found)) for key, found in parts.items())
+
+
+def _result_bytes(recordings: Iterable[Recording], stage: int) -> int:
+    """What the step function returns that this stage makes."""
+    return sum(
+        recording.values[value].meta.num_bytes
+        for recording in recordings
+        for value in recording.needed
+        if recording.values[value].stage_index == stage
+    )
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,242 @@
+"""``smp-lite plan``: what a script or a model would do, found without running it.
+
+The same code path as a real job: the step is recorded, the model partitioned, the recording scheduled. Then
+the schedule is simulated instead of executed, and its memory found by playing a microbatch on fake tensors
+(:mod:`.memory_preview`). No process is started, and no data is needed: a model built on the meta device can
+be far larger than this machine.
+
+Time is computation: a stage runs one GFLOP (10^9 floating point operations) in a unit of time, a backward has
+twice the operations of its forward, and messages take no time.
+
+A *script* is run up to the end of recording its first step that has a backward, in a session that plays all
+stages. A ``package:function`` returns a model, or a model and the inputs of one batch: a tensor, a tuple, or
+a dict of keyword arguments. Without inputs, ``--input`` describes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import runpy
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import session as session_module
+from ..plan.actions import Action
+from ..plan.memory import format_memory_table
+from ..plan.schedule_text import compute_lists, schedule_text
+from ..plan.segments import Segment
+from ..plan.simulate import Simulation, segment_cost, simulate
+from ..record.recording import Recording
+from ..record.values.placed import PlacedTensor
+from ..record.values.structure import flatten
+from ..runtime.step_runner import Batch
+from ..steps.step_function import step
+from ..wrapper.distributed_model import DistributedModel
+from ..wrapper.partitioning import report_partition
+from .memory_preview import CannotPlay, MemoryPreview, preview_memory
+
+FLOPS_UNIT = 1e9
+
+
+class PlanReady(BaseException):
+    """Ends a script whose first training step has been planned; no error, so no Exception.
+
+    Attributes:
+        batch: the planned work.
+        recordings: by microbatch.
+        inputs: tensors that the step function was given.
+    """
+
+    def __init__(
+        self, batch: Batch, recordings: dict[int, Recording], inputs: tuple[torch.Tensor, ...]
+    ) -> None:
+        super().__init__()
+        self.batch = batch
+        self.recordings = recordings
+        self.inputs = inputs
+
+
+def stop_when_planned(batch: Batch, recordings: dict[int, Recording]) -> None:
+    """For :func:`smp_lite.session.planning`: raises :class:`PlanReady` at the first step with a backward."""
+    if any(recording.backwards for recording in recordings.values()):
+        leaves: list[Any] = []
+        flatten(session_module.current().step.inputs, leaves)
+        inputs = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        raise PlanReady(batch, recordings, inputs)
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of ``smp-lite plan``."""
+    parser.add_argument(
+        "--parameters",
+        metavar="JSON",
+        help="the SMP parameters: a JSON object, or the path of a file that holds one; "
+        "default: SM_HP_MP_PARAMETERS, then what the script gives smp.init()",
+    )
+    parser.add_argument("--png", metavar="FILE", help="also draw the schedule as a picture")
+    parser.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="[NAME=]DTYPE[SIZES]",
+        help="an input of a package:function model for one batch, such as 'int64[16,128]' or "
+        "'mask=float32[16,128]'; integers are zeros",
+    )
+    parser.add_argument("--lists", action="store_true", help="also print each stage's list of actions")
+    parser.add_argument("target", help="a script, or package:function that builds a model")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments for the script")
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Plans and prints; returns the exit code."""
+    is_script = args.target.endswith(".py") or Path(args.target).is_file()
+    if args.input and is_script:
+        raise ValueError("--input is for a package:function; a script makes its own inputs")
+    with session_module.planning(args.parameters, stop_when_planned):
+        ready = _plan_script(args.target, args.args) if is_script else _plan_function(args)
+        _print(ready, args)
+    return 0
+
+
+def _plan_script(script: str, script_args: list[str]) -> PlanReady:
+    if not Path(script).is_file():
+        raise ValueError(f"script {script!r} is not a file, and not package:function either")
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [script, *script_args]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except PlanReady as ready:
+        return ready
+    finally:
+        sys.argv, sys.path[:] = argv, path
+    raise ValueError(f"{script} ended without a step that calls model.backward(): there is nothing to plan")
+
+
+def _plan_function(args: argparse.Namespace) -> PlanReady:
+    session_module.init()
+    module, inputs = _build(args.target)
+    call_args, call_kwargs = _described_inputs(args.input) if args.input else _as_call(inputs)
+    if not call_args and not call_kwargs:
+        raise ValueError(
+            f"{args.target} returned no inputs: let it return (model, inputs), or describe them, for example "
+            "--input 'int64[16,128]'"
+        )
+    model = DistributedModel(module)
+
+    @step
+    def train(model: DistributedModel, call_args: Any, call_kwargs: Any) -> None:
+        leaves: list[Any] = []
+        flatten(model(*call_args, **call_kwargs), leaves)
+        losses = [
+            leaf.float().sum() for leaf in leaves if isinstance(leaf, PlacedTensor) and leaf.requires_grad
+        ]
+        if not losses:
+            raise ValueError(f"{args.target}: no result of the model depends on its parameters")
+        total = losses[0]
+        for loss in losses[1:]:
+            total = total + loss
+        model.backward(total)
+
+    try:
+        train(model, call_args, call_kwargs)
+    except PlanReady as ready:
+        return ready
+    raise AssertionError("a step with a backward ends planning")
+
+
+def _build(target: str) -> tuple[nn.Module, Any]:
+    package, colon, name = target.partition(":")
+    if not colon:
+        raise ValueError(f"{target!r} is neither a script nor package:function")
+    sys.path.insert(0, "")
+    try:
+        function = getattr(importlib.import_module(package), name)
+    except ImportError as error:
+        raise ValueError(f"{package!r} cannot be imported: {error}") from error
+    except AttributeError:
+        raise ValueError(f"{package!r} has no {name!r}") from None
+    built = function()
+    module, inputs = built if isinstance(built, tuple) else (built, None)
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"{target} returned {type(module).__name__}: it must return an nn.Module")
+    return module, inputs
+
+
+def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if inputs is None:
+        return (), {}
+    if isinstance(inputs, dict):
+        return (), inputs
+    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
+
+
+def _described_inputs(texts: list[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args: list[torch.Tensor] = []
+    kwargs: dict[str, torch.Tensor] = {}
+    for text in texts:
+        match = re.fullmatch(r"(?:(\w+)=)?(\w+)\[([\d,\s]+)\]", text)
+        dtype = getattr(torch, match[2], None) if match else None
+        if match is None or not isinstance(dtype, torch.dtype):
+            raise ValueError(f"--input {text!r}: write for example 'int64[16,128]' or 'x=float32[8,3,32,32]'")
+        tensor = torch.zeros([int(size) for size in match[3].split(",")], dtype=dtype)
+        if match[1]:
+            kwargs[match[1]] = tensor
+        else:
+            args.append(tensor)
+    return tuple(args), kwargs
+
+
+def simulate_batch(batch: Batch) -> Simulation:
+    """Replays a planned step; its times are in GFLOP."""
+
+    def cost(action: Action, segment: Segment) -> float:
+        return segment_cost(action, segment) / FLOPS_UNIT
+
+    return simulate(batch.schedule, batch.works, cost=cost)
+
+
+def _print(ready: PlanReady, args: argparse.Namespace) -> None:
+    session = session_module.current()
+    config = session.cfg
+    simulation = simulate_batch(ready.batch)
+    width = max(shutil.get_terminal_size((120, 24)).columns, 60)
+    title = (
+        f"{config.partitions} partitions, {config.microbatches} microbatches, {config.pipeline}, "
+        f"optimize={config.optimize}"
+    )
+    print(f"\n{title}\n")
+    if session.num_stages == 1:
+        partition, costs = session.model.partition_and_costs
+        print(f"{report_partition(session, partition, costs)}\n")
+    print(schedule_text(simulation, width, time_unit="GFLOP"))
+    print("a stage computes 1 GFLOP in a unit of time; messages take none\n")
+    if args.lists:
+        print(f"{compute_lists(ready.batch.schedule)}\n")
+    memory = _memory(session, ready)
+    if args.png:
+        from ..views.schedule_picture import draw_schedule
+
+        stages = memory.stages if memory is not None else ()
+        draw_schedule(simulation, args.png, title=title, time_unit="GFLOP", memory=stages)
+        print(f"picture: {args.png}")
+
+
+def _memory(session: session_module.Session, ready: PlanReady) -> MemoryPreview | None:
+    """Prints the memory of the stages; None if it cannot be known."""
+    try:
+        memory = preview_memory(session, ready.batch, ready.recordings, ready.inputs)
+    except CannotPlay as error:
+        print(f"memory: not known, since {error}")
+        return None
+    print("memory of one rank of each stage at its peak in a training step: tensors, beside Python and torch")
+    print(format_memory_table(memory.stages))
+    print(*[f"- {note}" for note in memory.notes], sep="\n")
+    return memory

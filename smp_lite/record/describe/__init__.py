@@ -1,0 +1,1 @@
+"""What a call would return, cost and change, found on fake tensors."""

@@ -1,0 +1,174 @@
+"""Descriptions of calls, each made once and kept.
+
+A call is looked up by what it calls (modules that are built alike are one), the plain Python values that its
+code reads elsewhere, the structure and metadata of its arguments, and the torch state around it. The first
+such call is described by a fake run; one that cannot be is run for real by its owner, and what that shows is
+kept too, unless it depended on data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+
+from ..state.ambient import Ambient
+from ..state.code_watch import Names, mentioned_in
+from ..state.places import PlacesRead, Seen
+from ..state.reads import places_read
+from ..values.calls import Arguments, Constant, ResultMeta
+from .effects import NeedsOpening
+from .metadata import MetadataInference
+from .signature import (
+    ModuleSignatures,
+    plain_key,
+    stable_text,
+    structure_token,
+    tensor_meta,
+    token,
+)
+
+
+class Description(NamedTuple):
+    """What a call returns; ``content`` stands for the call, ``structure`` for what planning needs of it."""
+
+    meta: ResultMeta
+    content: int
+    structure: int
+
+
+class Opened(NamedTuple):
+    """The module's own code has to run where it is called, and why."""
+
+    reason: str
+
+
+class NeedsData(NamedTuple):
+    """The call wants a number that is only in a tensor."""
+
+
+class NotDescribed(NamedTuple):
+    """Only running the call shows its result; under ``key`` that may be kept (None: it may not)."""
+
+    key: Any
+
+
+class Descriptions:
+    """The cache of one recorder.
+
+    Attributes:
+        inferring: True while a fake run is on; module calls then skip hooks.
+    """
+
+    def __init__(self) -> None:
+        self.signatures = ModuleSignatures()
+        self.inference = MetadataInference()
+        self.inferring = False
+        # Key of a call -> (description, content tokens by label, structure token).
+        self._known: dict[Any, tuple[ResultMeta, dict[str, int], int]] = {}
+        self._names: dict[int, Names] = {}  # by signature
+        self._places: dict[int, tuple[int, int, PlacesRead]] = {}  # by module: (signature, functions, places)
+
+    def describe(
+        self, label: str, what: nn.Module | Callable[..., Any], arguments: Arguments, ambient: Ambient
+    ) -> Description | Opened | NeedsData | NotDescribed:
+        """What ``what`` of the arguments returns."""
+        is_module = isinstance(what, nn.Module)
+        key = self._key(label, what, arguments, ambient)
+        try:
+            found = self._known.get(key)
+        except TypeError:  # an argument that cannot be hashed
+            key, found = None, None
+        if found is not None:
+            meta, contents, structure = found
+            content = contents.get(label)
+            if content is None:
+                content = contents[label] = content_token(label, arguments)
+            return Description(meta, content, structure)
+        if is_module and any(isinstance(part, torch.jit.ScriptModule) for part in what.modules()):
+            return NotDescribed(None)  # what its interpreter does with fake tensors changes from run to run
+        self.inferring = True
+        try:
+            if is_module:
+                meta, names = self.inference.module(what, arguments)
+                self._learn_names(what, names)
+                key = key and self._key(label, what, arguments, ambient)
+            else:
+                meta = self.inference.function(what, arguments)
+        except NeedsOpening as effect:
+            return Opened(str(effect)) if is_module else NotDescribed(None)
+        except DataDependentOutputException:
+            return NotDescribed(None) if is_module else NeedsData()
+        except DynamicOutputShapeException:
+            return NotDescribed(None)
+        except Exception:
+            if is_module and self.inference.touched_placed:
+                return Opened("uses a value of the step that is not among its arguments")
+            # No fake kernel, or an error of the user's, which the real run will show.
+            if is_module and self._names.get(self.signatures.of(what)) is None:
+                self._learn_names(what, mentioned_in(what))
+            return NotDescribed(key and self._key(label, what, arguments, ambient))
+        finally:
+            self.inferring = False
+        return self._keep(key, label, arguments, meta)
+
+    def _key(self, label: str, what: Any, arguments: Arguments, ambient: Ambient) -> Any:
+        if isinstance(what, nn.Module):
+            seen = self.seen(what)
+            named: Any = (None, self.signatures.of(what), seen.number if seen is not None else -1)
+        else:
+            named = (label, what)
+        return (*named, arguments.spec, ambient, *[_leaf_key(leaf) for leaf in arguments.leaves])
+
+    # What a module's code reads elsewhere -------------------------------------------------------------------
+
+    def places(self, module: nn.Module) -> PlacesRead | None:
+        """Where the code of the module finds plain values; None as long as it has not run."""
+        signature = self.signatures.of(module)
+        names = self._names.get(signature)
+        if names is None:
+            return None
+        found = self._places.get(id(module))
+        if found is None or found[0] != signature or found[1] != len(names.functions):
+            found = (signature, len(names.functions), places_read(module, names))
+            self._places[id(module)] = found
+        return found[2]
+
+    def seen(self, module: nn.Module) -> Seen | None:
+        """What is at these places now."""
+        places = self.places(module)
+        return places.look() if places is not None else None
+
+    def _learn_names(self, module: nn.Module, names: Names) -> None:
+        known = self._names.setdefault(self.signatures.of(module), names)
+        if known is not names:
+            known.add(names)
+
+    # Calls run for real -------------------------------------------------------------------------------------
+
+    def learn(self, unknown: NotDescribed, label: str, arguments: Arguments, meta: ResultMeta) -> None:
+        """Keeps what a real run has shown, if the next call will surely show the same."""
+        constants = [leaf.value for leaf in meta.leaves if type(leaf) is Constant]
+        if unknown.key is not None and all(type(value) in (str, bool, type(None)) for value in constants):
+            self._keep(unknown.key, label, arguments, meta)
+
+    def _keep(self, key: Any, label: str, arguments: Arguments, meta: ResultMeta) -> Description:
+        content, structure = content_token(label, arguments), structure_token(meta)
+        if key is not None:
+            self._known[key] = (meta, {label: content}, structure)
+        return Description(meta, content, structure)
+
+
+def content_token(label: str, arguments: Arguments) -> int:
+    """Stands for a call when ranks compare what they recorded."""
+    return token(label, *[stable_text(leaf) for leaf in arguments.leaves])
+
+
+def _leaf_key(leaf: Any) -> Any:
+    return tensor_meta(leaf) if isinstance(leaf, torch.Tensor) else plain_key(leaf)

@@ -1,0 +1,346 @@
+"""What a call would return, found by running it on fake tensors.
+
+:class:`MetadataInference` runs a module's ``forward`` or a torch function under torch's ``FakeTensorMode``
+and describes the result: its structure, each tensor's metadata, which arguments it returns or changes in
+place, which buffers of its own it changes, from which arguments gradients reach it, whether it draws random
+numbers, its flops, and the bytes that its backward would keep. The recorder caches the description.
+
+A fake run leaves no trace (:mod:`smp_lite.record.state.python_state`), and it shows whether a real one would:
+a module that sets attributes, fills a list that it was given, draws from a generator of its own or reaches for a value of the
+step that is not among its arguments cannot run later as one closed call. :class:`NeedsOpening` says so, and
+the recorder lets the module's own code run where it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ..parameters.tables import plain_table
+from ..state.code_watch import Names
+from ..state.random_state import kept, python_state
+from ..values.calls import Arguments, ChangedArgument, Constant, NewTensor, Repeated, ResultMeta, SameTensor
+from ..values.placed import PlacedTensor, TensorMeta
+from ..values.structure import flatten
+from .effects import Effects, FakeTables, NeedsOpening
+
+
+class MetadataInference:
+    """Runs calls on fake tensors. One per process: fake tensors of one mode do not mix with another's."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.touched_placed = False  # a placed value was used by code that was run on fake tensors
+
+    def function(self, func: Callable[..., Any], arguments: Arguments) -> ResultMeta:
+        """Describes ``func`` of the arguments. Errors of fake tensors pass through."""
+        self.touched_placed = False
+        fakes = self._fakes(arguments.tensors)
+        args, kwargs = arguments.build([given for _, given in fakes])
+        return self._run(lambda: func(*args, **kwargs), fakes, FakeTables())
+
+    def module(self, module: nn.Module, arguments: Arguments) -> tuple[ResultMeta, Names]:
+        """Describes the module's forward, and says what its code mentions.
+
+        Raises:
+            NeedsOpening: it does something that one closed call cannot do.
+        """
+        self.touched_placed = False
+        fakes = self._fakes(arguments.tensors)
+        args, kwargs = arguments.build([given for _, given in fakes])
+        effects = Effects(module, args, kwargs)
+        tables = self.install_fakes(module)
+        try:
+            try:
+                with effects.watched():
+                    meta = self._run(lambda: module.forward(*args, **kwargs), fakes, tables)
+            except NeedsOpening:
+                raise
+            except Exception:
+                # An error of the module's own, perhaps: what it does before it raises must happen as well.
+                found = effects.found()
+                if found is not None:
+                    raise NeedsOpening(found) from None
+                raise
+            reason = effects.found()
+            if self.touched_placed:
+                reason = "uses a value of the step that is not among its arguments"
+        finally:
+            effects.undo()
+        if reason is not None:
+            raise NeedsOpening(reason)
+        return meta, effects.names
+
+    def fake_arguments(self, arguments: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) with every tensor replaced by a fake one."""
+        return arguments.build([given for _, given in self._fakes(arguments.tensors)])
+
+    def _fakes(self, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """For each tensor argument a leaf to find again in the graph, and what the call is given."""
+        fakes = []
+        for tensor in tensors:
+            meta = tensor.smp_meta if type(tensor) is PlacedTensor else TensorMeta.of(tensor)
+            if type(tensor) is not PlacedTensor and tensor.layout is not torch.strided:
+                # Sparse: fake tensors are made of it by torch, which does not know all kinds.
+                sparse = self.mode.from_tensor(tensor.detach())
+                fakes.append((sparse, sparse))
+                continue
+            leaf = self._fake(meta)
+            if meta.requires_grad:
+                leaf.requires_grad_()
+                with torch.inference_mode(False), torch.enable_grad(), self.mode:
+                    # Not a leaf, so that the call may change it in place as it may the real one.
+                    fakes.append((leaf, _Given.apply(leaf)))
+            else:
+                fakes.append((leaf, leaf))
+        return fakes
+
+    def _fake(self, meta: TensorMeta) -> torch.Tensor:
+        with torch.inference_mode(False), self.mode:
+            if not meta.stride and meta.shape:
+                return torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
+            return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+
+    def install_fakes(self, module: nn.Module) -> FakeTables:
+        """Puts fake parameters and buffers in place."""
+        made: dict[int, torch.Tensor] = {}
+        tables = FakeTables()
+        for prefix, part in module.named_modules():
+            for table in ("_parameters", "_buffers"):
+                faked: dict[str, torch.Tensor | None] = {}
+                for name, tensor in plain_table(part.__dict__[table]).items():
+                    if tensor is None:
+                        faked[name] = None
+                        continue
+                    if id(tensor) not in made:
+                        made[id(tensor)] = self._fake_state(tensor)
+                    faked[name] = made[id(tensor)]
+                part.__dict__[table] = faked
+                tables.add(prefix, faked, is_buffers=table == "_buffers")
+            flat = part.__dict__.get("_flat_weights")
+            if isinstance(flat, list):  # nn.RNNBase keeps a second list of its parameters
+                part.__dict__["_flat_weights"] = [
+                    part._parameters.get(name) for name in part.__dict__["_flat_weights_names"]
+                ]
+        return tables
+
+    def _fake_state(self, tensor: torch.Tensor) -> torch.Tensor:
+        meta = tensor.smp_meta if type(tensor) is PlacedTensor else TensorMeta.of(tensor)
+        if meta.device.type == "meta":  # a model built without memory is planned as on the CPU
+            meta = meta._replace(device=torch.device("cpu"))
+        fake = self._fake(meta)
+        return nn.Parameter(fake, requires_grad=True) if meta.requires_grad else fake
+
+    def _run(
+        self,
+        call: Callable[[], Any],
+        fakes: list[tuple[torch.Tensor, torch.Tensor]],
+        tables: FakeTables,
+    ) -> ResultMeta:
+        versions = [given._version if not given.is_inference() else 0 for _, given in fakes]
+        kept_storages: dict[int, torch.UntypedStorage] = {}
+
+        def pack(tensor: torch.Tensor) -> None:
+            if tensor.layout is not torch.strided:
+                return
+            # The storage alone: a kept tensor, if it is an output, would be a circle that is never freed,
+            # and a freed storage's address would soon be another's.
+            storage = tensor.untyped_storage()
+            if storage._cdata not in tables.storages:
+                kept_storages[storage._cdata] = storage
+
+        watch = _Watch()
+        with kept():
+            before, seeded = python_state(), torch.default_generator.get_state()
+            with self.mode, watch, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                result = call()
+            drew = python_state() != before
+            # Fake tensors draw nothing, so whatever has moved torch's generator was meant to.
+            if not torch.equal(seeded, torch.default_generator.get_state()):
+                raise NeedsOpening("seeds the random generator")
+        if watch.changes_outside:
+            raise NeedsOpening("changes a tensor in place that is neither an argument nor a buffer")
+        leaves: list[Any] = []
+        spec = flatten(result, leaves)
+        describe = _Describer(fakes)
+        described = tuple(describe.leaf(leaf) for leaf in leaves)
+        changed = tuple(
+            ChangedArgument(i, TensorMeta.of(given), describe.links(given))
+            for i, (_, given) in enumerate(fakes)
+            if (not given.is_inference() and given._version != versions[i])
+            or (given.layout is torch.strided and given.untyped_storage()._cdata in watch.written)
+        )
+        return ResultMeta(
+            spec=spec,
+            leaves=described,
+            changed=changed,
+            buffers=tables.changed_buffers(watch.written),
+            draws=watch.draws or drew,
+            flops=watch.flops,
+            kept_bytes=sum(storage.nbytes() for storage in kept_storages.values()),
+        )
+
+
+class _Given(torch.autograd.Function):
+    """A tensor made from a leaf, with the leaf's strides, whatever they are; a clone would be dense."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
+def describe_result(
+    result: Any,
+    given: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor | None],
+    *,
+    draws: bool,
+    buffers: tuple[str, ...] = (),
+    states: tuple[torch.Tensor, ...] = (),
+) -> ResultMeta:
+    """Describes the result of a real run.
+
+    Args:
+        result: what the call returned.
+        given: the tensors it was given; those that have a leaf are fresh copies of it.
+        leaves: for each of them its leaf in the graph, None for ordinary tensors.
+        draws: whether it drew random numbers.
+        buffers: those of its module that it changed.
+        states: where the random generators went.
+
+    Raises:
+        ValueError: the call changed an ordinary tensor in place.
+    """
+    fakes = [(leaf if leaf is not None else tensor, tensor) for tensor, leaf in zip(given, leaves)]
+    parts: list[Any] = []
+    spec = flatten(result, parts)
+    describer = _Describer(fakes)
+    described = tuple(describer.leaf(part) for part in parts)
+    changed = tuple(
+        ChangedArgument(i, TensorMeta.of(tensor), describer.links(tensor))
+        for i, (leaf, tensor) in enumerate(fakes)
+        if leaf is not tensor and not tensor.is_inference() and tensor._version > 0
+    )
+    return ResultMeta(
+        spec=spec, leaves=described, changed=changed, buffers=buffers, states=states, draws=draws
+    )
+
+
+class _Describer:
+    """Turns result leaves into descriptions, relative to the fake arguments."""
+
+    def __init__(self, fakes: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.by_identity = {id(given): i for i, (_, given) in enumerate(fakes)}
+        self.by_leaf = {id(leaf): i for i, (leaf, _) in enumerate(fakes) if leaf.requires_grad}
+        self.by_storage: dict[int, int] = {}
+        for i, (_, given) in enumerate(fakes):
+            if given.layout is torch.strided:
+                self.by_storage.setdefault(given.untyped_storage()._cdata, i)
+        self.seen: dict[int, int] = {}
+        self.kept: list[Any] = []
+        self.links_of: dict[int, tuple[int, ...]] = {}
+
+    def leaf(self, leaf: Any) -> NewTensor | SameTensor | Repeated | Constant:
+        if not isinstance(leaf, torch.Tensor):
+            return Constant(leaf)
+        if id(leaf) in self.by_identity:
+            return SameTensor(self.by_identity[id(leaf)])
+        if id(leaf) in self.seen:
+            return Repeated(self.seen[id(leaf)])
+        self.seen[id(leaf)] = len(self.kept)
+        self.kept.append(leaf)
+        aliases = None
+        if leaf.layout is torch.strided:
+            aliases = self.by_storage.get(leaf.untyped_storage()._cdata)
+        return NewTensor(TensorMeta.of(leaf), self.links(leaf), aliases)
+
+    def links(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Tensor arguments that the autograd graph of ``tensor`` ends in."""
+        if not tensor.requires_grad or tensor.grad_fn is None:
+            return ()
+        found, pending, visited = set(), [tensor.grad_fn], {tensor.grad_fn}
+        while pending:
+            node = pending.pop()
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) in self.by_leaf:
+                found.add(self.by_leaf[id(variable)])
+            for following, _ in node.next_functions:
+                if following is not None and following not in visited:
+                    visited.add(following)
+                    pending.append(following)
+        return tuple(sorted(found))
+
+
+class _Watch(TorchDispatchMode):
+    """Counts flops, notices random draws, and what is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = False
+        self.flops = 0.0
+        self.changes_outside = False
+        self.written: set[int] = set()  # storages that kernels change although their schemas do not say so
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema
+        if schema.is_mutable:
+            for argument, value in zip(schema.arguments, args):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self.changes_outside |= any(
+                        isinstance(t, torch.Tensor) and not isinstance(t, FakeTensor)
+                        for t in (value if isinstance(value, list | tuple) else (value,))
+                    )
+        elif "batch_norm" in schema.name and "backward" not in schema.name:
+            self._note_statistics(schema, args)
+        result = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags and _really_draws(func, args, kwargs):
+            self.draws = True
+        self.flops += operator_flops(func, args, kwargs, result)
+        return result
+
+    def _note_statistics(self, schema: Any, args: tuple[Any, ...]) -> None:
+        given = {argument.name: value for argument, value in zip(schema.arguments, args)}
+        if not (given.get("training") or given.get("use_input_stats")):
+            return
+        for name in ("running_mean", "running_var"):
+            statistics = given.get(name)
+            if isinstance(statistics, torch.Tensor):
+                self.written.add(statistics.untyped_storage()._cdata)
+
+
+def _really_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Attention kernels carry the tag although they draw only with dropout."""
+    if "attention" not in func.__name__:
+        return True
+    names = [argument.name for argument in func._schema.arguments]
+    values = dict(zip(names, args)) | kwargs
+    return bool(values.get("dropout_p", 0.0))
+
+
+def operator_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+    """Floating point operations of one operator: torch's own counts, else one for each result element."""
+    count = flop_registry.get(func._overloadpacket)
+    if count is not None:
+        return float(count(*args, **kwargs, out_val=result))
+    if "flash_attention_for_cpu" in func.__name__ and "backward" not in func.__name__:
+        query, key = args[0], args[1]
+        return float(4 * query.numel() * key.shape[-2])
+    first = result[0] if isinstance(result, tuple | list) and result else result
+    return float(first.numel()) if isinstance(first, torch.Tensor) else 0.0

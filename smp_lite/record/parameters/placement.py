@@ -1,0 +1,308 @@
+"""Which stage every module, parameter and buffer of the model lives on.
+
+A module is *owned* by a stage if all parameters and buffers in its subtree live there, shared parameters
+included; else it is *split*, and its own code runs on every rank with placed values. A parameter that a
+split container holds directly lives on that container's stage. Buffers of split containers are ordinary
+tensors that every rank has. A module without parameters and buffers is *stateless*: it runs where its
+largest input is.
+
+While recording, every parameter is seen through a placed value (``self.head.weight`` used in the root's
+forward, for one), so :meth:`Placement.swap_in` puts other tables into the modules (:mod:`.tables`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import SMPError
+from ..values.placed import PlacedTensor, TensorMeta
+from .away import LOCAL, away_buffer, forget_memory, is_away, send_away
+from .tables import BufferListener, BufferTable, ParameterTable, plain_table
+
+SPLIT = -1
+STATELESS = -2
+FOREIGN = -3  # not part of the model
+
+
+class Placement:
+    """The partition applied to live modules.
+
+    Args:
+        root: the wrapped module.
+        stage_of: for every module name the stage of its direct parameters and buffers.
+        num_stages: number of stages.
+    """
+
+    def __init__(self, root: nn.Module, stage_of: Mapping[str, int], num_stages: int) -> None:
+        self.root = root
+        self.num_stages = num_stages
+        self.names: dict[int, str] = {}
+        self.parameter_names: dict[int, str] = {}
+        self.parameter_stage: dict[str, int] = {}
+        self.local_stages = frozenset(range(num_stages))
+        self.strange: set[int] = set()  # ids of modules whose parameters somebody has exchanged
+        self._homes: dict[int, int] = {}
+        # With the objects themselves, so that their ids stay theirs. (Weak references would forbid swapping.)
+        self._aliases: dict[int, tuple[torch.Tensor, str]] = {}
+        self._modules = list(root.named_modules())  # keeps them alive, so ids stay valid
+        stages: dict[int, set[int]] = {}
+        for name, module in self._modules:
+            self.names[id(module)] = name
+            for own, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in self.parameter_names:
+                    full = f"{name}.{own}" if name else own
+                    self.parameter_names[id(parameter)] = full
+                    self.parameter_stage[full] = stage_of[name]
+        for name, module in reversed(self._modules):
+            found = {
+                self.parameter_stage[self.parameter_names[id(parameter)]]
+                for parameter in module._parameters.values()
+                if parameter is not None
+            }
+            if any(buffer is not None for buffer in module._buffers.values()):
+                found.add(stage_of[name])
+            for child in module._modules.values():
+                if child is not None:
+                    found |= stages.get(id(child), set())
+            stages[id(module)] = found
+            self._homes[id(module)] = STATELESS if not found else min(found) if len(found) == 1 else SPLIT
+        self.stage_of = dict(stage_of)
+        self._placed: dict[str, PlacedTensor] = {}
+        self._entries = [
+            (module._parameters, own, self.parameter_names[id(parameter)])
+            for _, module in self._modules
+            for own, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        self._own_names = {
+            (id(module), own): self.parameter_names[id(parameter)]
+            for _, module in self._modules
+            for own, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        self._names_in: dict[int, set[str]] = {}
+        for (module_id, _), full in self._own_names.items():
+            self._names_in.setdefault(module_id, set()).add(full)
+        self._slots = {full: (table, own) for table, own, full in self._entries}
+        self._metas = {
+            full: _meta_of(table[own])  # type: ignore[arg-type]
+            for table, own, full in self._entries
+        }
+        self._requires_grad: tuple[bool, ...] = ()
+        self.owners = self._owners()
+        self._swapped: list[_Swapped] = []
+        self._is_swapped = False
+
+    def _owners(self) -> dict[int, tuple[int, ...]]:
+        """For each module the ids of those that are called whole and contain it, itself included."""
+        found: dict[int, tuple[int, ...]] = {}
+        for _, module in self._modules:
+            if self._homes[id(module)] != SPLIT:
+                for part in module.modules():
+                    found[id(part)] = (*found.get(id(part), ()), id(module))
+        return found
+
+    def alias(self, tensor: torch.Tensor) -> str | None:
+        """The name of the parameter that this object is."""
+        found = self._aliases.get(id(tensor))
+        return found[1] if found is not None else None
+
+    def home(self, module: nn.Module) -> int:
+        """The stage that owns the module, or SPLIT, STATELESS, FOREIGN."""
+        return self._homes.get(id(module), FOREIGN)
+
+    def name(self, module: nn.Module) -> str:
+        """Qualified name, or the class name of a module that is not part of the model."""
+        return self.names.get(id(module), type(module).__name__) or "model"
+
+    def local_buffers(self, stages: frozenset[int]) -> list[tuple[str, torch.Tensor]]:
+        """Buffers of the modules of those stages and of split containers, by name, each once."""
+        found: list[tuple[str, torch.Tensor]] = []
+        seen: set[int] = set()
+        for name, module in self._modules:
+            if self.stage_of[name] not in stages and self._homes[id(module)] != SPLIT:
+                continue
+            for own, buffer in plain_table(module._buffers).items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    found.append((f"{name}.{own}" if name else own, buffer))
+        return found
+
+    def holders(self, full: str) -> list[nn.Module]:
+        """The modules that hold the parameter of that name directly."""
+        return [
+            module
+            for _, module in self._modules
+            if (table := self._names_in.get(id(module))) and full in table
+        ]
+
+    def parameter(self, full: str) -> torch.Tensor:
+        """The live parameter of that name."""
+        table, own = self._slots[full]
+        found = table[own]
+        assert found is not None
+        return found
+
+    def free_other_stages(self, stages: frozenset[int]) -> None:
+        """Parameters of stages that this process does not hold become away ones, without memory."""
+        self.local_stages = stages
+        away: dict[str, nn.Parameter] = {}
+        LOCAL.clear()
+        for table, own, full in self._entries:
+            parameter = table[own]
+            assert isinstance(parameter, nn.Parameter)
+            stage = self.parameter_stage[full]
+            if stage in stages:
+                parameter.smp_stage = stage  # type: ignore[attr-defined]
+                LOCAL[id(parameter)] = parameter
+                continue
+            if full not in away:
+                away[full] = send_away(parameter, stage, full)
+            table[own] = away[full]
+        for table, own, full in self._entries:
+            parameter = table[own]
+            assert parameter is not None
+            self._aliases[id(parameter)] = (parameter, full)
+        for _, module in self._modules:
+            if isinstance(module.__dict__.get("_flat_weights"), list):  # nn.RNNBase's second list
+                module.__dict__["_flat_weights"] = [
+                    getattr(module, name, None) for name in module.__dict__["_flat_weights_names"]
+                ]
+
+    def is_here(self, module: nn.Module) -> bool:
+        """Whether this process plays the stage of the module's own parameters and buffers."""
+        return self.stage_of[self.names[id(module)]] in self.local_stages
+
+    def send_buffer_away(self, module: nn.Module, own: str) -> None:
+        """Its stage has changed a buffer that this process does not keep up to date."""
+        name = self.names[id(module)]
+        stage = self.stage_of[name]
+        table = plain_table(module._buffers)
+        if not self.is_here(module) and not is_away(table[own]) and table[own] is not None:
+            table[own] = away_buffer(table[own], stage, f"{name}.{own}" if name else own)
+
+    def note_gradients(self, names: Iterable[str]) -> None:
+        """These parameters have got gradients; those of other stages are away."""
+        for full in names:
+            parameter = self.parameter(full)
+            if is_away(parameter) and parameter.requires_grad and parameter.grad is None:
+                parameter.grad = away_buffer(parameter, self.parameter_stage[full], f"the gradient of {full}")
+
+    def forget_gradients(self) -> None:
+        """Parameters of other stages have no gradient any more."""
+        for table, own, _ in self._entries:
+            if is_away(table[own]):
+                table[own].grad = None  # type: ignore[union-attr]
+
+    def refresh(self, recorder: Any) -> bool:
+        """Makes the placed parameters; returns whether any ``requires_grad`` has changed."""
+        try:
+            flags = tuple([table[own].requires_grad for table, own, _ in self._entries])  # type: ignore[union-attr]
+        except (KeyError, AttributeError):
+            gone = next(full for table, own, full in self._entries if table.get(own) is None)
+            raise SMPError(
+                f"the parameter {gone!r} was removed from the model after the first step: the partition is "
+                f"made "
+                "once, so change the model before it (nn.utils.prune.remove and the like), or after "
+                "training on "
+                "the whole state: model.state_dict()"
+            ) from None
+        if flags == self._requires_grad:
+            return False
+        self._requires_grad = flags
+        self._placed.clear()
+        for (_, _, full), flag in zip(self._entries, flags, strict=True):
+            if full not in self._placed:
+                meta = self._metas[full]._replace(requires_grad=flag)
+                placed = PlacedTensor(meta)
+                placed.smp_recorder = recorder
+                placed.smp_stage = self.parameter_stage[full]
+                placed.smp_parameter = full
+                self._placed[full] = placed
+        self._swapped = [_Swapped(module, self, recorder) for _, module in self._modules]
+        return True
+
+    def name_of(self, module: nn.Module, own: str) -> str:
+        """The name under which the module's parameter is known, which may be another module's."""
+        return self._own_names[id(module), own]
+
+    def placed_parameter(self, full: str) -> PlacedTensor:
+        return self._placed[full]
+
+    def swap_in(self) -> None:
+        """Python code sees placed parameters from here on, and its use of buffers is heard."""
+        if not self._is_swapped:
+            self._is_swapped = True
+            forget_memory()
+            for swapped in self._swapped:
+                swapped.enter()
+
+    def swap_out(self) -> None:
+        """The modules have their own tables again; what was exchanged comes back with :meth:`swap_in`."""
+        if self._is_swapped:
+            self._is_swapped = False
+            for swapped in self._swapped:
+                swapped.leave()
+
+    def end_recording(self) -> None:
+        """Forgets exchanged parameters; the modules have their own tables.
+
+        Raises:
+            SMPError: somebody has exchanged parameters for good.
+        """
+        if self.strange:
+            names = sorted(self.names[key] or "the model" for key in self.strange)
+            self._requires_grad = ()  # new tables next time
+            self.strange.clear()
+            raise SMPError(
+                f"parameters of {', '.join(names)} were exchanged, added or removed inside an smp.step and "
+                "not put back: the partition is made once, so change the model before the first step"
+            )
+
+
+class _Swapped:
+    """The two pairs of tables of one module."""
+
+    def __init__(self, module: nn.Module, placement: Placement, listener: BufferListener) -> None:
+        self.namespace = module.__dict__
+        self.tables: list[tuple[str, Any]] = []
+        self.real: list[Any] = []
+        parameters = plain_parameters(module)
+        if parameters:
+            placed = {
+                own: None if p is None else placement.placed_parameter(placement.name_of(module, own))
+                for own, p in parameters.items()
+            }
+            self.tables.append(("_parameters", ParameterTable(placed, id(module), placement.strange)))
+            flat = self.namespace.get("_flat_weights")
+            if isinstance(flat, list):  # nn.RNNBase's second list
+                self.tables.append(("_flat_weights", [placed.get(n) for n in module._flat_weights_names]))
+        if module._buffers and placement.home(module) != FOREIGN:
+            self.tables.append(("_buffers", BufferTable(module, module._buffers, listener)))
+
+    def enter(self) -> None:
+        namespace = self.namespace
+        self.real = [namespace[name] for name, _ in self.tables]
+        for name, table in self.tables:
+            if name == "_buffers":
+                table.real = namespace[name]
+            namespace[name] = table
+
+    def leave(self) -> None:
+        for (name, _), table in zip(self.tables, self.real, strict=True):
+            self.namespace[name] = table
+
+
+def plain_parameters(module: nn.Module) -> dict[str, Any]:
+    """The module's own table of parameters; never while it is swapped."""
+    return module.__dict__["_parameters"]
+
+
+def _meta_of(parameter: torch.Tensor) -> TensorMeta:
+    meta = TensorMeta.of(parameter)
+    # A model built without memory is planned as if it were on the CPU.
+    return meta._replace(device=torch.device("cpu")) if meta.device.type == "meta" else meta

@@ -1,0 +1,105 @@
+"""The torch state around a command: grad mode, inference mode, autocast, and torch's own global modes.
+
+A command is recorded now and runs later, so it carries the state that it was recorded under. Entering a
+state costs nothing where it is the one in force already, which is nearly always; and reading it is one tuple
+of calls into torch, looked up in a table of the few states that occur.
+
+Modes that see every function (``TorchFunctionMode``, ``TorchDispatchMode``) cannot be carried: their handlers
+are the user's, and may keep what they see. They count, so that a change can be noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from ...errors import SMPError
+
+__all__ = ["FUNCTORCH", "Ambient", "refuse_transformations"]
+
+_DEVICE_TYPES = ("cpu", "cuda")
+
+# (getter, setter) of each global switch of torch that changes what kernels compute or which one is taken.
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_deterministic_algorithms, torch.use_deterministic_algorithms),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+)
+_GETTERS = tuple(getter for getter, _ in _SWITCHES)
+
+
+FUNCTORCH = 1_000_000
+"""A level of ``torch.func`` counts as so many modes."""
+
+
+def refuse_transformations() -> None:
+    """Nothing of a step can be recorded inside a transformation of torch.func.
+
+    Raises:
+        SMPError: one is on.
+    """
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise SMPError(
+            "torch.func transformations (vmap, grad, jvp...) of what an smp.step computes are not supported: "
+            "use them inside a module that is placed on one stage"
+        )
+
+
+class Ambient(NamedTuple):
+    """Hashable, so that it can be part of a cache key."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[bool, torch.dtype], ...]
+    autocast_cache: bool
+    switches: tuple[Any, ...]
+    num_modes: int
+
+    @classmethod
+    def current(cls) -> Ambient:
+        read = (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_enabled("cuda"),
+            torch._C._len_torch_function_stack()
+            + 1000 * torch._C._len_torch_dispatch_stack()
+            + FUNCTORCH * (torch._C._functorch.maybe_current_level() or 0),
+            *[getter() for getter in _GETTERS],
+        )
+        found = _known.get(read)
+        if found is None or read[2] or read[3]:
+            autocast = tuple(
+                [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICE_TYPES]
+            )
+            found = _known[read] = cls(
+                read[0], read[1], autocast, torch.is_autocast_cache_enabled(), read[5:], read[4]
+            )
+        return found
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Sets this state, and puts the former one back."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, (enabled, dtype) in zip(_DEVICE_TYPES, self.autocast, strict=True):
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(
+                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache)
+                    )
+            for (getter, setter), value in zip(_SWITCHES, self.switches, strict=True):
+                present = getter()
+                if present != value:
+                    stack.callback(setter, present)
+                    setter(value)
+            yield
+
+
+_known: dict[tuple[Any, ...], Ambient] = {}

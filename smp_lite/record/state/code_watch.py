@@ -1,0 +1,166 @@
+"""Which of the user's Python functions a run enters, and what these could read or change around them.
+
+The code of a module reads more than its own attributes: globals, class attributes, configs, context
+variables. Which of it a call depends on is found by watching one run: :class:`CodeWatch` notes every function
+of the user's that is entered, and with it the names that its code mentions. What those names mean is copied
+before the function first runs, so that its changes are noticed and undone (:mod:`.python_state`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+import types
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .places import PLAIN
+from .python_state import MISSING, PythonState
+
+__all__ = ["CodeWatch", "Names", "mentioned_in"]
+
+_TORCH = str(Path(torch.__file__).resolve().parent)
+_OURS = str(Path(__file__).resolve().parents[2])
+
+
+class Names:
+    """What the code of a run mentions.
+
+    Attributes:
+        attributes: all names in it.
+        globals: (global namespace, name) pairs that are there.
+        functions: the code that was entered.
+    """
+
+    def __init__(self) -> None:
+        self.attributes: set[str] = set()
+        self.globals: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        self.functions: set[types.CodeType] = set()
+
+    def mention(self, code: types.CodeType, namespace: dict[str, Any]) -> list[str]:
+        """Adds what one function mentions; returns which globals that are there it does."""
+        self.functions.add(code)
+        nested = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        mentioned = dict.fromkeys([name for part in (code, *nested) for name in part.co_names])
+        self.attributes.update(mentioned)
+        # getattr(holder, "name"), and keys of namespaces
+        self.attributes.update(c for part in (code, *nested) for c in part.co_consts if _is_name(c))
+        found = [name for name in mentioned if name in namespace]
+        self.globals.update({(id(namespace), name): (namespace, name) for name in found})
+        return found
+
+    def add(self, other: Names) -> bool:
+        """Takes over another run's; returns whether any of it is new."""
+        if other.functions <= self.functions:
+            return False
+        self.attributes |= other.attributes
+        self.globals.update(other.globals)
+        self.functions |= other.functions
+        return True
+
+
+def mentioned_in(module: nn.Module) -> Names:
+    """What the code of a module could mention, where it cannot be watched: all methods of its parts."""
+    names = Names()
+    for part in module.modules():
+        for kind in type(part).__mro__:
+            for function in vars(kind).values():
+                if isinstance(function, types.FunctionType) and _is_users(
+                    function.__code__, function.__globals__
+                ):
+                    names.mention(function.__code__, function.__globals__)
+    return names
+
+
+def _is_name(constant: object) -> bool:
+    return isinstance(constant, str) and constant.isidentifier()
+
+
+def _is_users(code: types.CodeType, namespace: dict[str, Any]) -> bool:
+    if code.co_filename.startswith((_TORCH, _OURS, "<frozen")):
+        return False
+    return str(namespace.get("__name__", "")).partition(".")[0] not in sys.stdlib_module_names
+
+
+class CodeWatch:
+    """Notes the user's functions that are entered while it is on, and copies what they could change.
+
+    Args:
+        state: takes copies of globals and of variables around functions before the code first runs.
+        passed_over: functions whose own doings do not count.
+    """
+
+    def __init__(self, state: PythonState, passed_over: Iterable[Any] = ()) -> None:
+        self._passed_over = {getattr(function, "__code__", None) for function in passed_over}
+        self.state = state
+        self.names = Names()
+        self._globals: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        before = sys.getprofile()
+        thread = threading.get_ident()
+        # A collection of garbage comes when it comes: what it calls is none of the run's doings.
+        collected = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+        seen: set[types.CodeType | None] = self._passed_over | collected
+
+        def entered(frame: types.FrameType, event: str, argument: Any) -> None:
+            if event == "call" and frame.f_code not in seen and threading.get_ident() == thread:
+                seen.add(frame.f_code)
+                self._look(frame)
+
+        sys.setprofile(entered)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+    def _look(self, frame: types.FrameType) -> None:
+        code, namespace = frame.f_code, frame.f_globals
+        if not _is_users(code, namespace):
+            return
+        for name in self.names.mention(code, namespace):
+            key = (id(namespace), name)
+            if key not in self._globals:
+                value = namespace[name]
+                self._globals[key] = (namespace, name, value)
+                if isinstance(value, types.ModuleType):
+                    self._look_into(value, code)
+                elif not isinstance(value, types.FunctionType):
+                    self.state.add(value, name)
+        for name in code.co_freevars:
+            value = frame.f_locals.get(name, MISSING)
+            if value is not MISSING and not isinstance(value, type):
+                self.state.add(value, name)
+
+    def _look_into(self, module: types.ModuleType, code: types.CodeType) -> None:
+        """The code may set variables of another module of the user's."""
+        first = module.__name__.partition(".")[0]
+        if first == "torch" or first in sys.stdlib_module_names:
+            return
+        namespace = vars(module)
+        for name in code.co_names:
+            if name in namespace and not isinstance(
+                namespace[name], types.FunctionType | types.ModuleType | type
+            ):
+                self._globals.setdefault((id(namespace), name), (namespace, name, namespace[name]))
+                self.state.add(namespace[name], f"{module.__name__}.{name}")
+
+    def changed(self) -> str | None:
+        """A global variable that has been bound anew."""
+        for namespace, name, old in self._globals.values():
+            new = namespace.get(name, MISSING)
+            if new is not old and not (type(new) is type(old) and isinstance(new, PLAIN) and new == old):
+                return f"sets the global variable {name}"
+        return None
+
+    def restore(self) -> None:
+        for namespace, name, old in self._globals.values():
+            if namespace.get(name, MISSING) is not old:
+                namespace[name] = old

@@ -1,0 +1,1 @@
+"""Values, and the arguments and results that hold them: what passes between calls."""

@@ -1,0 +1,1 @@
+"""``@smp.step``: one call of a step function, from batch to outputs."""

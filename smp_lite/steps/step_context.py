@@ -1,0 +1,272 @@
+"""One call of a step function: recording, then execution.
+
+The model may still have to be partitioned when the first step begins; then recording starts at its first
+call, in the middle of the user's function, so that nothing of the function runs twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..record.describe.effects import Effects, NeedsOpening
+from ..record.interception import listening
+from ..record.recorder import Recorder
+from ..record.recording import Recording
+from ..record.replay import Tape, refuse, step_key
+from ..record.values.microbatch import merge_outputs
+from ..record.values.structure import flatten, rebuild
+from ..runtime.model_runtime import ModelRuntime
+from ..session import Session
+
+FIRST_CHECKED_STEPS = 3
+CHECK_EVERY_STEPS = 100
+
+
+class StepContext:
+    """The step that is running now."""
+
+    runs_plainly = False
+
+    def __init__(self, session: Session, inputs: list[Any], step_index: int) -> None:
+        self.session = session
+        self.inputs = inputs
+        self.step_index = step_index
+        self.runtime: ModelRuntime | None = None
+        self.microbatch_index = 0
+        self.has_backward = False
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def has_recorded_backward(self) -> bool:
+        """Whether the step function has called model.backward by now."""
+        recording = self.runtime.recorder.recording if self.runtime is not None else None
+        return self.has_backward or (recording is not None and bool(recording.backwards))
+
+    @property
+    def recorder(self) -> Recorder:
+        assert self.runtime is not None
+        return self.runtime.recorder
+
+    def start_recording(self, runtime: ModelRuntime) -> None:
+        """From here on, module calls and torch functions are recorded."""
+        self.runtime = runtime
+        runtime.begin_step(len(self.inputs), self._checked_inputs())
+        self._stack.enter_context(listening(runtime.recorder))
+        self._begin_microbatch()
+
+    def _checked_inputs(self) -> tuple[int, Callable[[], list[str]]]:
+        """The batch's digest, in the first steps and then now and then, and its description."""
+        check = self.step_index < FIRST_CHECKED_STEPS or self.step_index % CHECK_EVERY_STEPS == 0
+        return input_digest(self.inputs) if check else 0, functools.partial(describe_inputs, self.inputs)
+
+    def _begin_microbatch(self) -> None:
+        assert self.runtime is not None
+        recording = self.runtime.recorder.begin_microbatch(self.microbatch_index)
+        self.runtime.runner.add(recording)
+
+    def run(self, function: Callable[..., Any], detach_outputs: bool, static: StaticSteps) -> Any:
+        """Runs the function for every microbatch and executes what it did."""
+        model = self.session.model
+        if model is None or model.runtime is None:
+            # Not listened to from its beginning, so never kept for replay.
+            return self._record(function, detach_outputs, None)
+        if not self.session.cfg.static_mode:
+            return self._record(function, detach_outputs, None)
+        key = (model.training, *step_key(self.inputs))
+        if key not in static:
+            kept = StaticStep()
+            result = self._record(function, detach_outputs, kept)
+            static[key] = kept
+            return result
+        return self._replay(static[key], model.runtime, detach_outputs)
+
+    def _record(self, function: Callable[..., Any], detach_outputs: bool, kept: StaticStep | None) -> Any:
+        outputs: list[tuple[list[Any], Any]] = []
+        effects = None if kept is None else self._effects_of(function)
+        with self._stack:
+            if effects is not None:
+                self._stack.enter_context(effects.watched())
+            model = self.session.model
+            if model is not None and model.runtime is not None:
+                self.start_recording(model.runtime)
+            for m, (args, kwargs) in enumerate(self.inputs):
+                self.microbatch_index = m
+                if self.runtime is not None and m > 0:
+                    self._begin_microbatch()
+                if kept is not None:
+                    self.recorder.tape = Tape(_leaves((args, kwargs)))
+                outputs.append(self._end_microbatch(function(*args, **kwargs), kept))
+            if kept is not None:
+                self.recorder.tape = None
+                assert self.runtime is not None
+                if self.recorder.drew_by_itself():
+                    raise refuse("draws random numbers itself")
+                kept.outputs, kept.has_backward = outputs, self.has_backward
+        if effects is not None and (found := effects.found()) is not None:
+            raise refuse(f"does more than compute: it {found}")
+        if self.runtime is None:
+            return merge_outputs([rebuild(spec, iter(leaves)) for leaves, spec in outputs])
+        return self._finish(outputs, detach_outputs, [{} for _ in outputs])
+
+    def _effects_of(self, function: Callable[..., Any]) -> Effects:
+        """What the model's own code leaves behind, which a replay would not. The step function is known not
+        to
+        run again."""
+        try:
+            return Effects(self.session.model.module, (), {}, (function,))
+        except NeedsOpening as reason:
+            raise refuse(f"runs code that {reason}") from None
+
+    def _replay(self, kept: StaticStep, runtime: ModelRuntime, detach_outputs: bool) -> Any:
+        """Executes a recorded step again with this step's inputs."""
+        self.runtime = runtime
+        runtime.begin_step(len(self.inputs), self._checked_inputs())
+        slots = []
+        for recording, tape, (args, kwargs) in zip(kept.recordings, kept.tapes, self.inputs, strict=True):
+            slots.append(tape.replay(_leaves((args, kwargs))))
+            recording.draw_again()
+            runtime.runner.add(recording)
+        self.has_backward = kept.has_backward
+        return self._finish(kept.outputs, detach_outputs, slots)
+
+    def _end_microbatch(self, result: Any, kept: StaticStep | None) -> tuple[list[Any], Any]:
+        """Flattens a result; its placed values are wanted after the step."""
+        leaves: list[Any] = []
+        spec = flatten(result, leaves)
+        leaf = placed = None
+        if self.runtime is None:
+            return leaves, spec
+        recorder = self.recorder
+        recording = recorder.recording
+        assert recording is not None
+        for i, leaf in enumerate(leaves):
+            placed = recorder.ordinary.placed_for(leaf)
+            if placed is not None:
+                value = recorder.writer.value_of(placed)
+                recording.needed.add(value)
+                leaves[i] = _Output(self.microbatch_index, value)
+            elif recorder.tape is not None and (slot := recorder.tape.slot(leaf)) is not None:
+                leaves[i] = _Slot(slot, leaf)
+        self.has_backward |= bool(recording.backwards)
+        del result, leaf, placed  # what only the result held need not be written back
+        recorder.end_microbatch()
+        if kept is not None:
+            assert recorder.tape is not None
+            recorder.tape.bind(recording)
+            kept.recordings.append(recording)
+            kept.tapes.append(recorder.tape)
+        return leaves, spec
+
+    def _finish(
+        self,
+        outputs: list[tuple[list[Any], Any]],
+        detach_outputs: bool,
+        slots: list[dict[int, Any]],
+    ) -> Any:
+        """Executes; ``slots`` are the replayed tensors of each microbatch."""
+        assert self.runtime is not None
+        wanted = dict.fromkeys(
+            (leaf.microbatch_index, leaf.value)
+            for leaves, _ in outputs
+            for leaf in leaves
+            if type(leaf) is _Output
+        )
+        found = self.runtime.finish(
+            list(wanted), has_backward=self.has_backward, keep_graph=not detach_outputs
+        )
+        by_value = dict(zip(wanted, found, strict=True))
+
+        def filled(leaf: Any, values: dict[int, Any]) -> Any:
+            if type(leaf) is _Output:
+                return by_value[leaf.microbatch_index, leaf.value]
+            if type(leaf) is _Slot:
+                leaf = values.get(leaf.slot, leaf.recorded)
+            return leaf.detach() if detach_outputs and isinstance(leaf, torch.Tensor) else leaf
+
+        return merge_outputs(
+            [
+                rebuild(spec, iter([filled(leaf, values) for leaf in leaves]))
+                for (leaves, spec), values in zip(outputs, slots, strict=True)
+            ]
+        )
+
+    def abandon(self, error: BaseException) -> None:
+        if self.runtime is not None:
+            self.runtime.recorder.tape = None
+            self.runtime.abandon(error)
+
+
+class _Output:
+    """A placed value in a step's result, to be filled in after execution."""
+
+    __slots__ = ("microbatch_index", "value")
+
+    def __init__(self, microbatch_index: int, value: int) -> None:
+        self.microbatch_index, self.value = microbatch_index, value
+
+
+class _Slot:
+    """An ordinary tensor in a step's result that a replay makes anew."""
+
+    __slots__ = ("recorded", "slot")
+
+    def __init__(self, slot: int, recorded: Any) -> None:
+        self.slot, self.recorded = slot, recorded
+
+
+@dataclass
+class StaticStep:
+    """A step recorded once under ``static_mode``."""
+
+    recordings: list[Recording] = field(default_factory=list)
+    tapes: list[Tape] = field(default_factory=list)
+    outputs: list[tuple[list[Any], Any]] = field(default_factory=list)
+    has_backward: bool = False
+
+
+StaticSteps = dict[tuple[Any, ...], StaticStep]
+
+
+def _leaves(value: Any) -> list[Any]:
+    leaves: list[Any] = []
+    flatten(value, leaves)
+    return leaves
+
+
+def _input_tensors(inputs: list[Any]) -> Iterator[tuple[int, int, torch.Tensor]]:
+    for m, (args, kwargs) in enumerate(inputs):
+        leaves: list[Any] = []
+        flatten((args, kwargs), leaves)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
+                yield m, i, leaf
+
+
+def _bytes_digest(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        tensor = tensor.detach().to_dense()
+    data = tensor.detach().cpu().contiguous()
+    hasher = hashlib.blake2b(str((data.dtype, tuple(data.shape))).encode(), digest_size=8)
+    hasher.update(data.reshape(-1).view(torch.uint8).numpy())
+    return int.from_bytes(hasher.digest(), "little") >> 3
+
+
+def input_digest(inputs: list[Any]) -> int:
+    """A number made of the bytes of all tensors among the inputs; never 0."""
+    return hash(tuple(_bytes_digest(tensor) for _, _, tensor in _input_tensors(inputs))) | 1
+
+
+def describe_inputs(inputs: list[Any]) -> list[str]:
+    """One line for each tensor among the inputs."""
+    return [
+        f"got as tensor {i} of microbatch {m} {tensor.dtype}{list(tensor.shape)} with digest "
+        f"{_bytes_digest(tensor):x}"
+        for m, i, tensor in _input_tensors(inputs)
+    ]

@@ -1,0 +1,1 @@
+"""``smp.DistributedModel``: partition, state dicts, the whole model for a while."""

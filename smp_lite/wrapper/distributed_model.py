@@ -1,0 +1,451 @@
+"""``smp.DistributedModel``: the user's model, cut over the stages.
+
+Follows the SMP API reference ("smdistributed.modelparallel.torch.DistributedModel"). The wrapped module is
+not rewritten. Until the first step every rank holds all of it; then it is partitioned, each rank keeps its
+own stage's parameters, and those of other stages become memoryless (``meta`` device) at their places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .. import session as session_module
+from ..errors import SMPError
+from ..optim.own_parameters import OwnParameters
+from ..plan.partition import ModuleCost, Partition
+from ..record.parameters.placement import Placement
+from ..record.state.ambient import refuse_transformations
+from ..runtime.model_runtime import ModelRuntime, ReductionOptions
+from ..steps.step_timeline import StepTimeline
+from .gathering import Brought, bring, put_back
+from .lazy_modules import has_lazy_modules, initialise_lazy_modules
+from .model_state import PARTIAL_KEY, ModelState
+from .partitioning import decide_partition, load_partition, report_partition
+
+if TYPE_CHECKING:
+    from ..steps.step_context import StepContext
+
+Hook = Callable[["DistributedModel", Any], None]
+
+
+class RemovableHandle:
+    """Takes a hook out again with ``remove()``."""
+
+    def __init__(self, hooks: dict[int, Hook], key: int) -> None:
+        self._hooks, self._key = hooks, key
+
+    def remove(self) -> None:
+        self._hooks.pop(self._key, None)
+
+
+class DistributedModel(nn.Module):
+    """Wraps the model of the job; one for each script.
+
+    Args:
+        module: any eager ``nn.Module``, built alike on all ranks.
+        trace_device: accepted for SMP scripts ("cpu" or "gpu"); tracing runs on fake tensors.
+        trace_execution_times: partition by measured times instead of flops.
+        overlapping_allreduce: start the data-parallel reduction while backward still runs.
+        backward_passes_per_step: reduce only in every n-th step; gradients of the others add up (a sum).
+        average_grads_across_microbatches: mean over microbatches; False: sum.
+        bucket_cap_mb: size of a reduction bucket in MiB.
+        trace_memory_usage: accepted; memory is always counted.
+        broadcast_buffers: send dp rank 0's buffers to its group before each training step.
+        gradient_as_bucket_view: let ``.grad`` be views of the reduction's buckets.
+        find_unused_parameters: accepted; unused parameters are always found.
+
+    Raises:
+        SMPError: ``smp.init()`` was not called, there is a DistributedModel already, or the module is one.
+        TypeError: it is no module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trace_device: str = "gpu",
+        trace_execution_times: bool = False,
+        overlapping_allreduce: bool = True,
+        backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True,
+        bucket_cap_mb: float = 25,
+        trace_memory_usage: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        super().__init__()
+        session = session_module.current()
+        _check_wrapping(session, module)
+        if trace_device not in ("cpu", "gpu"):
+            raise ValueError(f"trace_device must be 'cpu' or 'gpu', got {trace_device!r}")
+        if backward_passes_per_step < 1:
+            raise ValueError(
+                f"backward_passes_per_step must be a positive integer, got {backward_passes_per_step}"
+            )
+        self.module = module
+        self._options = ReductionOptions(
+            overlapping_allreduce=overlapping_allreduce,
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            broadcast_buffers=broadcast_buffers,
+            backward_passes_per_step=backward_passes_per_step,
+            average_grads_across_microbatches=average_grads_across_microbatches,
+        )
+        self._measure_times = trace_execution_times
+        self._session = session
+        self._runtime: ModelRuntime | None = None
+        self.own_parameters: OwnParameters | None = None  # after partition
+        self._partition: tuple[Partition, ModuleCost] | None = None
+        self._stored_partition: Partition | None = None
+        self._post_partition_hooks: dict[int, Hook] = {}
+        self._post_step_hooks: dict[int, Hook] = {}
+        self._hook_keys = itertools.count()
+        self._steps_done = 0
+        self._brought: Brought = []  # by cpu()
+        self.is_gathered = False  # whether smp.gathered() holds the whole model now
+        self._timeline: StepTimeline | None = None
+        self._comm_hook: tuple[Any, Any] | None = None
+        self._loaded_keys: set[str] = set()
+        self._pending_state: list[tuple[dict[str, Any], bool]] = []
+        session.model = self
+        if session.num_stages == 1 and not has_lazy_modules(module):
+            self._partition_now(None)
+
+    # Running ------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the wrapped module; only inside a function decorated with ``@smp.step``."""
+        context = self._session.step
+        if context is None and self.is_gathered:
+            return self.module(*args, **kwargs)
+        if context is None:
+            raise SMPError(
+                "the DistributedModel was called outside a function decorated with @smp.step: "
+                "move the call into one (for evaluation too; use model.eval() and torch.no_grad() around it)"
+            )
+        if context.runs_plainly:
+            return self.module(*args, **kwargs)
+        refuse_transformations()
+        if self._runtime is None:
+            self._partition_now((args, kwargs))
+        if context.runtime is None:
+            assert self._runtime is not None
+            context.start_recording(self._runtime)
+        return self.module(*args, **kwargs)
+
+    def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
+        """Backward of a loss; only inside a function decorated with ``@smp.step``.
+
+        Args:
+            tensors: a loss of one element, or a list of tensors with ``grad_tensors``.
+            grad_tensors: gradients to start from; None: ones.
+
+        Raises:
+            SMPError: called outside a step, or the loss depends on no parameter.
+        """
+        context = self._session.step
+        if context is None:
+            raise SMPError(
+                "model.backward() was called outside a function decorated with @smp.step: "
+                "call it in the function that computes the loss"
+            )
+        if context.runtime is None and not context.runs_plainly:
+            raise SMPError(
+                "model.backward(): the loss does not depend on any parameter of the model: the "
+                "DistributedModel was not called in this step. Call it in the first step at least, not only "
+                "modules inside it"
+            )
+        context.recorder.backward(tensors, grad_tensors)
+
+    def after_step(self, context: StepContext) -> None:
+        """Hooks that wait for the end of the first step."""
+        if context.runtime is not None:
+            if self._timeline is not None:
+                self._timeline.add_step(self._steps_done, context.runtime.runner)
+            self._steps_done += 1
+            if self._steps_done == 1:
+                for hook in list(self._post_step_hooks.values()):
+                    hook(self, self._session.optimizer)
+
+    # Partition ----------------------------------------------------------------------------------------------
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether the model has been cut; False until the first step (with one partition: at once)."""
+        return self._runtime is not None
+
+    @property
+    def runtime(self) -> ModelRuntime | None:
+        return self._runtime
+
+    @property
+    def partition(self) -> Partition:
+        """Which stage each module is on; after the first step."""
+        return self.partition_and_costs[0]
+
+    @property
+    def partition_and_costs(self) -> tuple[Partition, ModuleCost]:
+        """The partition with the costs that it was made from."""
+        if self._partition is None:
+            raise SMPError("the model is not partitioned yet: run a step first")
+        return self._partition
+
+    def _partition_now(self, example: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
+        session = self._session
+        if example is not None:
+            initialise_lazy_modules(self.module, *example)
+        peers = session.peers()
+        self._partition = decide_partition(
+            session,
+            self.module,
+            example,
+            peers,
+            measure_times=self._measure_times,
+            stored=self._stored_partition,
+        )
+        partition, costs = self._partition
+        if session.num_stages > 1 and session.rank == 0:
+            print(report_partition(session, partition, costs), flush=True)
+        placement = Placement(self.module, partition.stage_of, session.num_stages)
+        self.own_parameters = OwnParameters(placement, peers.stages)
+        self._runtime = ModelRuntime(
+            placement,
+            peers,
+            session.wire(),
+            session.policy(),
+            session.collectives(),
+            self._options,
+            session.exchange_over_replicas,
+        )
+        self.own_parameters.after_partition()
+        self._runtime.runner.on_planned = session.on_planned
+        self._runtime.runner.observer = lambda: session.observer
+        self._timeline = StepTimeline.if_asked(session, peers.stages)
+        if self._comm_hook is not None and self._runtime.reducer is not None:
+            self._runtime.reducer.hook = self._comm_hook
+        if session.optimizer is not None:
+            session.optimizer.after_partition()
+        if self._post_partition_hooks:
+            local = self._state().local()
+            loaded = {key: copy.deepcopy(local[key]) for key in self._loaded_keys & set(local)}
+            for hook in list(self._post_partition_hooks.values()):
+                hook(self, session.optimizer)
+            self._state().load({**loaded, PARTIAL_KEY: True}, strict=False)
+        for state, strict in self._pending_state:
+            self._state().load(state, strict=strict)
+        self._pending_state.clear()
+        if session.optimizer is not None:
+            session.optimizer.load_pending()
+
+    def use_stored_partition(self, path: str | os.PathLike[str]) -> None:
+        """Partitions by a stored decision instead of making one; checks it if the model is cut already.
+
+        Raises:
+            SMPError: the model is partitioned in another way.
+        """
+        stored = load_partition(self._session, self.module, path)
+        if self._partition is not None and self._partition[0].stage_of != stored.stage_of:
+            raise SMPError(
+                f"{os.fspath(path)!r} was saved with another partition than this model has: resume before "
+                "the first step, or use a full checkpoint (partial=False)"
+            )
+        self._stored_partition = stored
+
+    def register_post_partition_hook(self, hook: Hook) -> RemovableHandle:
+        """Calls ``hook(model, optimizer)`` after partition, before the first forward."""
+        return self._register(self._post_partition_hooks, hook)
+
+    def register_post_step_hook(self, hook: Hook) -> RemovableHandle:
+        """Calls ``hook(model, optimizer)`` after the first step."""
+        return self._register(self._post_step_hooks, hook)
+
+    def _register(self, hooks: dict[int, Hook], hook: Hook) -> RemovableHandle:
+        key = next(self._hook_keys)
+        hooks[key] = hook
+        return RemovableHandle(hooks, key)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy of the wrapped module: averages of weights and frozen twins are plain modules.
+
+        What is away here is away in the copy too; ``smp.gathered(copy)`` makes it whole.
+        """
+        return copy.deepcopy(self.module, memo)
+
+    # What is here -------------------------------------------------------------------------------------------
+
+    def get_module(self) -> nn.Module:
+        """The user's own module."""
+        return self.module
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of this rank's stage; all of them before partition."""
+        for name, parameter in self.module.named_parameters():
+            if (
+                self._runtime is None
+                or self._runtime.placement.parameter_stage.get(name) in self._runtime.peers.stages
+            ):
+                yield name, parameter
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        for _, parameter in self.local_named_parameters():
+            yield parameter
+
+    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._runtime is None:
+            yield from self.module.named_buffers()
+        else:
+            yield from self._runtime.placement.local_buffers(self._runtime.peers.stages)
+
+    def local_buffers(self) -> Iterator[torch.Tensor]:
+        for _, buffer in self.local_named_buffers():
+            yield buffer
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """(name, module) of the modules that the partition put on this rank's stage."""
+        for name, module in self.module.named_modules():
+            if self._runtime is None or self._runtime.placement.stage_of[name] in self._runtime.peers.stages:
+                yield name, module
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        for _, module in self.local_named_modules():
+            yield module
+
+    def forget_away_gradients(self) -> None:
+        """Parameters of other stages have no gradient any more; their own rank sees to its part."""
+        if self._runtime is not None:
+            self._runtime.placement.forget_gradients()
+
+    # State --------------------------------------------------------------------------------------------------
+
+    def _state(self) -> ModelState:
+        return ModelState(self._session, self.module, self._runtime)
+
+    def _state_in_place(self) -> ModelState:
+        if self._pending_state:
+            raise SMPError(
+                "this rank's part of the model was loaded and waits for the first step, which puts it in "
+                "place: run a step before asking for the state"
+            )
+        return self._state()
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state dict, marked ``_smp_is_partial: True``."""
+        return self._state_in_place().local()
+
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The whole state dict on CPU, with the wrapped module's own keys. Collective over the mp group.
+
+        Args:
+            gather_to_rank0: only mp rank 0 gets it; the others get ``{}``.
+        """
+        if args or kwargs:
+            raise TypeError(f"DistributedModel.state_dict() takes gather_to_rank0 only, got {args} {kwargs}")
+        return self._state_in_place().whole(gather_to_rank0=gather_to_rank0)
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: dict[str, Any], strict: bool = True, same_partition_load: bool = False
+    ) -> Any:
+        """Loads a whole or a partial state dict, before or after partition.
+
+        What is loaded before partition wins over what post-partition hooks do, as in SMP. A rank's own part
+        can be checked and put in place only once the partition is known, so it is kept until then.
+
+        Args:
+            state_dict: of the wrapped module, or from :meth:`local_state_dict` (marked partial).
+            strict: keys must match.
+            same_partition_load: a partial dict is this rank's own; else partial dicts are merged first,
+                which is collective over the mp group.
+        """
+        state = self._state().merged(state_dict, same_partition_load)
+        if self._runtime is None:
+            if state[PARTIAL_KEY]:
+                self._pending_state.append((state, strict))
+                return None
+            self._loaded_keys |= set(state)
+        return self._state().load(state, strict=strict)
+
+    def cpu(self) -> DistributedModel:
+        """Gathers all parameters and buffers to the CPU of every mp rank; collective over the mp group.
+
+        They stay until the next step, which would make copies old that no stage trains.
+        """
+        self._state_in_place()
+        self.put_away()
+        self._brought = bring(self._session, self.module, None)
+        return self
+
+    def put_away(self) -> None:
+        """Ends what :meth:`cpu` began; called by every step."""
+        put_back(self._brought)
+        self._brought = []
+
+    def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
+        """A no-op before partition for devices (the library places parameters); dtypes are applied."""
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None and device.type not in (self._session.device.type, "cpu"):
+            raise SMPError(
+                f"model.to({str(device)!r}): this job runs on {self._session.device.type}; the library "
+                "moves parameters itself, so remove the call"
+            )
+        if dtype is not None:
+            if self._runtime is not None:
+                raise SMPError(f"model.to({dtype}) after partition: convert the model before wrapping it")
+            self.module.to(dtype=dtype)
+        return self
+
+    # Data parallelism ---------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Not supported: uneven numbers of steps over dp ranks."""
+        raise SMPError(
+            "model.join() is not supported: give every dp rank the same number of steps "
+            "(a DistributedSampler does, with drop_last=True)"
+        )
+        yield
+
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """Replaces the reduction of each gradient bucket by ``hook(state, bucket)``.
+
+        The hook returns a ``torch.futures.Future`` of the bucket's tensor and must average over dp ranks and
+        microbatches itself: it sees sums over microbatches.
+
+        Raises:
+            SMPError: without ``ddp: True`` or with ``overlapping_allreduce=False``, or a second hook.
+        """
+        if not self._session.cfg.ddp or not self._options.overlapping_allreduce:
+            raise SMPError("register_comm_hook needs ddp: True and overlapping_allreduce=True")
+        if self._comm_hook is not None:
+            raise SMPError("register_comm_hook was called before: there can be one hook")
+        self._comm_hook = (state, hook)
+        if self._runtime is not None and self._runtime.reducer is not None:
+            self._runtime.reducer.hook = self._comm_hook
+
+    _register_comm_hook = register_comm_hook
+
+
+def _check_wrapping(session: session_module.Session, module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"DistributedModel wraps an nn.Module, got {type(module).__name__}")
+    if session.model is not None or isinstance(module, DistributedModel):
+        raise SMPError(
+            "there is a DistributedModel already: a script can have one. Put several models into one "
+            "nn.Module and wrap that"
+        )
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise SMPError(
+            "the model is wrapped in torch's DistributedDataParallel: wrap the plain model and set "
+            "ddp: True in the parameters"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise SMPError("TorchScript modules are not supported: wrap the eager module")

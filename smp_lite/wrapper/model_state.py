@@ -1,0 +1,122 @@
+"""State dicts of a model of which each mp rank holds a part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import SMPError
+from ..record.parameters.away import is_away
+from ..record.parameters.placement import FOREIGN, SPLIT
+from ..runtime.model_runtime import ModelRuntime
+from ..session import Session
+
+PARTIAL_KEY = "_smp_is_partial"
+
+
+class ModelState:
+    """Reads and writes the state of the wrapped module on this rank."""
+
+    def __init__(self, session: Session, module: nn.Module, runtime: ModelRuntime | None) -> None:
+        self.session = session
+        self.module = module
+        self.runtime = runtime
+
+    def local(self) -> dict[str, Any]:
+        """Entries of this rank's stage; all of them before partition."""
+        full = self.module.state_dict()
+        here = self._here(full)
+        return {**{key: value for key, value in full.items() if key in here}, PARTIAL_KEY: True}
+
+    def _here(self, keys: Iterable[str]) -> set[str]:
+        """The entries that this rank keeps up to date.
+
+        They are told by the module that holds them, not by where their tensor is: a buffer is on every
+        rank, but only the stages that run its module change it; and for a while (``cpu()``,
+        ``smp.gathered``) a rank has all parameters. A split container runs on all ranks, so its buffers
+        count everywhere.
+        """
+        if self.runtime is None:
+            return set(keys)
+        placement, stages = self.runtime.placement, self.runtime.peers.stages
+        modules = dict(self.module.named_modules(remove_duplicate=False))
+        here = set()
+        for key in keys:
+            holder, _, own = key.rpartition(".")
+            module = modules.get(holder)
+            home = FOREIGN if module is None else placement.home(module)
+            if (
+                module is None
+                or home == FOREIGN
+                or placement.stage_of[placement.names[id(module)]] in stages
+                or (home == SPLIT and own not in module._parameters)
+            ):
+                here.add(key)
+        return here
+
+    def whole(self, *, gather_to_rank0: bool = False) -> dict[str, Any]:
+        """All entries on CPU, in the module's order; collective over the mp group."""
+        local = self.local()
+        local.pop(PARTIAL_KEY)
+        mine = {key: _to_cpu(value) for key, value in local.items()}
+        world = self.session.world
+        parts: list[dict[str, Any]] | None
+        if world is None or self.runtime is None:
+            parts = [mine]
+        elif gather_to_rank0:
+            parts = world.gather(mine, "MP", "model.state_dict")
+        else:
+            parts = world.exchange(mine, "MP", "model.state_dict")
+        if parts is None or (gather_to_rank0 and world is not None and world.group_rank("MP") != 0):
+            return {}
+        found: dict[str, Any] = {}
+        for part in parts:
+            found.update(part)
+        whole: dict[str, Any] = {}
+        first: dict[int, str] = {}  # a tied parameter is one again, as in a plain state dict
+        for key, value in self.module.state_dict(keep_vars=True).items():
+            if key in found:
+                tied = isinstance(value, nn.Parameter)
+                whole[key] = found[first.setdefault(id(value), key) if tied else key]
+        return whole
+
+    def merged(self, state: dict[str, Any], same_partition_load: bool) -> dict[str, Any]:
+        """The dict to load: partial ones of all mp ranks are merged, unless this rank's own will do."""
+        state = dict(state)
+        partial = state.pop(PARTIAL_KEY, False)
+        if not partial or same_partition_load or self.session.world is None:
+            return {**state, PARTIAL_KEY: partial}
+        merged: dict[str, Any] = {}
+        for part in self.session.world.exchange(state, "MP", "model.load_state_dict"):
+            merged.update(part)
+        return {**merged, PARTIAL_KEY: False}
+
+    def load(self, state: dict[str, Any], *, strict: bool) -> Any:
+        """Copies the entries of this rank's stage into place.
+
+        Raises:
+            SMPError: ``strict`` and keys are missing or unknown.
+        """
+        state = dict(state)
+        partial = state.pop(PARTIAL_KEY, False)
+        own = self.module.state_dict(keep_vars=True)
+        expected = self._here(own) if partial else own
+        missing = [key for key in own if key in expected and key not in state]
+        unknown = [key for key in state if key not in own]
+        if strict and (missing or (unknown and not partial)):
+            raise SMPError(
+                f"load_state_dict: missing keys {missing[:5]}, unknown keys {unknown[:5]} "
+                "(strict=False ignores both)"
+            )
+        local = {key: value for key, value in state.items() if key in own and not is_away(own[key])}
+        result = self.module.load_state_dict(local, strict=False)
+        result.missing_keys[:] = missing
+        result.unexpected_keys[:] = unknown
+        return result
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value

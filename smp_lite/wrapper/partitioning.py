@@ -1,0 +1,143 @@
+"""Deciding the partition of a model: from contexts, from a stored file, or by the solver.
+
+The decision is made on rank 0's costs and sent to its peers and to the other replicas, so measured times,
+which differ from process to process, cannot make them disagree.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..comm.peers import Peers
+from ..errors import SMPError
+from ..plan.partition import ModuleCost, Partition, manual_partition
+from ..plan.partition_report import format_partition_table, partition_warnings, stage_summaries
+from ..plan.partition_solver import solve_partition
+from ..record.describe.metadata import MetadataInference
+from ..record.describe.tracing import cost_tree, trace_model
+from ..record.source_line import warn_once_at_user_line
+from ..session import Session
+
+
+def decide_partition(
+    session: Session,
+    module: nn.Module,
+    example: tuple[tuple[Any, ...], dict[str, Any]] | None,
+    peers: Peers,
+    *,
+    measure_times: bool,
+    stored: Partition | None = None,
+) -> tuple[Partition, ModuleCost]:
+    """The partition, and the costs that it was made from.
+
+    Args:
+        session: configuration and ``smp.partition`` assignments.
+        module: the user's model, whole.
+        example: (args, kwargs) of one call on one microbatch; None: partition by parameters alone.
+        peers: the mp group.
+        measure_times: balance measured seconds instead of flops.
+        stored: a decision that was made before; it is used as it is.
+    """
+    config = session.cfg
+    trace = None
+    if example is not None and not config.skip_tracing and session.num_stages > 1:
+        session.is_tracing = True
+        try:
+            trace = trace_model(module, *example, MetadataInference(), measure_times=measure_times)
+        finally:
+            session.is_tracing = False
+    costs = cost_tree(
+        module,
+        trace,
+        optimizer_states=optimizer_states(session.optimizer),
+        microbatches_in_flight=_in_flight(session),
+        losses_in_flight=config.microbatches if config.pipeline == "simple" else 1,
+        use_times=measure_times,
+    )
+    if stored is not None:
+        partition = stored
+    elif config.load_partition:
+        assert config.partition_file is not None
+        partition = load_partition(session, module, config.partition_file)
+    elif not config.auto_partition:
+        partition = _manual(session, module, costs)
+    else:
+        solved = None
+        if 0 in peers.stages:
+            assert config.memory_weight is not None
+            solved = solve_partition(
+                costs,
+                session.num_stages,
+                memory_weight=config.memory_weight,
+                contiguous=config.contiguous,
+            )
+        partition = peers.share_object(solved, 0, "the partition")
+    if session.world is not None and len(session.group("DP")) > 1:
+        # Replicas must cut alike, or they would average gradients of different parameters.
+        partition = session.world.exchange(partition, "DP", "the partition of the replicas")[0]
+    if config.partition_file and not config.load_partition and session.rank == 0:
+        Path(config.partition_file).write_text(partition.to_json())
+    return partition, costs
+
+
+def report_partition(session: Session, partition: Partition, costs: ModuleCost) -> str:
+    """The table; warns of an empty or a much too large stage."""
+    summaries = stage_summaries(costs, partition)
+    assert session.cfg.memory_weight is not None
+    for text in partition_warnings(summaries, session.cfg.memory_weight):
+        warn_once_at_user_line(text)
+    return format_partition_table(summaries)
+
+
+def load_partition(session: Session, module: nn.Module, path: str | os.PathLike[str]) -> Partition:
+    """A stored partition, checked against the model.
+
+    Raises:
+        SMPError: the file cannot be read or is for another number of partitions.
+        ValueError: it names other modules than the model has.
+    """
+    try:
+        partition = Partition.from_json(Path(path).read_text())
+    except OSError as error:
+        raise SMPError(f"the partition file {os.fspath(path)!r} cannot be read: {error}") from error
+    if partition.num_stages != session.num_stages:
+        raise SMPError(
+            f"the partition file {os.fspath(path)!r} holds {partition.num_stages} partitions, but "
+            f"partitions={session.num_stages}: use as many, or partition anew"
+        )
+    partition.check(cost_tree(module, None, optimizer_states=0, microbatches_in_flight=1))
+    return partition
+
+
+def _manual(session: Session, module: nn.Module, costs: ModuleCost) -> Partition:
+    names = {id(part): name for name, part in module.named_modules()}
+    assigned = {names[key]: stage for key, (_, stage) in session.assigned_stages.items() if key in names}
+    assert session.cfg.default_partition is not None
+    return manual_partition(
+        costs, session.num_stages, assigned=assigned, default=session.cfg.default_partition
+    )
+
+
+def _in_flight(session: Session) -> int:
+    """Microbatches whose activations a stage holds at once."""
+    if session.cfg.pipeline == "simple":
+        return session.cfg.microbatches
+    assert session.cfg.active_microbatches is not None
+    return min(session.cfg.microbatches, session.cfg.active_microbatches, session.num_stages)
+
+
+def optimizer_states(optimizer: Any) -> float:
+    """Numbers kept for each parameter element: Adam's two moments, SGD's momentum; two if not known."""
+    if optimizer is None:
+        return 2.0
+    inner = getattr(optimizer, "optimizer", optimizer)
+    defaults = getattr(inner, "defaults", {})
+    if "betas" in defaults:
+        return 3.0 if defaults.get("amsgrad") else 2.0
+    if "momentum" in defaults:
+        return 1.0 if defaults["momentum"] else 0.0
+    return 1.0
