@@ -19,7 +19,8 @@ from smp_lite.plan.partition_report import StageSummary, stage_summaries
 from smp_lite.plan.simulate import Simulation
 from smp_lite.preview.memory_preview import preview_memory
 from smp_lite.preview.step_preview import PlanReady, simulate_batch, stop_when_planned
-from smp_lite.session import current, planning
+from smp_lite.session import current
+from smp_lite.starting import planning
 
 __all__ = ["PlannedStep", "plan_step"]
 

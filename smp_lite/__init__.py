@@ -18,7 +18,8 @@ _HOMES = {
         get_mp_process_group get_dp_process_group get_pp_process_group get_tp_process_group
         get_rdp_process_group is_tracing broadcast send recv_from allgather barrier mp_barrier dp_barrier
         pp_barrier tp_barrier rdp_barrier partition set_partition""",
-    "session": "init init_in_memory is_initialized reset",
+    "session": "is_initialized",
+    "starting": "init init_in_memory reset",
     "steps.step_function": "step",
     "stopping": "should_stop",
     "wrapper.gathering": "gathered",

@@ -75,8 +75,8 @@ def _seed() -> None:
 
 def _reset(environment: dict[str, str]) -> None:
     # Only what was imported can have left something behind.
-    if (session := sys.modules.get("smp_lite.session")) is not None:
-        session.reset()
+    if (starting := sys.modules.get("smp_lite.starting")) is not None:
+        starting.reset()
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from .. import session as session_module
+from .. import starting
 from ..errors import SMPError
 from .stepping import CheckEnded, StepChecker
 
@@ -47,7 +47,7 @@ def run_check(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     checker = StepChecker(args.steps)
     error = ""
-    with session_module.checking(args.parameters, checker):
+    with starting.checking(args.parameters, checker):
         error = _run_script(args.script, args.args)
     return _show(checker, args.script, error)
 

@@ -17,10 +17,10 @@ import torch
 from .. import session as session_module
 from ..errors import SMPError
 from ..record.parameters.away import is_away
-from ..wrapper.model_state import PARTIAL_KEY
 from .closures import step_with_closure
 from .norms import refuse_inside_step
 from .optimizer_check import check_optimizer
+from .own_parameters import PARTIAL_KEY
 
 
 class DistributedOptimizer(torch.optim.Optimizer):

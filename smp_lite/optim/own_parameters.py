@@ -2,7 +2,8 @@
 
 After partition a parameter is the object that it was before, here or away
 (:mod:`smp_lite.record.parameters.away`). Only where somebody held weak references to it is there a new one,
-and a list made before the first step still holds the former. All are told by identity, and numbered as in the whole model.
+and a list made before the first step still holds the former. All are told by identity, and numbered as in
+the whole model.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from ..record.parameters.away import is_away, root_of
 from ..record.parameters.placement import Placement
 from ..record.values.placed import PlacedTensor
 
-__all__ = ["OwnParameters"]
+__all__ = ["PARTIAL_KEY", "OwnParameters"]
+
+PARTIAL_KEY = "_smp_is_partial"
+"""Marks a state dict of one rank's own part."""
 
 
 class OwnParameters:

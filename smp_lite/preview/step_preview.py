@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from .. import session as session_module
+from .. import starting
 from ..plan.actions import Action
 from ..plan.memory import format_memory_table
 from ..plan.schedule_text import compute_lists, schedule_text
@@ -64,7 +65,7 @@ class PlanReady(BaseException):
 
 
 def stop_when_planned(batch: Batch, recordings: dict[int, Recording]) -> None:
-    """For :func:`smp_lite.session.planning`: raises :class:`PlanReady` at the first step with a backward."""
+    """For :func:`smp_lite.starting.planning`: raises :class:`PlanReady` at the first step with a backward."""
     if any(recording.backwards for recording in recordings.values()):
         leaves: list[Any] = []
         flatten(session_module.current().step.inputs, leaves)
@@ -99,7 +100,7 @@ def run_plan(args: argparse.Namespace) -> int:
     is_script = args.target.endswith(".py") or Path(args.target).is_file()
     if args.input and is_script:
         raise ValueError("--input is for a package:function; a script makes its own inputs")
-    with session_module.planning(args.parameters, stop_when_planned):
+    with starting.planning(args.parameters, stop_when_planned):
         ready = _plan_script(args.target, args.args) if is_script else _plan_function(args)
         _print(ready, args)
     return 0
@@ -121,7 +122,7 @@ def _plan_script(script: str, script_args: list[str]) -> PlanReady:
 
 
 def _plan_function(args: argparse.Namespace) -> PlanReady:
-    session_module.init()
+    starting.init()
     module, inputs = _build(args.target)
     call_args, call_kwargs = _described_inputs(args.input) if args.input else _as_call(inputs)
     if not call_args and not call_kwargs:

@@ -2,24 +2,25 @@
 
 Follows the SMP API reference ("smdistributed.modelparallel.torch.DistributedModel"). The wrapped module is
 not rewritten. Until the first step every rank holds all of it; then it is partitioned, each rank keeps its
-own stage's parameters, and those of other stages become memoryless (``meta`` device) at their places.
+own stage's parameters, and those of other stages become away (:mod:`smp_lite.record.parameters.away`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from .. import session as session_module
 from ..errors import SMPError
-from ..optim.own_parameters import OwnParameters
+from ..optim.own_parameters import PARTIAL_KEY, OwnParameters
 from ..plan.partition import ModuleCost, Partition
 from ..record.parameters.placement import Placement
 from ..record.state.ambient import refuse_transformations
@@ -27,7 +28,8 @@ from ..runtime.model_runtime import ModelRuntime, ReductionOptions
 from ..steps.step_timeline import StepTimeline
 from .gathering import Brought, bring, put_back
 from .lazy_modules import has_lazy_modules, initialise_lazy_modules
-from .model_state import PARTIAL_KEY, ModelState
+from .local_parts import LocalParts
+from .model_state import ModelState
 from .partitioning import decide_partition, load_partition, report_partition
 
 if TYPE_CHECKING:
@@ -36,17 +38,7 @@ if TYPE_CHECKING:
 Hook = Callable[["DistributedModel", Any], None]
 
 
-class RemovableHandle:
-    """Takes a hook out again with ``remove()``."""
-
-    def __init__(self, hooks: dict[int, Hook], key: int) -> None:
-        self._hooks, self._key = hooks, key
-
-    def remove(self) -> None:
-        self._hooks.pop(self._key, None)
-
-
-class DistributedModel(nn.Module):
+class DistributedModel(LocalParts):
     """Wraps the model of the job; one for each script.
 
     Args:
@@ -105,9 +97,8 @@ class DistributedModel(nn.Module):
         self.own_parameters: OwnParameters | None = None  # after partition
         self._partition: tuple[Partition, ModuleCost] | None = None
         self._stored_partition: Partition | None = None
-        self._post_partition_hooks: dict[int, Hook] = {}
-        self._post_step_hooks: dict[int, Hook] = {}
-        self._hook_keys = itertools.count()
+        self._post_partition_hooks: OrderedDict[int, Hook] = OrderedDict()
+        self._post_step_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._steps_done = 0
         self._brought: Brought = []  # by cpu()
         self.is_gathered = False  # whether smp.gathered() holds the whole model now
@@ -267,10 +258,10 @@ class DistributedModel(nn.Module):
         """Calls ``hook(model, optimizer)`` after the first step."""
         return self._register(self._post_step_hooks, hook)
 
-    def _register(self, hooks: dict[int, Hook], hook: Hook) -> RemovableHandle:
-        key = next(self._hook_keys)
-        hooks[key] = hook
-        return RemovableHandle(hooks, key)
+    def _register(self, hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy of the wrapped module: averages of weights and frozen twins are plain modules.
@@ -278,50 +269,6 @@ class DistributedModel(nn.Module):
         What is away here is away in the copy too; ``smp.gathered(copy)`` makes it whole.
         """
         return copy.deepcopy(self.module, memo)
-
-    # What is here -------------------------------------------------------------------------------------------
-
-    def get_module(self) -> nn.Module:
-        """The user's own module."""
-        return self.module
-
-    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of this rank's stage; all of them before partition."""
-        for name, parameter in self.module.named_parameters():
-            if (
-                self._runtime is None
-                or self._runtime.placement.parameter_stage.get(name) in self._runtime.peers.stages
-            ):
-                yield name, parameter
-
-    def local_parameters(self) -> Iterator[nn.Parameter]:
-        for _, parameter in self.local_named_parameters():
-            yield parameter
-
-    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._runtime is None:
-            yield from self.module.named_buffers()
-        else:
-            yield from self._runtime.placement.local_buffers(self._runtime.peers.stages)
-
-    def local_buffers(self) -> Iterator[torch.Tensor]:
-        for _, buffer in self.local_named_buffers():
-            yield buffer
-
-    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """(name, module) of the modules that the partition put on this rank's stage."""
-        for name, module in self.module.named_modules():
-            if self._runtime is None or self._runtime.placement.stage_of[name] in self._runtime.peers.stages:
-                yield name, module
-
-    def local_modules(self) -> Iterator[nn.Module]:
-        for _, module in self.local_named_modules():
-            yield module
-
-    def forget_away_gradients(self) -> None:
-        """Parameters of other stages have no gradient any more; their own rank sees to its part."""
-        if self._runtime is not None:
-            self._runtime.placement.forget_gradients()
 
     # State --------------------------------------------------------------------------------------------------
 

@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 from ..errors import SMPError
+from ..optim.own_parameters import PARTIAL_KEY
 from ..record.parameters.away import is_away
 from ..record.parameters.placement import FOREIGN, SPLIT
 from ..runtime.model_runtime import ModelRuntime
 from ..session import Session
-
-PARTIAL_KEY = "_smp_is_partial"
 
 
 class ModelState:

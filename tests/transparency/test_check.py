@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from smp_lite import session
+from smp_lite import starting
 from smp_lite.check.report import StepReport
 from smp_lite.check.stepping import CheckEnded, StepChecker
 from smp_lite.record import module_calls
@@ -31,8 +31,8 @@ def check(case: Case, placement: str = "zigzag") -> list[StepReport]:
     if placement == "zigzag":
         parameters |= {"auto_partition": False, "default_partition": 0}
     checker = StepChecker(NUM_STEPS)
-    with session.checking(parameters, checker):
-        session.init()
+    with starting.checking(parameters, checker):
+        starting.init()
         try:
             smp_run(case, stages=case.manual_stages(2) if placement == "zigzag" else None)
         except CheckEnded:

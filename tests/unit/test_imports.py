@@ -85,3 +85,41 @@ def test_the_probe_sees_mpi4py_when_it_is_there() -> None:
 
 def test_the_list_of_pure_modules_is_not_empty() -> None:
     assert {"smp_lite.plan", "smp_lite.plan.topology"} <= set(PURE_MODULES)
+
+
+LIBRARY = REPOSITORY / "smp_lite"
+
+
+def room_of(parts: tuple[str, ...]) -> str:
+    """The folder of a module of the library; a file of the top level is a room of its own."""
+    while len(parts) > 1 and not LIBRARY.joinpath(*parts).is_dir():
+        parts = parts[:-1]
+    return "/".join(parts)
+
+
+def rooms_imported_by(file: Path) -> Iterator[str]:
+    """The rooms that a file of the library imports from when it runs."""
+    here = file.relative_to(LIBRARY).with_suffix("").parts
+    tree = ast.parse(file.read_text())
+    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    passed_over = {id(inner) for block in blocks for inner in ast.walk(block)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level and id(node) not in passed_over:
+            base = (*here[: len(here) - node.level], *filter(None, (node.module or "").split(".")))
+            for name in node.names:
+                whole = (*base, name.name)
+                is_module = LIBRARY.joinpath(*whole).with_suffix(".py").exists()
+                if room := room_of(whole if is_module else base):
+                    yield room
+
+
+def test_rooms_of_the_library_import_in_one_direction() -> None:
+    below: dict[str, set[str]] = {}
+    for file in sorted(LIBRARY.rglob("*.py")):
+        if room := room_of(file.relative_to(LIBRARY).with_suffix("").parts):
+            below.setdefault(room, set()).update({*rooms_imported_by(file)} - {room})
+    assert {"record/describe", "session"} <= below.keys()
+    while below:
+        lowest = {room for room, others in below.items() if not others & below.keys()}
+        assert lowest, f"these import from each other in a circle: {sorted(below)}"
+        below = {room: others for room, others in below.items() if room not in lowest}

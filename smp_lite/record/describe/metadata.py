@@ -6,9 +6,9 @@ place, which buffers of its own it changes, from which arguments gradients reach
 numbers, its flops, and the bytes that its backward would keep. The recorder caches the description.
 
 A fake run leaves no trace (:mod:`smp_lite.record.state.python_state`), and it shows whether a real one would:
-a module that sets attributes, fills a list that it was given, draws from a generator of its own or reaches for a value of the
-step that is not among its arguments cannot run later as one closed call. :class:`NeedsOpening` says so, and
-the recorder lets the module's own code run where it is called.
+a module that sets attributes, fills a list that it was given, draws from a generator of its own or reaches
+for a value of the step that is not among its arguments cannot run later as one closed call.
+:class:`NeedsOpening` says so, and the recorder lets the module's own code run where it is called.
 """
 
 from __future__ import annotations

@@ -1,0 +1,208 @@
+"""``smp.init()``: makes the session, and changes torch's own functions and the process's hooks for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .amp import overflows_of_the_whole_model
+from .config import Config, load_config
+from .errors import PeerFailed, SMPError
+from .errors_record import record_failure
+from .optim.norms import norms_of_the_whole_model
+from .optim.optimizer_check import other_optimizers_checked
+from .plan.topology import Topology
+from .record.interception import stop_intercepting
+from .session import Session, current, is_initialized, set_current
+from .stop_notice import listen, stop_listening
+
+if TYPE_CHECKING:
+    from .comm.transport import Transport
+
+_rehearsal: tuple[Mapping[str, Any] | None, Callable[[Session], None]] | None = None
+
+
+def init(config: Mapping[str, Any] | str | None = None) -> None:
+    """Sets the library up; the first call of a script. Collective over all ranks.
+
+    Args:
+        config: the parameters of SageMaker's ``modelparallel`` dict, or the path of a JSON file with them.
+            ``SM_HP_MP_PARAMETERS``, which launchers set, wins over it.
+
+    Raises:
+        ConfigError: a parameter is wrong; the text names it.
+        SMPError: it was called before.
+    """
+    if is_initialized():
+        raise SMPError("smp.init() was called twice: call it once, first thing in the script")
+    if _rehearsal is not None:
+        given, prepare = _rehearsal
+        session = _in_memory(
+            load_config(config if given is None else given, os.environ if given is None else {})
+        )
+        set_current(session)
+        prepare(session)
+        return
+    from .comm.connect import connect
+    from .comm.world import World
+
+    listen()
+    transport = connect(os.environ)
+    _install_excepthook(transport)
+    validated = load_config(config, os.environ)
+    validated.check_world_size(transport.size)
+    _check_needs_of_mpi(validated, transport)
+    topology = Topology.from_placement(transport.size, validated.partitions, 1, validated.placement_strategy)
+    session = Session(validated, topology, World(topology, transport))
+    assert session.world is not None
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // session.world.local_size))
+    if validated.ddp:
+        from .comm.process_groups import init_process_groups
+
+        session.process_groups = init_process_groups(
+            session.world, backend=validated.ddp_dist_backend, port=validated.ddp_port
+        )
+    set_current(_open(session))
+
+
+def _check_needs_of_mpi(config: Config, transport: Transport) -> None:
+    if transport.has_mpi or transport.size == 1:
+        return
+    found = None
+    if config.horovod:
+        found = "horovod: True"
+    elif config.ddp_dist_backend in ("mpi", "nccl"):
+        found = f"ddp_dist_backend: {config.ddp_dist_backend!r}"
+    if found is not None:
+        raise SMPError(
+            f"{found} needs a job started by MPI, and this one was started without (torchrun, or RANK and "
+            "WORLD_SIZE by hand): start it with mpirun, or use ddp: True with ddp_dist_backend: 'gloo'"
+        )
+
+
+def init_in_memory(config: Mapping[str, Any]) -> None:
+    """Like :func:`init`, but this one process plays all stages, without MPI.
+
+    For debugging a script under pdb, for tests, and for planning: losses and gradients are the same as
+    with one process for each stage.
+    """
+    if is_initialized():
+        raise SMPError("smp.init() was called twice: call it once, first thing in the script")
+    set_current(_in_memory(load_config(config, {})))
+    listen()
+
+
+def _in_memory(config: Config) -> Session:
+    topology = Topology.from_placement(config.partitions, config.partitions, 1, "cluster")
+    return _open(Session(config, topology, None))
+
+
+def _open(session: Session) -> Session:
+    """Makes what looks at all parameters at once, in torch's own functions, mean the whole model."""
+    session.overrides.enter_context(norms_of_the_whole_model(session))
+    session.overrides.enter_context(overflows_of_the_whole_model(session))
+    session.overrides.enter_context(other_optimizers_checked(session))
+    return session
+
+
+@contextlib.contextmanager
+def planning(parameters: Mapping[str, Any] | None, on_planned: Callable[..., None]) -> Iterator[None]:
+    """Within: :func:`init` plays all stages in this process, and ``on_planned`` sees each step's plan.
+
+    Args:
+        parameters: win over the environment and over what the script gives; None: as in :func:`init`.
+        on_planned: called with a batch of work and the recordings before it would be executed.
+    """
+
+    def prepare(session: Session) -> None:
+        session.on_planned = on_planned
+
+    with _rehearsing(parameters, prepare):
+        yield
+
+
+@contextlib.contextmanager
+def checking(parameters: Mapping[str, Any] | None, checker: Any) -> Iterator[None]:
+    """Within: :func:`init` plays all stages in this process, and ``checker`` runs each step.
+
+    Args:
+        parameters: as in :func:`planning`.
+        checker: a :class:`smp_lite.check.stepping.StepChecker`.
+    """
+
+    def prepare(session: Session) -> None:
+        session.checker = checker
+
+    with _rehearsing(parameters, prepare):
+        yield
+
+
+@contextlib.contextmanager
+def _rehearsing(parameters: Mapping[str, Any] | None, prepare: Callable[[Session], None]) -> Iterator[None]:
+    global _rehearsal
+    _rehearsal = (parameters, prepare)
+    try:
+        yield
+    finally:
+        _rehearsal = None
+        reset()
+
+
+def reset() -> None:
+    """Forgets the session, so that :func:`init` can be called again in this process (tests, notebooks)."""
+    if is_initialized():
+        session = current()
+        session.overrides.close()
+        if session.world is not None:
+            if session.process_groups:
+                from .comm.gloo import destroy_process_groups
+
+                destroy_process_groups()
+            session.world.close()
+    stop_listening()
+    stop_intercepting()
+    set_current(None)
+
+
+_PEER_HAS_S = 2.0
+"""How long a rank that fails because of another waits for it to say why."""
+
+
+def _install_excepthook(transport: Transport) -> None:
+    """An uncaught exception on one rank ends all of them, and is the last thing that the rank shows."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if isinstance(error, PeerFailed):
+            time.sleep(_PEER_HAS_S)  # that rank shows the cause, and ends this one with its job
+        shown_by_launcher = record_failure((kind, error, trace), transport.rank)
+        sys.stdout.flush()
+        if not shown_by_launcher:
+            text = "".join(traceback.format_exception(kind, error, trace))
+            # Not sys.stderr: torch.distributed calls this with a buffer there, which is lost by the abort.
+            stream = sys.__stderr__ or sys.stderr
+            stream.write(f"rank {transport.rank} failed:\n{text}")
+            stream.flush()
+        _tell_torchrun(error)
+        if transport.size > 1:
+            transport.abort(1)
+
+    sys.excepthook = hook
+
+
+def _tell_torchrun(error: BaseException) -> None:
+    """torchrun shows the earliest error that was left for it as the root cause."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        try:
+            raise error  # what is recorded is the exception that is being handled
+        except BaseException as handled:
+            get_error_handler().record_exception(handled)
