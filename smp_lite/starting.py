@@ -20,6 +20,7 @@ from .optim.norms import norms_of_the_whole_model
 from .optim.optimizer_check import other_optimizers_checked
 from .plan.topology import Topology
 from .record.interception import stop_intercepting
+from .record.parameters.away import forget_all
 from .session import Session, current, is_initialized, set_current
 from .stop_notice import listen, stop_listening
 
@@ -169,6 +170,7 @@ def reset() -> None:
             session.world.close()
     stop_listening()
     stop_intercepting()
+    forget_all()
     set_current(None)
 
 

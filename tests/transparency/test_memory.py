@@ -169,3 +169,20 @@ def test_one_process_keeps_all_parameters(open_session: OpenSession) -> None:
     module = Chain()
     train(module)
     assert all(parameter.device.type == "cpu" for parameter in module.parameters())
+
+
+def test_nothing_of_a_model_stays_alive_after_reset(open_session: OpenSession) -> None:
+    open_session(2)
+    model = smp.DistributedModel(Chain())
+
+    @smp.step
+    def step(model: Any, x: Tensor, target: Tensor) -> None:
+        model.backward((model(x) - target).square().mean())
+
+    step(model, *regression_batch().values())
+    held = [weakref.ref(parameter) for parameter in model.parameters()]
+    assert held
+    del model
+    smp.reset()
+    gc.collect()
+    assert [reference() for reference in held if reference() is not None] == []

@@ -342,6 +342,12 @@ _by_memory: dict[int, list[Any]] = {}
 """Tensor objects by their memory, from one look at all objects; forgotten when a step begins."""
 
 
+def forget_all() -> None:
+    """The model is gone."""
+    LOCAL.clear()
+    _by_memory.clear()
+
+
 def forget_memory() -> None:
     """Lets go of the tensors that were looked at."""
     _by_memory.clear()

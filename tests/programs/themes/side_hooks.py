@@ -37,7 +37,7 @@ def cross_entropy_step(smp: Any, after: Any = None) -> Any:
 # Forward hooks ------------------------------------------------------------------------------------------
 
 
-@program(stages=(2, 3), ranks=(2,), static=True, refused_static="static_mode: True")
+@program(stages=(2, 3), ranks=(2,), static=True, refused_static="static_mode: True", tolerance=1e-6)
 def features_for_a_loss(smp: Any, out: Any) -> None:
     """Hooks put on before training keep the features of two blocks; the step adds a loss on them."""
     net = Stack()
