@@ -1,15 +1,18 @@
-"""``smp.DistributedOptimizer``: any torch optimizer, restricted to this rank's parameters after partition.
+"""``smp.DistributedOptimizer``: any torch optimizer, which steps this rank's parameters after partition.
 
 Follows the SMP API reference ("smdistributed.modelparallel.torch.DistributedOptimizer"). Each rank keeps
-optimizer state for its own stage only. State dicts name parameters by their position in the whole model,
-as a plain optimizer's do, so a whole one (gathered over the mp group) loads into a plain optimizer and the
-other way round.
+optimizer state for its own stage only. Its groups go on holding all parameters, since scripts go through them
+side by side with lists of their own (slow weights, averages), by position; only while it steps, or gives and
+takes its state, do they hold those of this rank. State dicts name parameters by their position in the whole
+model, as a plain optimizer's do, so a whole one (gathered over the mp group) loads into a plain optimizer and
+the other way round.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -68,6 +71,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._session = session
         self._pending: dict[str, Any] | None = None
         self._order: list[list[int]] = []  # positions of the local parameters in each group
+        self._local: list[dict[str, list[Any]]] = []  # each group's lists, of this rank's parameters
+        self._whole: list[dict[str, list[Any]]] | None = None  # the lists that _here() has taken out
         self._note_groups()
         session.optimizer = self
         if session.model.partitioned:
@@ -91,7 +96,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._slots
 
     def after_partition(self) -> None:
-        """Keeps the parameters of this rank's stage; called once by the model."""
+        """Keeps the state of this rank's parameters; called once by the model."""
         model = self._session.model
         assert model is not None
         live = dict(model.module.named_parameters())
@@ -104,10 +109,36 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for parameter in before:
                 if is_away(parameter):
                     self.optimizer.state.pop(parameter, None)
-            for key in {"params", "param_names"} & set(group):
-                group[key] = [(now if key == "params" else group[key])[i] for i in kept]
+            group["params"] = now
+            lists = {"params", "param_names"} & set(group)
+            self._local.append({key: [group[key][i] for i in kept] for key in lists})
             self._order.append([start + i for i in kept])
             start += len(before)
+        # For who calls the inner optimizer's step(), as wrappers around optimizers do.
+        self.optimizer.register_step_pre_hook(lambda *_: self._take_out())
+        self.optimizer.register_step_post_hook(lambda *_: self._put_back())
+
+    def _take_out(self) -> None:
+        if self._whole is None:
+            groups = list(zip(self.optimizer.param_groups, self._local, strict=False))
+            self._whole = [{key: group[key] for key in local} for group, local in groups]
+            for group, local in groups:
+                group.update(local)
+
+    def _put_back(self) -> None:
+        if self._whole is not None:
+            for group, whole in zip(self.optimizer.param_groups, self._whole, strict=False):
+                group.update(whole)
+            self._whole = None
+
+    @contextlib.contextmanager
+    def _here(self) -> Iterator[None]:
+        """Within: the groups hold this rank's parameters alone."""
+        self._take_out()
+        try:
+            yield
+        finally:
+            self._put_back()
 
     # The optimizer's own methods ----------------------------------------------------------------------------
 
@@ -168,10 +199,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         With a closure it is collective over all ranks, see :func:`.closures.step_with_closure`.
         """
         refuse_inside_step(self._session, "optimizer.step()")
-        has_parameters = any(group["params"] for group in self.optimizer.param_groups)
-        if closure is not None:
+        with self._here():
+            has_parameters = any(group["params"] for group in self.optimizer.param_groups)
+            if closure is None:
+                return self.optimizer.step() if has_parameters else None
             return step_with_closure(self._session, self.optimizer, closure, has_parameters=has_parameters)
-        return self.optimizer.step() if has_parameters else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         step = self._session.step
@@ -180,7 +212,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "optimizer.zero_grad() was called inside an smp.step after its first microbatch or backward: "
                 "call it before the step"
             )
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        with self._here():
+            self.optimizer.zero_grad(set_to_none=set_to_none)
         self._session.model.forget_away_gradients()
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
@@ -190,7 +223,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "the optimizer's state was loaded and waits for the first step, which puts it in place: run "
                 "a step before asking for the state"
             )
-        state = self.optimizer.state_dict()
+        with self._here():
+            state = self.optimizer.state_dict()
         if self._order:
             flat = [position for order in self._order for position in order]
             renumber = dict(enumerate(flat))
@@ -267,8 +301,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Puts a part that was loaded before partition in place; called once by the model."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            groups = zip(self.optimizer.state_dict()["param_groups"], pending["positions"], strict=True)
-            now = [{**group, "params": positions} for group, positions in groups]
+            with self._here():
+                own = self.optimizer.state_dict()["param_groups"]
+            now = [{**g, "params": positions} for g, positions in zip(own, pending["positions"], strict=True)]
             self._load({"state": pending["state"], "param_groups": now}, is_part=True)
 
     def _load(self, state_dict: dict[str, Any], is_part: bool) -> None:
@@ -281,6 +316,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         flat = [position for order in self._order for position in order]
         number = {position: i for i, position in enumerate(flat)}
+        with self._here():
+            self._load_here(state_dict, number)
+
+    def _load_here(self, state_dict: dict[str, Any], number: dict[int, int]) -> None:
         start = 0
         local_groups = []
         for group, own in zip(state_dict["param_groups"], self.optimizer.param_groups, strict=True):

@@ -179,7 +179,7 @@ def test_nothing_of_a_model_stays_alive_after_reset(open_session: OpenSession) -
     def step(model: Any, x: Tensor, target: Tensor) -> None:
         model.backward((model(x) - target).square().mean())
 
-    step(model, *regression_batch().values())
+    step(model, *regression_batch(8).values())
     held = [weakref.ref(parameter) for parameter in model.parameters()]
     assert held
     del model

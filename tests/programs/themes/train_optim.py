@@ -525,13 +525,27 @@ class Lookahead:
         self.optimizer.step()
         self.count += 1
         if self.count % self.k == 0:
-            for group, slow in zip(self.optimizer.param_groups, self.slow, strict=True):
-                for p, q in zip(group["params"], slow, strict=True):
+            # As published, without strict: lists of other lengths would pair the wrong ones.
+            for group, slow in zip(self.optimizer.param_groups, self.slow):
+                for p, q in zip(group["params"], slow):
                     q.add_(p.data - q, alpha=self.alpha)
                     p.data.copy_(q)
 
 
-@program(stages=(2,), ranks=(2,), refused_on_ranks="zip")
+@program(stages=(2,), ranks=(2, 3))
+def lookahead_in_step_with_groups(smp: Any, out: Any) -> None:
+    """Lookahead over the wrapped optimizer's groups, whose places are those of the slow weights."""
+    model = smp.DistributedModel(Net())
+    optimizer = Lookahead(smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.02)))
+    step = make_step(smp)
+    for x, y in batches(smp, steps=4):
+        optimizer.zero_grad()
+        out.value("loss", step(model, x, y).reduce_mean())
+        optimizer.step()
+    out.model(model)
+
+
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def lookahead(smp: Any, out: Any) -> None:
     """Lookahead with slow weights copied before the first step."""
     model = smp.DistributedModel(Net())
