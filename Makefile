@@ -1,5 +1,6 @@
 # make train   set up, then train a small GPT as a SageMaker job on this machine: 4 processes
 # make test    set up, then run the tests; this is what CI runs
+# make test-all   with everything of which they run a sample
 # make bench   print the benchmark tables
 # make lint    check style and formatting
 #
@@ -21,7 +22,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: train test bench sweep lint test-network test-toolkit test-sdk3
+.PHONY: train test test-all bench sweep lint test-network test-toolkit test-sdk3
 .DELETE_ON_ERROR:
 
 train: $(VENV)/train.stamp
@@ -30,6 +31,9 @@ train: $(VENV)/train.stamp
 # Two files at a time: most tests start processes and wait for them, which leaves a core idle now and then.
 test: $(VENV)/test.stamp
 	$(PYTEST) tests --ignore=tests/benchmarks --numprocesses 2 --dist loadfile
+
+test-all: $(VENV)/test.stamp
+	SMP_LITE_ALL_TESTS=1 $(PYTEST) tests --ignore=tests/benchmarks --numprocesses 2 --dist loadfile
 
 test-network: $(VENV)/test.stamp
 	SMP_LITE_NETWORK_TESTS=1 $(PYTEST) tests/launch/test_network_hosts.py

@@ -15,6 +15,16 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is marked ``thorough``, unless all is asked for (``make test-all``)."""
+    if os.environ.get("SMP_LITE_ALL_TESTS") == "1":
+        return
+    left_out = [item for item in items if item.get_closest_marker("thorough")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     random.seed(0)

@@ -20,6 +20,12 @@ FOUR_STAGES = [
     for name in ("gpt", "gpt_tied", "unet", "encoder_decoder", "t5", "reuse", "data_loop", "hooks")
     if name in NAMES
 ]
+THOROUGH = pytest.mark.thorough
+
+
+def some(names: list[str]) -> list[Any]:
+    """Every fourth name always, the others by ``make test-all``."""
+    return [pytest.param(name, marks=THOROUGH if number % 4 else ()) for number, name in enumerate(names)]
 
 
 def check(name: str, num_ranks: int, placement: str, wire: str = "mpi", **parameters: Any) -> None:
@@ -42,12 +48,12 @@ def test_two_ranks_zigzag_interleaved(name: str) -> None:
     check(name, 2, "zigzag", pipeline="interleaved")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some(NAMES))
 def test_three_ranks_auto_simple(name: str) -> None:
     check(name, 3, "auto", pipeline="simple")
 
 
-@pytest.mark.parametrize("name", FOUR_STAGES)
+@pytest.mark.parametrize("name", some(FOUR_STAGES))
 @pytest.mark.parametrize(("placement", "pipeline"), [("zigzag", "simple"), ("auto", "interleaved")])
 def test_four_ranks(name: str, placement: str, pipeline: str) -> None:
     check(name, 4, placement, pipeline=pipeline)
