@@ -100,6 +100,8 @@ def set_attribute(recorder: Recorder, func: Callable[..., Any], args: tuple[Any,
         gradient_of(recorder, target)
         recorder.placement.parameter(target.smp_parameter).grad = None
         return
+    if name == "data" and value is target:
+        return  # module.to(dtype) where it has that dtype
     raise SMPError(
         f"tensor.{name} = ... inside an smp.step, on a tensor that lives on one stage or with one, "
         f"cannot be "

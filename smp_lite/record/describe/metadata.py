@@ -29,6 +29,7 @@ from ..values.calls import Arguments, ChangedArgument, Constant, NewTensor, Repe
 from ..values.placed import PlacedTensor, TensorMeta
 from ..values.structure import flatten
 from .effects import Effects, FakeTables, NeedsOpening
+from .layouts import as_kernels_lay_out
 
 
 class MetadataInference:
@@ -309,7 +310,7 @@ class _Watch(TorchDispatchMode):
                     )
         elif "batch_norm" in schema.name and "backward" not in schema.name:
             self._note_statistics(schema, args)
-        result = func(*args, **kwargs)
+        result = as_kernels_lay_out(func, args, func(*args, **kwargs))
         if torch.Tag.nondeterministic_seeded in func.tags and _really_draws(func, args, kwargs):
             self.draws = True
         self.flops += operator_flops(func, args, kwargs, result)

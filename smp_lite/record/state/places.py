@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .python_state import MISSING
+from .python_state import MISSING, contents_of, refill
 
 __all__ = [
     "PLAIN",
@@ -148,18 +148,15 @@ class Contents:
         self.holder, self.name, self.identity = holder, name, id(holder)
 
     def get(self) -> Hashable:
-        items = self.holder.items() if isinstance(self.holder, dict) else self.holder
+        held = contents_of(self.holder)
+        items = held.items() if isinstance(held, dict) else held
         return tuple([item if is_plain(item) else id(item) for item in items])
 
     def value(self) -> Any:
-        return self.holder.copy()
+        return contents_of(self.holder)
 
     def put(self, value: Any) -> None:
-        if isinstance(self.holder, list):
-            self.holder[:] = value
-        else:
-            self.holder.clear()
-            self.holder.update(value)
+        refill(self.holder, value)
 
 
 class Array:
@@ -172,7 +169,7 @@ class Array:
         return bytes(self.holder.tobytes())
 
     def value(self) -> Any:
-        return self.holder.copy()
+        return contents_of(self.holder)
 
     def put(self, value: Any) -> None:
         self.holder[...] = value

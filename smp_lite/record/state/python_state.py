@@ -26,7 +26,15 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["MISSING", "PythonState", "cache_among", "iterator_among", "iterators_split"]
+__all__ = [
+    "MISSING",
+    "PythonState",
+    "cache_among",
+    "contents_of",
+    "iterator_among",
+    "iterators_split",
+    "refill",
+]
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 """In the place of an attribute that is not there."""
@@ -226,7 +234,7 @@ class _Items(_Part):
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
-        self.kept = dict(value) if isinstance(value, dict) else list(value)
+        self.kept = contents_of(value)
 
     def inner(self) -> Iterator[tuple[str, Any]]:
         if isinstance(self.kept, dict):
@@ -237,7 +245,7 @@ class _Items(_Part):
                 yield f"{self.name}[{i}]", item
 
     def changed(self) -> str | None:
-        now = dict(self.value) if isinstance(self.value, dict) else list(self.value)
+        now = contents_of(self.value)
         if len(now) == len(self.kept):
             pairs = (
                 [(old, now.get(key, MISSING)) for key, old in self.kept.items()]
@@ -249,23 +257,8 @@ class _Items(_Part):
         return f"changes {self.name}, a {type(self.value).__name__}"
 
     def restore(self) -> None:
-        if self.changed() is None:
-            return
-        if isinstance(self.value, list):
-            self.value[:] = self.kept
-            return
-        if isinstance(self.value, dict):
-            # The methods of the built-in class: a subclass may forbid its own (ModelOutput of transformers).
-            base = OrderedDict if isinstance(self.value, OrderedDict) else dict
-            base.clear(self.value)
-            for key, item in self.kept.items():
-                base.__setitem__(self.value, key, item)
-        elif isinstance(self.value, deque):
-            self.value.clear()
-            self.value.extend(self.kept)
-        else:
-            self.value.clear()
-            self.value.update(self.kept)
+        if self.changed() is not None:
+            refill(self.value, self.kept)
 
 
 class _Function(_Part):
@@ -441,9 +434,10 @@ def _part_of(value: Any, name: str) -> _Part | None:
     if isinstance(value, nn.Module):
         return _Attributes(value, name)
     if isinstance(value, list | dict | set | deque):
-        return _Items(value, name) if len(value) <= MAX_LENGTH else None
+        return _Items(value, name) if _base_of(value).__len__(value) <= MAX_LENGTH else None
     if isinstance(value, tuple | frozenset):
-        return _Inner(value, name, list(value)) if 0 < len(value) <= MAX_LENGTH else None
+        inner = contents_of(value)
+        return _Inner(value, name, inner) if 0 < len(inner) <= MAX_LENGTH else None
     if kind is types.FunctionType:
         return _Function(value, name) if _is_users(value.__module__) else None
     if kind is types.MethodType:
@@ -504,6 +498,37 @@ def _contents(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:
         return MISSING
+
+
+def _base_of(container: Any) -> Any:
+    """The built-in class of a container, whose methods do nothing but what they say.
+
+    A subclass's own may do anything: transformers' table of activations builds one for each item that is
+    read, and its ``ModelOutput`` forbids to take items out.
+    """
+    bases = (OrderedDict, dict, list, tuple, deque, set, frozenset)
+    return next(base for base in bases if isinstance(container, base))
+
+
+def contents_of(container: Any) -> Any:
+    """A dict, or a list, of what a dict, list, tuple, deque or set holds."""
+    base = _base_of(container)
+    if isinstance(container, dict):
+        return dict(base.items(container))
+    return list(base.__iter__(container))
+
+
+def refill(container: Any, contents: Any) -> None:
+    """Makes a dict, list, deque or set hold these contents again."""
+    base = _base_of(container)
+    base.clear(container)
+    if isinstance(container, dict):
+        for key, item in contents.items():
+            base.__setitem__(container, key, item)
+    elif isinstance(container, set):
+        base.update(container, contents)
+    else:
+        base.extend(container, contents)
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -18,7 +18,7 @@ from torch import nn
 
 from .code_watch import Names
 from .places import PLAIN, Array, Attribute, Cell, Contents, Item, Place, PlacesRead, Variable, is_plain
-from .python_state import MISSING
+from .python_state import MISSING, contents_of
 
 __all__ = ["places_of_class", "places_read"]
 
@@ -99,7 +99,8 @@ class _Finder:
         elif isinstance(value, threading.local):
             self.places += [Attribute(value, key, f"{name}.{key}") for key in sorted(self.names.attributes)]
         elif isinstance(value, list | dict | set):
-            items = list(value.items()) if isinstance(value, dict) else list(value)
+            held = contents_of(value)
+            items = list(held.items()) if isinstance(held, dict) else held
             if len(items) <= _MAX_ITEMS and all(map(is_plain, items)):
                 self.places.append(Contents(value, name))
         elif "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray):
