@@ -21,6 +21,7 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from ..errors import SMPError
 from .apply_function import ApplyFunction
 from .source_line import CHECKPOINT_WITHOUT_EFFECT, warn_once_at_user_line
 from .state.python_state import MISSING
@@ -77,7 +78,14 @@ def _intercept() -> None:
     original_call: Callable[..., Any] = nn.Module.__call__
     original_set, original_delete = nn.Module.__setattr__, nn.Module.__delattr__
     original_apply = torch.autograd.Function.__dict__["apply"]
-    _originals.update(call=original_call, set=original_set, delete=original_delete, apply=original_apply)
+    original_convert = nn.Module._apply
+    _originals.update(
+        convert=original_convert,
+        call=original_call,
+        set=original_set,
+        delete=original_delete,
+        apply=original_apply,
+    )
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         recorder = _active
@@ -105,9 +113,25 @@ def _intercept() -> None:
             if cls is CheckpointFunction:
                 return _run_checkpointed(*args)
             if any(type(arg) is PlacedTensor for arg in args):
+                _refuse_modules(cls, args)
                 return recorder.torch_function(ApplyFunction(cls), args, kwargs)
         return original_apply.__get__(None, cls)(*args, **kwargs)
 
+    def convert(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+        recorder = _active
+        if recorder is not None and not recorder.not_listening and threading.get_ident() == _thread:
+            tensors = [*module.parameters(recurse), *module.buffers(recurse)]
+            placed = [tensor for tensor in tensors if type(tensor) is PlacedTensor]
+            if placed and all(fn(tensor) is tensor for tensor in placed):
+                return module  # module.to(dtype) where it has that dtype
+            if placed:
+                raise SMPError(
+                    f"a {type(module).__name__} was converted inside an smp.step (to(), half(), float() and "
+                    "the like), where calls of earlier lines have not run yet: convert it between steps"
+                )
+        return original_convert(module, fn, recurse)
+
+    nn.Module._apply = convert  # type: ignore[method-assign]
     nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
     nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
     nn.Module.__delattr__ = delete_attribute  # type: ignore[method-assign, assignment]
@@ -117,6 +141,7 @@ def _intercept() -> None:
 def stop_intercepting() -> None:
     """Puts torch's own methods back."""
     if _originals:
+        nn.Module._apply = _originals["convert"]  # type: ignore[method-assign]
         nn.Module.__call__ = _originals["call"]  # type: ignore[method-assign]
         nn.Module.__setattr__ = _originals["set"]  # type: ignore[method-assign]
         nn.Module.__delattr__ = _originals["delete"]  # type: ignore[method-assign]
@@ -136,6 +161,18 @@ def _call_on_fakes(
     ):
         return module.forward(*args, **kwargs)
     return call(module, *args, **kwargs)
+
+
+def _refuse_modules(cls: type[torch.autograd.Function], args: tuple[Any, ...]) -> None:
+    """A function that is handed modules calls them by itself, forward and backward."""
+    given = [a for arg in args for a in (arg if isinstance(arg, list | tuple) else [arg])]
+    modules = [arg for arg in given if isinstance(arg, nn.Module)]
+    if any(isinstance(p, PlacedTensor) for module in modules for p in module.parameters()):
+        raise SMPError(
+            f"{cls.__name__}.apply() was given modules of the model ({type(modules[0]).__name__}), whose "
+            "parameters lie on stages: put the module that calls it on one stage whole, with smp.partition "
+            "and auto_partition False"
+        )
 
 
 def _run_checkpointed(run_function: Callable[..., Any], preserve: bool, *inputs: Any) -> Any:

@@ -106,9 +106,6 @@ class PlacedTensor(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and (recorder := _recorder_of(args, {})):
-            # torch itself takes a number out of a tensor that was given for one: torch.arange(n).
-            return recorder.torch_function(torch.Tensor.item, args, {})
         raise RuntimeError(
             f"{func} was called on a tensor of another stage in a way that cannot be recorded. "
             "Move the call into a module that is placed on one stage, or return the tensor from the step."

@@ -68,7 +68,18 @@ REFUSED = {
 }
 """What cannot be recorded, and what to do instead."""
 
-FROM_NUMBERS = frozenset((torch.tensor, torch.full, torch.Tensor.new_tensor, torch.Tensor.new_full))
+FROM_NUMBERS = frozenset(
+    (
+        torch.tensor,
+        torch.full,
+        torch.Tensor.new_tensor,
+        torch.Tensor.new_full,
+        torch.arange,
+        torch.range,
+        torch.linspace,
+        torch.logspace,
+    )
+)
 """They read numbers out of their arguments inside torch, where autograd is off and nobody hears of it."""
 
 
