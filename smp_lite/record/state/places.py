@@ -169,7 +169,7 @@ class Array:
         return bytes(self.holder.tobytes())
 
     def value(self) -> Any:
-        return contents_of(self.holder)
+        return self.holder.copy()
 
     def put(self, value: Any) -> None:
         self.holder[...] = value
