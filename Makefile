@@ -2,6 +2,7 @@
 # make test    set up, then run the tests; this is what CI runs
 # make test-all   with everything of which they run a sample
 # make bench   print the benchmark tables
+# make notebooks   run the notebooks, and write their pictures into them
 # make lint    check style and formatting
 #
 # Tests that need more than others, each with what it needs:
@@ -22,7 +23,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: train test test-all bench sweep lint test-network test-toolkit test-sdk3
+.PHONY: train test test-all bench notebooks sweep lint test-network test-toolkit test-sdk3
 .DELETE_ON_ERROR:
 
 train: $(VENV)/train.stamp
@@ -49,6 +50,9 @@ bench: $(VENV)/test.stamp
 
 sweep: $(VENV)/test.stamp
 	$(BIN)/python -m tests.sweep
+
+notebooks: $(VENV)/test.stamp
+	$(BIN)/python -m tests.notebooks
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check

@@ -42,10 +42,11 @@ def test_there_are_three() -> None:
     assert NOTEBOOKS == ["01_local.ipynb", "02_partition.ipynb", "03_to_sagemaker.ipynb"]
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_committed_notebooks_hold_no_output_but_small_pictures(name: str) -> None:
+@pytest.mark.parametrize(("name", "number"), zip(NOTEBOOKS, (3, 3, 0)))
+def test_committed_notebooks_hold_small_pictures_and_no_other_output(name: str, number: int) -> None:
     notebook = nbformat.read(FOLDER / name, as_version=4)
     nbformat.validate(notebook)
+    assert pictures(notebook) == number
     for output in outputs(notebook):
         assert list(output.get("data", {})) == ["image/png"]
         assert len(output.data["image/png"]) < LARGEST_PICTURE
