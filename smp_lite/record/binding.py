@@ -29,11 +29,13 @@ class Binder:
         serial: number of the microbatch over all steps.
     """
 
-    def __init__(self, recording: Recording, listener: Listener, serial: int) -> None:
+    def __init__(
+        self, recording: Recording, listener: Listener, serial: int, made: list[weakref.ref[PlacedTensor]]
+    ) -> None:
         self.recording = recording
         self.listener = listener
         self.serial = serial
-        self.made: list[weakref.ref[PlacedTensor]] = []
+        self.made = made
 
     def bind(self, command: Command, meta: ResultMeta) -> tuple[Any, Links]:
         """Completes the command; returns its result and, for each output, the values it depends on."""

@@ -27,9 +27,9 @@ from .apply_function import ApplyFunction
 from .binding import Binder, sharing_memory
 from .describe.descriptions import Description, NeedsData, NotDescribed, Opened, content_token
 from .describe.signature import structure_token, token
-from .module_calls import DRAWS
+from .module_calls import DRAWS, UNDER_A_MODE
 from .parameters.placement import STATELESS
-from .recording import Command
+from .recording import Command, Recording
 from .source_line import CHECKPOINT_WITHOUT_EFFECT, warn_once_at_user_line
 from .state.ambient import Ambient
 from .state.draws import Draw
@@ -57,9 +57,10 @@ class CommandWriter:
         self.made: list[weakref.ref[PlacedTensor]] = []
         self._drawn: Counter[str] = Counter()
 
-    def begin_microbatch(self) -> None:
+    def begin_microbatch(self, recording: Recording) -> None:
         self.made.clear()
         self._drawn.clear()
+        self._binder = Binder(recording, self.recorder, self.recorder.serial, self.made)
 
     def value_of(self, placed: PlacedTensor) -> int:
         """The value that a placed tensor stands for now."""
@@ -96,16 +97,19 @@ class CommandWriter:
         self, name: str, module: nn.Module, arguments: Arguments, home: int, *, bare: bool
     ) -> tuple[str | None, Any]:
         """Records a closed call; (None, its result), or (why the module has to be opened, None)."""
-        self.recorder.ordinary.with_inputs(arguments, home if home >= 0 else None)
-        ambient = self.recorder.ambient()
-        described = self.recorder.descriptions.describe(name, module, arguments, ambient)
+        recorder = self.recorder
+        recorder.ordinary.with_inputs(arguments, home if home >= 0 else None)
+        ambient = recorder.ambient()
+        if ambient.num_modes != recorder.num_modes:
+            return UNDER_A_MODE, None
+        described = recorder.descriptions.describe(name, module, arguments, ambient)
         if type(described) is Opened:
             return described.reason, None
-        target = self.recorder.ordinary.first_changed(described, arguments)
+        target = recorder.ordinary.first_changed(described, arguments)
         if target is not None:
-            self.recorder.ordinary.add_twin(target, home if home >= 0 else self.stage(arguments, None))
+            recorder.ordinary.add_twin(target, home if home >= 0 else self.stage(arguments, None))
             args, kwargs = arguments.build(arguments.tensors)
-            return self.record_module(name, module, self.recorder.arguments(args, kwargs), home, bare=bare)
+            return self.record_module(name, module, recorder.arguments(args, kwargs), home, bare=bare)
         if home < 0 and isinstance(described, Description) and described.meta.draws:
             return DRAWS, None
         command = self._command(name, arguments, described, ambient, home)
@@ -117,9 +121,9 @@ class CommandWriter:
         if not isinstance(described, Description):
             assert type(described) is NotDescribed
             return self._run_for_real(command, described)
-        command.touches = self.recorder.modules.touched(module, described.meta.buffers)
+        command.touches = recorder.modules.touched(module, described.meta.buffers)
         result = self._append(command, described)
-        self.recorder.modules.note(command)
+        recorder.modules.note(command)
         return None, result
 
     def function(self, func: Function, arguments: Arguments) -> Any:
@@ -219,10 +223,7 @@ class CommandWriter:
         return returned
 
     def _bind(self, command: Command, meta: ResultMeta) -> tuple[Any, Any]:
-        assert self.recorder.recording is not None
-        binder = Binder(self.recorder.recording, self.recorder, self.recorder.serial)
-        returned, links = binder.bind(command, meta)
-        self.made += binder.made
+        returned, links = self._binder.bind(command, meta)
         command.arguments.forget(command.sources)
         return returned, links
 

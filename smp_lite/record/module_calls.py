@@ -33,7 +33,6 @@ from .parameters.placement import FOREIGN, SPLIT
 from .parameters.tables import plain_table
 from .recording import Command
 from .replay import refuse
-from .state.ambient import Ambient
 from .state.places import ModuleAttribute, Place, PlacesRead, Seen
 from .state.python_state import MISSING
 from .state.reads import places_of_class
@@ -48,6 +47,7 @@ __all__ = ["DRAWS", "ModuleCalls"]
 Call = Callable[..., Any]
 
 DRAWS = "draws random numbers in container code"
+UNDER_A_MODE = "is under a mode that sees every torch function"
 """Why a stateless module is opened that draws: its torch functions draw as plain torch's would."""
 
 
@@ -178,8 +178,6 @@ class ModuleCalls:
             subtree.ids
         ) > 1:
             return "is under forward hooks for all modules"
-        if Ambient.current().num_modes != self.recorder.num_modes:
-            return "is under a mode that sees every torch function"
         return None
 
     def _call_container(
@@ -249,7 +247,8 @@ class ModuleCalls:
         )
         if reason is None:
             return result
-        subtree.opened = reason
+        if reason is not UNDER_A_MODE:
+            subtree.opened = reason
         self._take_over_buffers(subtree.module)
         return self._call_open(subtree, reason, call, args, kwargs)
 
@@ -260,7 +259,7 @@ class ModuleCalls:
         pending = self._pending.get(id(module))
         if pending is None:
             pending = self._pending[id(module)] = _Pending(self._subtrees[id(module)])
-        places = self.recorder.descriptions.places(module)
+        places = self.recorder.descriptions.read
         pending.commands.append((command, places, places.seen if places is not None else None))
 
     def note_function(self, command: Command, cls: type[torch.autograd.Function]) -> None:

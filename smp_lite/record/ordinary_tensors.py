@@ -122,10 +122,10 @@ class OrdinaryTensors:
 
     def with_inputs(self, arguments: Arguments, stage: int | None) -> None:
         """Ordinary tensors that require a gradient become placed inputs."""
-        if not torch.is_grad_enabled():
-            return
         for i, tensor in enumerate(arguments.tensors):
             if type(tensor) is not PlacedTensor and tensor.requires_grad:
+                if not torch.is_grad_enabled():
+                    return
                 if stage is None:
                     placed = [t.smp_stage for t in arguments.tensors if type(t) is PlacedTensor]
                     stage = placed[0] if placed else 0

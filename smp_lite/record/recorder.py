@@ -88,7 +88,7 @@ class Recorder:
         self.recording = Recording(microbatch_index)
         self.recordings[self.serial] = self.recording
         self.num_modes = Ambient.current().num_modes
-        self.writer.begin_microbatch()
+        self.writer.begin_microbatch(self.recording)
         return self.recording
 
     def end_microbatch(self) -> None:

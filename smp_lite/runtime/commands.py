@@ -40,10 +40,14 @@ class CommandRunner:
         ambient = Ambient.current()
         cut = frozenset(segment.imports)
         wanted = frozenset((*segment.exports, *segment.roots))
+        recorded, is_same = None, False
         for index in segment.commands:
             command = recording.commands[index]
             self.doing = command.label
-            if command.ambient == ambient:
+            if command.ambient is not recorded:
+                recorded = command.ambient
+                is_same = recorded.same_state(ambient)
+            if is_same:
                 self._run(recording, command, local, cut, wanted)
             else:
                 with command.ambient.entered():

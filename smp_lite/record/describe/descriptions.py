@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 
 from ..state.ambient import Ambient
 from ..state.code_watch import Names, mentioned_in
-from ..state.places import PlacesRead, Seen
+from ..state.places import PlacesRead
 from ..state.reads import places_read
 from ..values.calls import Arguments, Constant, ResultMeta
 from .effects import NeedsOpening
@@ -64,12 +64,14 @@ class Descriptions:
 
     Attributes:
         inferring: True while a fake run is on; module calls then skip hooks.
+        read: what the code of the module reads that was described last.
     """
 
     def __init__(self) -> None:
         self.signatures = ModuleSignatures()
         self.inference = MetadataInference()
         self.inferring = False
+        self.read: PlacesRead | None = None
         # Key of a call -> (description, content tokens by label, structure token).
         self._known: dict[Any, tuple[ResultMeta, dict[str, int], int]] = {}
         self._names: dict[int, Names] = {}  # by signature
@@ -120,17 +122,17 @@ class Descriptions:
 
     def _key(self, label: str, what: Any, arguments: Arguments, ambient: Ambient) -> Any:
         if isinstance(what, nn.Module):
-            seen = self.seen(what)
-            named: Any = (None, self.signatures.of(what), seen.number if seen is not None else -1)
+            signature = self.signatures.of(what)
+            self.read = places = self._places_of(what, signature)
+            named: Any = (None, signature, places.look().number if places is not None else -1)
         else:
             named = (label, what)
         return (*named, arguments.spec, ambient, *[_leaf_key(leaf) for leaf in arguments.leaves])
 
     # What a module's code reads elsewhere -------------------------------------------------------------------
 
-    def places(self, module: nn.Module) -> PlacesRead | None:
+    def _places_of(self, module: nn.Module, signature: int) -> PlacesRead | None:
         """Where the code of the module finds plain values; None as long as it has not run."""
-        signature = self.signatures.of(module)
         names = self._names.get(signature)
         if names is None:
             return None
@@ -140,15 +142,14 @@ class Descriptions:
             self._places[id(module)] = found
         return found[2]
 
-    def seen(self, module: nn.Module) -> Seen | None:
-        """What is at these places now."""
-        places = self.places(module)
-        return places.look() if places is not None else None
-
     def _learn_names(self, module: nn.Module, names: Names) -> None:
-        known = self._names.setdefault(self.signatures.of(module), names)
+        signature = self.signatures.of(module)
+        known = self._names.setdefault(signature, names)
         if known is not names:
             known.add(names)
+        self.read = self._places_of(module, signature)
+        assert self.read is not None
+        self.read.look()
 
     # Calls run for real -------------------------------------------------------------------------------------
 

@@ -51,6 +51,15 @@ def refuse_transformations() -> None:
         )
 
 
+def modes_now() -> int:
+    """How many modes of torch functions, of dispatch and of torch.func are on, as one number."""
+    return (
+        torch._C._len_torch_function_stack()
+        + 1000 * torch._C._len_torch_dispatch_stack()
+        + FUNCTORCH * (torch._C._functorch.maybe_current_level() or 0)
+    )
+
+
 class Ambient(NamedTuple):
     """Hashable, so that it can be part of a cache key."""
 
@@ -68,9 +77,7 @@ class Ambient(NamedTuple):
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled("cpu"),
             torch.is_autocast_enabled("cuda"),
-            torch._C._len_torch_function_stack()
-            + 1000 * torch._C._len_torch_dispatch_stack()
-            + FUNCTORCH * (torch._C._functorch.maybe_current_level() or 0),
+            modes_now(),
             *[getter() for getter in _GETTERS],
         )
         found = _known.get(read)
@@ -82,6 +89,10 @@ class Ambient(NamedTuple):
                 read[0], read[1], autocast, torch.is_autocast_cache_enabled(), read[5:], read[4]
             )
         return found
+
+    def same_state(self, other: Ambient) -> bool:
+        """Whether nothing differs that :meth:`entered` would set."""
+        return self[:-1] == other[:-1]
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import operator
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -197,18 +198,28 @@ class ModuleAttribute:
             self.module.__dict__[self.key] = value
 
 
+def _is_entry(place: Place) -> bool:
+    """Whether it can be read from a table by its key."""
+    return type(place) is Item or (type(place) is Attribute and isinstance(place.holder, type))
+
+
 class PlacesRead:
     """The places that one module's calls read, and what was there at the last look."""
 
     def __init__(self, places: Sequence[Place]) -> None:
-        self.places = [*[p for p in places if type(p) is Item], *[p for p in places if type(p) is not Item]]
-        self._items = [(place.holder, place.key) for place in self.places if type(place) is Item]
-        self._others = self.places[len(self._items) :]
+        entries = [p for p in places if _is_entry(p)]
+        self._others = [p for p in places if not _is_entry(p)]
+        self.places = [*entries, *self._others]
+        self._items = [(p.holder if type(p) is Item else p.holder.__dict__, p.key) for p in entries]
+        self._found: list[Any] = [self]  # in the items, at the last look
         self.seen: Seen = Seen([], [])
 
     def look(self) -> Seen:
         """What is there now; the same object as long as it is the same."""
         found = [holder.get(key, MISSING) for holder, key in self._items]
+        if not self._others and all(map(operator.is_, found, self._found)):
+            return self.seen
+        self._found = found
         keys: list[Hashable] = [value if type(value) in _PLAIN_SET else id(value) for value in found]
         keys += [place.get() for place in self._others]
         if keys != self.seen.keys:
