@@ -55,12 +55,18 @@ class CommandWriter:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.made: list[weakref.ref[PlacedTensor]] = []
+        self._binder: Binder | None = None
         self._drawn: Counter[str] = Counter()
 
     def begin_microbatch(self, recording: Recording) -> None:
         self.made.clear()
         self._drawn.clear()
         self._binder = Binder(recording, self.recorder, self.recorder.serial, self.made)
+
+    def end_microbatch(self) -> None:
+        """Lets go of the recording; what was made of it may outlive it."""
+        self.made.clear()
+        self._binder = None
 
     def value_of(self, placed: PlacedTensor) -> int:
         """The value that a placed tensor stands for now."""
@@ -223,6 +229,7 @@ class CommandWriter:
         return returned
 
     def _bind(self, command: Command, meta: ResultMeta) -> tuple[Any, Any]:
+        assert self._binder is not None
         returned, links = self._binder.bind(command, meta)
         command.arguments.forget(command.sources)
         return returned, links

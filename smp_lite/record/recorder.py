@@ -100,7 +100,7 @@ class Recorder:
             if placed is not None and placed.smp_value not in self.recording.needed:
                 self.survivors.append((self.recording.microbatch_index, placed))
                 self.recording.needed.add(placed.smp_value)
-        self.writer.made.clear()
+        self.writer.end_microbatch()
         self.ordinary.forget()
         self.recording.complete = True
         self.recording = None
@@ -116,7 +116,7 @@ class Recorder:
         self.ordinary.forget()
         self.modules.end_step()
         self.recordings.clear()
-        self.writer.made.clear()
+        self.writer.end_microbatch()
 
     # What interception calls ------------------------------------------------------------------------
 
