@@ -1,4 +1,5 @@
-"""Loops that lay lists of parameters, gradients and optimizer state side by side, before and after the first step."""
+"""Loops that lay lists of parameters, gradients and optimizer state side by side, before and after the first
+step."""
 
 from __future__ import annotations
 
@@ -100,7 +101,8 @@ def lookahead_kernel(smp: Any, out: Any) -> None:
 
 @program(stages=(2,), ranks=(2,))
 def accumulated_in_lists(smp: Any, out: Any) -> None:
-    """Zeros like all parameters, made before the first step, take up the gradients; then they become .grad."""
+    """Zeros like all parameters, made before the first step, take up the gradients; then they become .grad.
+    Zeros like all parameters, made before the first step, take up the gradients; then they become .grad."""
     model = smp.DistributedModel(Net())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     total = [torch.zeros_like(p) for p in model.parameters()]
@@ -207,7 +209,7 @@ def layers_reset_after_a_step(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def shrink_and_perturb(smp: Any, out: Any) -> None:
     """Weights shrink and get noise like them; initialisers of three kinds are used for the noise."""
     model = smp.DistributedModel(Net())
@@ -343,7 +345,8 @@ def power_iteration_by_hand(smp: Any, out: Any) -> None:
 
 
 class Newton(torch.optim.Optimizer):
-    """Muon: momentum, then five Newton-Schulz iterations; vectors by plain descent; a step count of its own."""
+    """Muon: momentum, then five Newton-Schulz iterations; vectors by plain descent; a step count of its own.
+    Muon: momentum, then five Newton-Schulz iterations; vectors by plain descent; a step count of its own."""
 
     def __init__(self, params: Any, lr: float = 0.02) -> None:
         super().__init__(params, {"lr": lr})
@@ -373,9 +376,10 @@ class Newton(torch.optim.Optimizer):
                 p.add_(x, alpha=-group["lr"] * (1 + 0.1 * self.calls))
 
 
-@program(stages=(2, 3), ranks=(2,), replicas=(1, 2))
+@program(stages=(2, 3), ranks=(2,), replicas=(1, 2), refused="looks at all parameters at once")
 def muon_with_places(smp: Any, out: Any) -> None:
-    """Muon whose state remembers the place of its parameter in the group, by which vectors are slowed down."""
+    """Muon whose state remembers the place of its parameter in the group, by which vectors are slowed down.
+    Muon whose state remembers the place of its parameter in the group, by which vectors are slowed down."""
     model = smp.DistributedModel(Net())
     optimizer = smp.DistributedOptimizer(Newton(model.parameters()))
     step = make_step(smp)
@@ -388,7 +392,8 @@ def muon_with_places(smp: Any, out: Any) -> None:
 
 @program(stages=(2,), ranks=(2,), replicas=(1, 2))
 def rates_by_place(smp: Any, out: Any) -> None:
-    """After the first step the one group is split into one for each tensor, the rate falling with the place."""
+    """After the first step the one group is split into one for each tensor, the rate falling with the place.
+    After the first step the one group is split into one for each tensor, the rate falling with the place."""
     model = smp.DistributedModel(Net())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     step = make_step(smp)
@@ -409,7 +414,8 @@ def rates_by_place(smp: Any, out: Any) -> None:
 
 @program(stages=(2,), ranks=(2,))
 def frozen_by_filtering_groups(smp: Any, out: Any) -> None:
-    """Parameters are taken out of the group's list after the second step, by their place, and put back later."""
+    """Parameters are taken out of the group's list after the second step, by their place, and put back later.
+    Parameters are taken out of the group's list after the second step, by their place, and put back later."""
     model = smp.DistributedModel(Net())
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=0.1))
     step = make_step(smp)
@@ -430,7 +436,8 @@ def frozen_by_filtering_groups(smp: Any, out: Any) -> None:
 
 @program(stages=(2,), ranks=(2,))
 def moved_between_groups(smp: Any, out: Any) -> None:
-    """Every parameter moves from the fast group to the slow one when its turn comes, a list popped at a time."""
+    """Every parameter moves from the fast group to the slow one when its turn comes, a list popped at a time.
+    Every parameter moves from the fast group to the slow one when its turn comes, a list popped at a time."""
     net = Net()
     model = smp.DistributedModel(net)
     params = list(net.parameters())
@@ -524,7 +531,7 @@ def weights_copied_between_blocks(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="over stages")
 def averaged_across_blocks(smp: Any, out: Any) -> None:
     """The outer blocks meet in the middle: both get the mean of their weights, by zip of parameters."""
     net = Net()
@@ -585,7 +592,8 @@ def calibrated_while_gathered(smp: Any, out: Any) -> None:
 
 @program(stages=(2,), ranks=(2,))
 def rolled_back_in_memory(smp: Any, out: Any) -> None:
-    """Model and optimizer are kept by deepcopy of their state dicts; a bad step is undone, and tried slower."""
+    """Model and optimizer are kept by deepcopy of their state dicts; a bad step is undone, and tried slower.
+    Model and optimizer are kept by deepcopy of their state dicts; a bad step is undone, and tried slower."""
     model = smp.DistributedModel(Net())
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
     step = make_step(smp)
@@ -610,7 +618,8 @@ def rolled_back_in_memory(smp: Any, out: Any) -> None:
 
 @program(stages=(2,), ranks=(2,))
 def stacked_by_shape(smp: Any, out: Any) -> None:
-    """Tensors of one shape are decayed together by torch._foreach_ calls, shapes found after the first step."""
+    """Tensors of one shape are decayed together by torch._foreach_ calls, shapes found after the first step.
+    Tensors of one shape are decayed together by torch._foreach_ calls, shapes found after the first step."""
     model = smp.DistributedModel(Net())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     step = make_step(smp)
@@ -631,7 +640,8 @@ def stacked_by_shape(smp: Any, out: Any) -> None:
 
 @program(stages=(2,), ranks=(2,))
 def gradients_kept_of_last_step(smp: Any, out: Any) -> None:
-    """Extragradient: the step goes by twice this gradient less the last one, kept in a list of clones or None."""
+    """Extragradient: the step goes by twice this gradient less the last one, kept in a list of clones or
+    None."""
     model = smp.DistributedModel(Net())
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(params, lr=0.05))

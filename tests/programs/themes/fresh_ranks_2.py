@@ -63,7 +63,8 @@ def make_step(smp: Any) -> Callable[..., Any]:
 
 @program(stages=(2,), ranks=(2,))
 def momentum_loaded_into_a_new_optimizer(smp: Any, out: Any) -> None:
-    """After two steps a second optimizer is made over the same parameters and gets the first one's state dict."""
+    """After two steps a second optimizer is made over the same parameters and gets the first one's state
+    dict."""
     model = smp.DistributedModel(Net())
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.02))
     step = make_step(smp)
@@ -147,7 +148,8 @@ def soups_of_state_dicts(smp: Any, out: Any) -> None:
 
 @program(stages=(2,), ranks=(2,))
 def live_references_of_a_state_dict(smp: Any, out: Any) -> None:
-    """A state dict taken of the network before training is written to in place after a step: it is the weights."""
+    """A state dict taken of the network before training is written to in place after a step: it is the
+    weights."""
     net = Net()
     model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.2))
@@ -238,7 +240,8 @@ def zeros_or_none(smp: Any, out: Any) -> None:
 
 @program(stages=(2,), ranks=(2,))
 def gradients_taken_from_some(smp: Any, out: Any) -> None:
-    """Gradients of some tensors are deleted, bound to new ones, or shared between two layers before the step."""
+    """Gradients of some tensors are deleted, bound to new ones, or shared between two layers before the step.
+    Gradients of some tensors are deleted, bound to new ones, or shared between two layers before the step."""
     net = Net()
     model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(net.parameters(), lr=0.02))
@@ -308,7 +311,8 @@ def nothing_learnt_on_one_replica(smp: Any, out: Any) -> None:
 
 @program(stages=(2,), ranks=(2,), replicas=(1, 2))
 def other_groups_on_replicas(smp: Any, out: Any) -> None:
-    """Random numbers differ between replicas (seed by dp_rank), noise on the weights must not: one generator."""
+    """Random numbers differ between replicas (seed by dp_rank), noise on the weights must not: one generator.
+    Random numbers differ between replicas (seed by dp_rank), noise on the weights must not: one generator."""
     model = smp.DistributedModel(Net())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.2))
     step = make_step(smp)
@@ -419,7 +423,8 @@ def recipes_and_pairs(smp: Any, out: Any) -> None:
 
 @program(stages=(2,), ranks=(2,), static=True)
 def generators_of_batches(smp: Any, out: Any) -> None:
-    """The step closes over a generator of noise levels and takes one for each microbatch; numpy makes a table."""
+    """The step closes over a generator of noise levels and takes one for each microbatch; numpy makes a
+    table."""
 
     def levels() -> Iterator[float]:
         value = 1.0
@@ -470,7 +475,7 @@ def generators_of_batches(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="add_param_group after partition")
 def block_grown_between_steps(smp: Any, out: Any) -> None:
     """Progressive stacking: a new block is appended to the list after a step, with a group of its own."""
     net = Net(depth=3)
@@ -489,7 +494,8 @@ def block_grown_between_steps(smp: Any, out: Any) -> None:
 
 @program(stages=(2,), ranks=(2,))
 def parameter_bound_anew(smp: Any, out: Any) -> None:
-    """A layer's weight is replaced by a new Parameter between steps, and put in the optimizer's group for it."""
+    """A layer's weight is replaced by a new Parameter between steps, and put in the optimizer's group for it.
+    A layer's weight is replaced by a new Parameter between steps, and put in the optimizer's group for it."""
     net = Net()
     model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
@@ -509,7 +515,8 @@ def parameter_bound_anew(smp: Any, out: Any) -> None:
 
 @program(stages=(2,), ranks=(2,))
 def weights_normalised_and_tied(smp: Any, out: Any) -> None:
-    """weight_norm on some layers, an orthogonal map, and a change of the parametrization's original in between."""
+    """weight_norm on some layers, an orthogonal map, and a change of the parametrization's original in
+    between."""
     net = Net()
     for block in net.blocks:
         parametrizations.weight_norm(block.up)
@@ -529,7 +536,8 @@ def weights_normalised_and_tied(smp: Any, out: Any) -> None:
 
 @program(stages=(2,), ranks=(2,), replicas=(1, 2))
 def functional_norm_on_buffers(smp: Any, out: Any) -> None:
-    """F.batch_norm with buffers of the block, which are bound anew at every call; channels_last, size 1 by 1."""
+    """F.batch_norm with buffers of the block, which are bound anew at every call; channels_last, size 1 by 1.
+    F.batch_norm with buffers of the block, which are bound anew at every call; channels_last, size 1 by 1."""
 
     class Conv(nn.Module):
         def __init__(self, channels: int) -> None:
@@ -571,7 +579,8 @@ def functional_norm_on_buffers(smp: Any, out: Any) -> None:
 
 @program(stages=(2,), ranks=(2,))
 def state_in_a_function(smp: Any, out: Any) -> None:
-    """A custom autograd function counts its backwards in a class attribute and scales by what it counted in forward."""
+    """A custom autograd function counts its backwards in a class attribute and scales by what it counted in
+    forward."""
 
     class Count(torch.autograd.Function):
         forwards = 0

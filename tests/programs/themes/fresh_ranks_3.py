@@ -49,7 +49,7 @@ def noise_where_gradients_are(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="takes a tensor of stage")
 def norm_without_item(smp: Any, out: Any) -> None:
     """The squared norm is summed into a zero in place, and gradients are scaled by it as a tensor."""
     model = smp.DistributedModel(Net())
@@ -104,9 +104,10 @@ def largest_gradient(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="takes a tensor of stage")
 def descent_by_hand_with_global_rate(smp: Any, out: Any) -> None:
-    """Normalised descent without an optimizer step: p.data -= lr * grad / total, total a buffer of one entry."""
+    """Normalised descent without an optimizer step: p.data -= lr * grad / total, total a buffer of one entry.
+    Normalised descent without an optimizer step: p.data -= lr * grad / total, total a buffer of one entry."""
     net = Net()
     model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.05))
@@ -123,7 +124,7 @@ def descent_by_hand_with_global_rate(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="over stages")
 def flat_gradient_buffer(smp: Any, out: Any) -> None:
     """Gradients are copied into one flat tensor by offsets, which is normalised, and copied back."""
     model = smp.DistributedModel(Net())
@@ -306,7 +307,8 @@ def state_bound_anew(smp: Any, out: Any) -> None:
 
 @program(stages=(2,), ranks=(2,))
 def first_seen_by_state(smp: Any, out: Any) -> None:
-    """Noise is drawn for tensors whose state is new: 'p not in optimizer.state' and 'not optimizer.state[p]'."""
+    """Noise is drawn for tensors whose state is new: 'p not in optimizer.state' and 'not optimizer.state[p]'.
+    Noise is drawn for tensors whose state is new: 'p not in optimizer.state' and 'not optimizer.state[p]'."""
     model = smp.DistributedModel(TwoHeads())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     step = make_step(smp)

@@ -239,7 +239,7 @@ def momentum_read_and_written(smp: Any, out: Any) -> None:
     model = smp.DistributedModel(Net())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     step = make_step(smp)
-    for i, (x, y) in enumerate(batches(smp, 4)):
+    for x, y in batches(smp, 4):
         optimizer.zero_grad()
         out.value("loss", step(model, x, y).reduce_mean())
         optimizer.step()

@@ -1,4 +1,4 @@
-"""What a helper of the blocks may keep its count in, each kind alone; functions of autograd that read class attributes."""
+"""What a helper of the blocks may keep its count in, each kind alone; functions of autograd."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _tensor() -> Change:
 
     def change(x: Tensor) -> Tensor:
         source.add_(1)
-        return x / source
+        return x / source.clone()
 
     return change
 
