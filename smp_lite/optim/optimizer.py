@@ -70,64 +70,68 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self._session = session
         self._pending: dict[str, Any] | None = None
-        self._order: list[list[int]] = []  # positions of the local parameters in each group
-        self._local: list[dict[str, list[Any]]] = []  # each group's lists, of this rank's parameters
         self._whole: list[dict[str, list[Any]]] | None = None  # the lists that _here() has taken out
-        self._note_groups()
+        # Until partition, which may make other objects of parameters to which there are weak references.
+        names = session.model.module.named_parameters()
+        self._names: dict[int, str] = {id(parameter): name for name, parameter in names}
         session.optimizer = self
         if session.model.partitioned:
             self.after_partition()
 
-    def _note_groups(self) -> None:
-        """What the groups are before partition, when they hold all parameters."""
-        assert self._session.model is not None
-        groups = self.optimizer.param_groups
-        names = {id(p): name for name, p in self._session.model.module.named_parameters()}
-        self._sizes = [len(group["params"]) for group in groups]
-        self._param_names = [
-            {"param_names": list(group["param_names"])} if "param_names" in group else {} for group in groups
-        ]
-        # For each group, the model's name of each parameter (None: not the model's).
-        self._slots = [[names.get(id(parameter)) for parameter in group["params"]] for group in groups]
-
     @property
     def names_in_groups(self) -> list[list[str | None]]:
-        """For each group the model's names of its parameters before partition; None: not the model's."""
-        return self._slots
+        """For each group the model's names of its parameters, here and away; None: not the model's."""
+        names = {id(parameter): name for name, parameter in self._session.model.module.named_parameters()}
+        return [[names.get(id(parameter)) for parameter in lists["params"]] for lists in self._lists()]
+
+    def _lists(self) -> list[dict[str, list[Any]]]:
+        """Of each group what goes by parameters: all of them, also while it steps."""
+        if self._whole is not None:
+            return self._whole
+        keys = ("params", "param_names")
+        return [{key: group[key] for key in keys if key in group} for group in self.optimizer.param_groups]
+
+    def _positions(self) -> list[list[int]]:
+        """For each group the numbers, over all groups, of this rank's parameters."""
+        found = []
+        start = 0
+        for lists in self._lists():
+            params = lists["params"]
+            found.append([start + i for i, parameter in enumerate(params) if not is_away(parameter)])
+            start += len(params)
+        return found
 
     def after_partition(self) -> None:
         """Keeps the state of this rank's parameters; called once by the model."""
         model = self._session.model
         assert model is not None
         live = dict(model.module.named_parameters())
-        self._order = []
-        start = 0
-        for group, slots in zip(self.optimizer.param_groups, self._slots, strict=True):
+        for group in self.optimizer.param_groups:
             before = group["params"]
-            now = [p if name is None else live[name] for name, p in zip(slots, before, strict=True)]
-            kept = [i for i, parameter in enumerate(now) if not is_away(parameter)]
-            for parameter in before:
-                if is_away(parameter):
-                    self.optimizer.state.pop(parameter, None)
-            group["params"] = now
-            lists = {"params", "param_names"} & set(group)
-            self._local.append({key: [group[key][i] for i in kept] for key in lists})
-            self._order.append([start + i for i in kept])
-            start += len(before)
+            names = [self._names.get(id(parameter)) for parameter in before]
+            group["params"] = [
+                p if name is None else live[name] for name, p in zip(names, before, strict=True)
+            ]
+            for old, new in zip(before, group["params"], strict=True):
+                if old is not new or is_away(new):
+                    self.optimizer.state.pop(old, None)
+        self._names.clear()
         # For who calls the inner optimizer's step(), as wrappers around optimizers do.
         self.optimizer.register_step_pre_hook(lambda *_: self._take_out())
         self.optimizer.register_step_post_hook(lambda *_: self._put_back())
 
     def _take_out(self) -> None:
-        if self._whole is None:
-            groups = list(zip(self.optimizer.param_groups, self._local, strict=False))
-            self._whole = [{key: group[key] for key in local} for group, local in groups]
-            for group, local in groups:
-                group.update(local)
+        if self._whole is None and self._session.num_stages > 1:
+            whole = self._lists()
+            for group, lists in zip(self.optimizer.param_groups, whole, strict=True):
+                kept = [i for i, parameter in enumerate(lists["params"]) if not is_away(parameter)]
+                if len(kept) < len(lists["params"]):
+                    group.update({key: [items[i] for i in kept] for key, items in lists.items()})
+            self._whole = whole
 
     def _put_back(self) -> None:
         if self._whole is not None:
-            for group, whole in zip(self.optimizer.param_groups, self._whole, strict=False):
+            for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
                 group.update(whole)
             self._whole = None
 
@@ -149,6 +153,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -191,7 +199,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._session.model.partitioned:
             raise SMPError("add_param_group after partition: add the group before the first step")
         self.optimizer.add_param_group(param_group)
-        self._note_groups()
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
         """One optimizer step; on a rank whose stage owns no parameters only the closure is called.
@@ -225,8 +232,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         with self._here():
             state = self.optimizer.state_dict()
-        if self._order:
-            flat = [position for order in self._order for position in order]
+        if self._session.model.partitioned:
+            flat = [position for order in self._positions() for position in order]
             renumber = dict(enumerate(flat))
             state = {
                 "state": {renumber[i]: value for i, value in state["state"].items()},
@@ -246,7 +253,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         local = self.local_state_dict()
         local.pop(PARTIAL_KEY)
         world = self._session.world
-        if world is None or not self._order:
+        if world is None or not self._session.model.partitioned:
             return local if world is None or not gather_to_rank0 or world.group_rank("MP") == 0 else {}
         collect = world.gather if gather_to_rank0 else world.exchange
         parts = collect(_to_cpu(local), "MP", "optimizer.state_dict")
@@ -257,9 +264,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             state.update(part["state"])
         groups = []
         start = 0
-        for group, size, names in zip(local["param_groups"], self._sizes, self._param_names, strict=True):
-            whole = {"params": list(range(start, start + size)), **names}
-            groups.append({**group, **whole})
+        for group, lists in zip(local["param_groups"], self._lists(), strict=True):
+            size = len(lists["params"])
+            groups.append({**group, **lists, "params": list(range(start, start + size))})
             start += size
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
@@ -276,16 +283,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         assert model is not None
         saved = [list(group["params"]) for group in state_dict["param_groups"]]
         sizes = [len(positions) for positions in saved]
-        if len(sizes) != len(self._sizes):
+        own_sizes = [len(lists["params"]) for lists in self._lists()]
+        if len(sizes) != len(own_sizes):
             raise ValueError(
                 f"optimizer.load_state_dict: {len(sizes)} parameter groups, but the optimizer has "
-                f"{len(self._sizes)}: build it with the same groups"
+                f"{len(own_sizes)}: build it with the same groups"
             )
-        is_part = bool(state_dict.get(PARTIAL_KEY)) and sizes != self._sizes
-        if not is_part and sizes != self._sizes:
+        is_part = bool(state_dict.get(PARTIAL_KEY)) and sizes != own_sizes
+        if not is_part and sizes != own_sizes:
             raise ValueError(
                 f"optimizer.load_state_dict: parameter groups of sizes {sizes}, but the optimizer's have "
-                f"{self._sizes}: it was saved from an optimizer of another model"
+                f"{own_sizes}: it was saved from an optimizer of another model"
             )
         if model.partitioned:
             self._load(state_dict, is_part)
@@ -308,13 +316,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _load(self, state_dict: dict[str, Any], is_part: bool) -> None:
         saved = [list(group["params"]) for group in state_dict["param_groups"]]
-        if is_part and saved != self._order:
+        order = self._positions()
+        if is_part and saved != order:
             raise ValueError(
-                f"optimizer.load_state_dict: this rank has the parameters {self._order} (positions in the "
+                f"optimizer.load_state_dict: this rank has the parameters {order} (positions in the "
                 f"whole model), but the part is for {saved}: it was saved on another rank or with another "
                 "partition. Load the whole state_dict() instead"
             )
-        flat = [position for order in self._order for position in order]
+        flat = [position for positions in order for position in positions]
         number = {position: i for i, position in enumerate(flat)}
         with self._here():
             self._load_here(state_dict, number)
