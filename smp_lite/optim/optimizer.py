@@ -221,7 +221,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         with self._here():
             self.optimizer.zero_grad(set_to_none=set_to_none)
-        self._session.model.forget_away_gradients()
+        if set_to_none:
+            # Zeros stay: their own rank has made them.
+            for lists in self._lists():
+                for parameter in lists["params"]:
+                    if is_away(parameter):
+                        parameter.grad = None
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """This rank's part, with parameters numbered as in the whole model; marked partial."""

@@ -121,12 +121,7 @@ class ModelRuntime:
         self, num_microbatches: int, inputs: tuple[int, Callable[[], list[str]]] = (0, list)
     ) -> None:
         """Starts a step; ``inputs`` as in :meth:`StepRunner.begin_step`."""
-        if (
-            self.collectives is not None
-            and self.collectives.size > 1
-            and self.options.broadcast_buffers
-            and self.placement.root.training
-        ):
+        if self.collectives is not None and self.collectives.size > 1 and self.options.broadcast_buffers:
             broadcast_tensors(self.local_buffers(), self.collectives, "buffers")
         if self.reducer is not None:
             self.reducer.begin_step()

@@ -22,13 +22,14 @@ from ..plan.actions import ActionKind
 from ..plan.lowering import Schedule, lower
 from ..plan.schedules import Policy, Work, compute_order
 from ..record.describe.metadata import describe_result
+from ..record.parameters.away import is_away
 from ..record.parameters.placement import Placement
 from ..record.recorder import Recorder
 from ..record.recording import Command, Recording, describe_command
 from ..record.values.calls import ResultMeta
 from ..record.values.placed import PlacedTensor, TensorMeta
 from .executor import StageExecutor
-from .failure import step_failure
+from .failure import Failure, step_failure
 from .gradients import GradientBooks
 from .microbatch import MicrobatchState
 from .random_streams import RandomStreams
@@ -37,13 +38,23 @@ EAGER_BYTES = 1 << 20
 """Values that the script still holds when a step ends come to every rank if they are no larger."""
 
 
+_MOST_KINDS_OF_STEPS = 256
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Parameters of this rank that a backward could reach, and those of them that have no gradient."""
+
+    own: frozenset[str]
+    without: frozenset[str]
+
+
 @dataclass(frozen=True)
 class Batch:
     """A planned batch of work; frozen, kept, and found again by its key."""
 
     works: tuple[Work, ...]
     schedule: Schedule
-    trained: frozenset[str] = frozenset()  # parameters that a backward of it reaches
 
 
 @dataclass
@@ -86,6 +97,8 @@ class StepRunner:
         self.last_batch: Batch | None = None
         self.on_planned: Callable[[Batch, dict[int, Recording]], None] | None = None
         self.observer: Callable[[], Any] = lambda: None  # sees each command that runs; see smp_lite.check
+        self._trained_by: dict[Any, frozenset[str]] = {}
+        self._lacking: dict[Any, frozenset[str]] = {}  # agreed by all ranks
         self._plans: dict[Any, Batch] = {}
         self._progress: dict[int, _Progress] = {}
         self._recorder: Recorder | None = None
@@ -344,23 +357,46 @@ class StepRunner:
             self.peers.drive(
                 {stage: executor.run(batch.schedule[stage]) for stage, executor in self.executors.items()}
             )
-        self._agree_on_outcome(batch)
+        key, trained = self._trained(batch, recordings)
+        self._agree_on_outcome(batch, key, trained)
         self._note(batch)
-        self._recorder.placement.note_gradients(batch.trained)
+        self._recorder.placement.note_gradients(trained - self._lacking.get(key, frozenset()))
         self.last_batch = batch
 
-    def _agree_on_outcome(self, batch: Batch) -> None:
-        """Raises the same error on all ranks if an action has failed on any."""
+    def _agree_on_outcome(self, batch: Batch, key: Any, trained: frozenset[str]) -> None:
+        """Raises the same error on all ranks if an action has failed on any.
+
+        Else all learn which of the parameters that could have a gradient now have none: where a module has
+        not used them, only their owner knows.
+        """
         own = [executor for executor in self.executors.values() if executor.failure is not None]
         mine = min((e.failure for e in own if e.failure is not None), key=lambda f: f.time_ns, default=None)
         if mine is not None:
             mine.rank = self.peers.rank
-        outcomes = self.peers.outcomes(mine, "the end of a step")
-        if not outcomes:
-            return
-        self.all_know = True
-        self._touched_gradients |= any(work.pending_backwards() for work in batch.works)
-        raise step_failure(outcomes) from next((e.error for e in own if e.failure is mine), None)
+        known = self._lacking.get(key, frozenset())
+        seen = self._own_without_gradient(trained)
+        news = seen if seen.without != known & seen.own else None
+        outcomes = self.peers.outcomes(mine if mine is not None else news, "the end of a step")
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        if failures:
+            self.all_know = True
+            self._touched_gradients |= any(work.pending_backwards() for work in batch.works)
+            raise step_failure(failures) from next((e.error for e in own if e.failure is mine), None)
+        for outcome in outcomes:
+            known = (known - outcome.own) | outcome.without
+        self._lacking[key] = known
+
+    def _own_without_gradient(self, trained: frozenset[str]) -> _Gradients:
+        assert self._recorder is not None
+        placement = self._recorder.placement
+        own, without = [], []
+        for full in trained:
+            parameter = placement.parameter(full)
+            if not is_away(parameter):
+                own.append(full)
+                if parameter.grad is None and parameter.requires_grad:
+                    without.append(full)
+        return _Gradients(frozenset(own), frozenset(without))
 
     def _undo(self) -> None:
         """The step has failed: nothing of it stays."""
@@ -422,15 +458,21 @@ class StepRunner:
             order = compute_order(works, self.policy)
             sent = {m: frozenset(progress.sent) for m, progress in self._progress.items()}
             schedule = lower(order, works, self.num_stages, sent=sent)
-            self._plans[key] = Batch(tuple(works), schedule, self._trained(works))
+            self._plans[key] = Batch(tuple(works), schedule)
         return self._plans[key]
 
-    def _trained(self, works: Sequence[Work]) -> frozenset[str]:
-        """Names of the parameters that the works' backwards reach, on whatever stage."""
+    def _trained(self, batch: Batch, recordings: dict[int, Recording]) -> tuple[Any, frozenset[str]]:
+        """A key for the modules that ran, and the parameters that the works' backwards can reach."""
         assert self._recorder is not None
+        key = (id(batch), tuple([recording.digest for recording in recordings.values()]))
+        if key in self._trained_by:
+            return key, self._trained_by[key]
+        if len(self._trained_by) > _MOST_KINDS_OF_STEPS:  # on all ranks at once: they record the same
+            self._trained_by.clear()
+            self._lacking.clear()
         alias = self._recorder.placement.alias
         found: set[str | None] = set()
-        for work in works:
+        for work in batch.works:
             commands = self._progress[work.microbatch_index].recording.commands
             for segment in work.pending_backwards():
                 for index in segment.commands:
@@ -438,7 +480,8 @@ class StepRunner:
                     found.add(command.parameter)
                     if command.module is not None:
                         found.update([alias(parameter) for parameter in command.module.parameters()])
-        return frozenset(name for name in found if name is not None)
+        self._trained_by[key] = frozenset(name for name in found if name is not None)
+        return key, self._trained_by[key]
 
     def _note(self, batch: Batch) -> None:
         """Everything in the batch has run, on all stages."""

@@ -50,7 +50,7 @@ class DistributedModel(LocalParts):
         average_grads_across_microbatches: mean over microbatches; False: sum.
         bucket_cap_mb: size of a reduction bucket in MiB.
         trace_memory_usage: accepted; memory is always counted.
-        broadcast_buffers: send dp rank 0's buffers to its group before each training step.
+        broadcast_buffers: send dp rank 0's buffers to its group before each step, as DDP does.
         gradient_as_bucket_view: let ``.grad`` be views of the reduction's buckets.
         find_unused_parameters: accepted; unused parameters are always found.
 

@@ -54,8 +54,3 @@ class LocalParts(nn.Module):
     def local_modules(self) -> Iterator[nn.Module]:
         for _, module in self.local_named_modules():
             yield module
-
-    def forget_away_gradients(self) -> None:
-        """Parameters of other stages have no gradient any more; their own rank sees to its part."""
-        if self._runtime is not None:
-            self._runtime.placement.forget_gradients()

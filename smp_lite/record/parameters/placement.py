@@ -192,12 +192,6 @@ class Placement:
             if is_away(parameter) and parameter.requires_grad and parameter.grad is None:
                 parameter.grad = away_buffer(parameter, self.parameter_stage[full], f"the gradient of {full}")
 
-    def forget_gradients(self) -> None:
-        """Parameters of other stages have no gradient any more."""
-        for table, own, _ in self._entries:
-            if is_away(table[own]):
-                table[own].grad = None  # type: ignore[union-attr]
-
     def refresh(self, recorder: Any) -> bool:
         """Makes the placed parameters; returns whether any ``requires_grad`` has changed."""
         try:
