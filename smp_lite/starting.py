@@ -19,7 +19,7 @@ from .errors_record import record_failure
 from .optim.norms import norms_of_the_whole_model
 from .optim.optimizer_check import other_optimizers_checked
 from .plan.topology import Topology
-from .record.interception import stop_intercepting
+from .record.interception import start_intercepting, stop_intercepting
 from .record.parameters.away import forget_all
 from .session import Session, current, is_initialized, set_current
 from .stop_notice import listen, stop_listening
@@ -108,6 +108,7 @@ def _in_memory(config: Config) -> Session:
 
 def _open(session: Session) -> Session:
     """Makes what looks at all parameters at once, in torch's own functions, mean the whole model."""
+    start_intercepting()
     session.overrides.enter_context(norms_of_the_whole_model(session))
     session.overrides.enter_context(overflows_of_the_whole_model(session))
     session.overrides.enter_context(other_optimizers_checked(session))

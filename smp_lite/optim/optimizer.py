@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,6 +71,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self._session = session
         self._pending: dict[str, Any] | None = None
+        self._step_took = False  # whether the inner optimizer's step has taken the lists out
         self._whole: list[dict[str, list[Any]]] | None = None  # the lists that _here() has taken out
         # Until partition, which may make other objects of parameters to which there are weak references.
         names = session.model.module.named_parameters()
@@ -116,11 +118,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if old is not new or is_away(new):
                     self.optimizer.state.pop(old, None)
         self._names.clear()
+        self._mark_state()
+        if self._whole is not None:  # partitioned by a closure, in the midst of a step
+            self._whole = None
+            self._take_out()
         # For who calls the inner optimizer's step(), as wrappers around optimizers do.
-        self.optimizer.register_step_pre_hook(lambda *_: self._take_out())
-        self.optimizer.register_step_post_hook(lambda *_: self._put_back())
+        self.optimizer.register_step_pre_hook(lambda *_: self._before_step())
+        self.optimizer.register_step_post_hook(lambda *_: self._after_step())
 
-    def _take_out(self) -> None:
+    def _before_step(self) -> None:
+        # A step that has failed has left them out.
+        self._step_took = self._take_out() or self._step_took
+
+    def _after_step(self) -> None:
+        if self._step_took:
+            self._step_took = False
+            self._put_back()
+
+    def _take_out(self) -> bool:
+        """Whether it was this call that did so."""
         if self._whole is None and self._session.num_stages > 1:
             whole = self._lists()
             for group, lists in zip(self.optimizer.param_groups, whole, strict=True):
@@ -128,21 +144,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if len(kept) < len(lists["params"]):
                     group.update({key: [items[i] for i in kept] for key, items in lists.items()})
             self._whole = whole
+            return True
+        return False
 
     def _put_back(self) -> None:
         if self._whole is not None:
             for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
                 group.update(whole)
             self._whole = None
+            self._mark_state()  # loading binds it anew
 
     @contextlib.contextmanager
     def _here(self) -> Iterator[None]:
         """Within: the groups hold this rank's parameters alone."""
-        self._take_out()
+        took = self._take_out()
         try:
             yield
         finally:
-            self._put_back()
+            if took:
+                self._put_back()
 
     # The optimizer's own methods ----------------------------------------------------------------------------
 
@@ -157,6 +177,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, value: Any) -> None:
         self.optimizer.state = value
+        self._mark_state()
+
+    def _mark_state(self) -> None:
+        """Whoever asks for the state of another stage's parameter is told, and not that there is none."""
+        if self._session.model.partitioned and not isinstance(self.optimizer.state, _StateHere):
+            self.optimizer.state = _StateHere(dict, self.optimizer.state)
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -361,3 +387,73 @@ def _to_cpu(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_to_cpu(item) for item in value)
     return value
+
+
+class _StateHere(defaultdict[Any, Any]):
+    """An optimizer's state, of this rank's parameters.
+
+    What a script does to all states (to empty them, to set them anew) each rank does to its own; what it
+    wants to know of another stage's is an error, and not as if there were none.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._away: dict[Any, _Elsewhere] = {}
+
+    def __getitem__(self, key: Any) -> Any:
+        if is_away(key):
+            return self._away.setdefault(key, _Elsewhere(key))
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if is_away(key):
+            self[key].clear()
+            self[key].update(value)
+        else:
+            super().__setitem__(key, value)
+
+    def __contains__(self, key: Any) -> bool:
+        if is_away(key):
+            raise _elsewhere(key)
+        return super().__contains__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if is_away(key) else super().get(key, default)
+
+    def __len__(self) -> int:
+        raise SMPError(
+            "len(optimizer.state): this rank holds the state of its own stage's parameters alone. "
+            "optimizer.state_dict() is the whole state"
+        )
+
+    def __bool__(self) -> bool:
+        return any(True for _ in self)
+
+
+class _Elsewhere(dict[str, Any]):
+    """The state of another stage's parameter: what a script itself has put there, and no more."""
+
+    def __init__(self, parameter: Any) -> None:
+        super().__init__()
+        self._parameter = parameter
+
+    def __missing__(self, key: str) -> Any:
+        raise _elsewhere(self._parameter)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key]
+
+    def __contains__(self, key: object) -> bool:
+        if super().__contains__(key):
+            return True
+        raise _elsewhere(self._parameter)
+
+    def __len__(self) -> int:
+        raise _elsewhere(self._parameter)
+
+
+def _elsewhere(parameter: Any) -> SMPError:
+    return SMPError(
+        f"optimizer.state of the parameter {parameter.smp_name!r} is on stage {parameter.smp_stage}, in "
+        "another process: go by model.local_parameters(), or take optimizer.state_dict(), the whole state"
+    )

@@ -30,7 +30,7 @@ from .values.placed import PlacedTensor
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-__all__ = ["listening", "stop_intercepting"]
+__all__ = ["listening", "start_intercepting", "stop_intercepting"]
 
 _active: Recorder | None = None
 _thread: int | None = None
@@ -62,7 +62,7 @@ def listening(recorder: Recorder) -> Iterator[None]:
     global _active, _thread
     if _active is not None:
         raise RuntimeError("a step function was called inside another step function: call it outside")
-    _intercept()
+    start_intercepting()
     _active, _thread = recorder, threading.get_ident()
     try:
         with _Listener(recorder):
@@ -71,8 +71,11 @@ def listening(recorder: Recorder) -> Iterator[None]:
         _active = _thread = None
 
 
-def _intercept() -> None:
-    """Replaces the methods; does nothing if they are replaced."""
+def start_intercepting() -> None:
+    """Replaces the methods; does nothing if they are replaced.
+
+    From ``smp.init()`` on: a model may keep ``SomeFunction.apply`` as an attribute.
+    """
     if _originals:
         return
     original_call: Callable[..., Any] = nn.Module.__call__
@@ -109,6 +112,8 @@ def _intercept() -> None:
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         recorder = _active
+        if recorder is not None:
+            recorder.modules.meet(cls)
         if recorder is not None and not recorder.not_listening and threading.get_ident() == _thread:
             if cls is CheckpointFunction:
                 return _run_checkpointed(*args)

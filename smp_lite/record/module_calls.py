@@ -262,11 +262,20 @@ class ModuleCalls:
         places = self.recorder.descriptions.read
         pending.commands.append((command, places, places.seen if places is not None else None))
 
-    def note_function(self, command: Command, cls: type[torch.autograd.Function]) -> None:
-        """An autograd function of the user's was recorded, whose code may read more than its arguments."""
+    def meet(self, cls: type[torch.autograd.Function]) -> PlacesRead:
+        """An autograd function of the user's is used, here or inside a closed call."""
         places = self._function_places.get(cls)
         if places is None:
             places = self._function_places[cls] = places_of_class(cls)
+        return places
+
+    def read_by_functions(self) -> list[tuple[PlacesRead, Seen]]:
+        """What the code of autograd functions reads, for a backward that is called now."""
+        return [(places, places.look()) for places in self._function_places.values() if places.places]
+
+    def note_function(self, command: Command, cls: type[torch.autograd.Function]) -> None:
+        """An autograd function of the user's was recorded, whose code may read more than its arguments."""
+        places = self.meet(cls)
         if places.places:
             pending = self._pending.setdefault(id(cls), _Pending(None))
             pending.commands.append((command, places, places.look()))

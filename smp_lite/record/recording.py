@@ -19,7 +19,7 @@ from torch import nn
 from ..plan.segments import CommandNode, SegmentGraph, build_graph
 from .state.ambient import Ambient
 from .state.draws import Draw
-from .state.places import Place
+from .state.places import Place, PlacesRead, Seen
 from .values.calls import Arguments, ResultMeta
 from .values.placed import TensorMeta
 
@@ -91,6 +91,7 @@ class Recording:
     commands: list[Command] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     backwards: list[Backward] = field(default_factory=list)
+    backward_reads: list[tuple[PlacesRead, Seen]] = field(default_factory=list)
     needed: set[int] = field(default_factory=set)
     links: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
     parameters: dict[str, int] = field(default_factory=dict)

@@ -186,10 +186,14 @@ def _run_for_real(
     if effects is None or module is None:
         return _run_function(command, tensors, args, kwargs)
     buffers = Buffers(module)
-    with effects.watched():
-        result = _call(command, args, kwargs)
+    result, found, changed = None, None, ()
+    try:
+        with effects.watched():
+            result = _call(command, args, kwargs)
+    except NeedsOpening as reason:
+        found = str(reason)
     drew = not torch.equal(before, torch.default_generator.get_state())
-    found, changed = effects.found(), ()
+    found = found or effects.found()
     if found is None:
         try:
             changed = buffers.changed()

@@ -24,6 +24,7 @@ from ..plan.actions import COMPUTE_KINDS, RECV_KINDS, Action, ActionKind
 from ..plan.segments import Segment
 from ..record.parameters.placement import Placement
 from ..record.recording import Command
+from ..record.state.places import in_force
 from ..record.values.placed import TensorMeta
 from .commands import CommandRunner, RealRun
 from .failure import Failure
@@ -245,7 +246,10 @@ class StageExecutor:
         starts, gradients = self._starts(state, segment)
         if self._before_backward is not None:
             self._before_backward(m, segment)
-        torch.autograd.backward(starts, gradients)
+        # Backwards of autograd functions read what was there when model.backward() was called.
+        reads = state.recording.backward_reads
+        with in_force([there for places, seen in reads for there in places.others_than_now(seen)]):
+            torch.autograd.backward(starts, gradients)
         if self._after_backward is not None:
             self._after_backward(m, segment)
         state.backward_done.add(key)

@@ -20,6 +20,7 @@ from ..record.interception import listening
 from ..record.recorder import Recorder
 from ..record.recording import Recording
 from ..record.replay import Tape, refuse, step_key
+from ..record.state.python_state import PythonState
 from ..record.values.microbatch import merge_outputs
 from ..record.values.structure import flatten, rebuild
 from ..runtime.model_runtime import ModelRuntime
@@ -102,7 +103,11 @@ class StepContext:
                     self._begin_microbatch()
                 if kept is not None:
                     self.recorder.tape = Tape(_leaves((args, kwargs)))
-                outputs.append(self._end_microbatch(function(*args, **kwargs), kept))
+                try:
+                    returned = function(*args, **kwargs)
+                except NeedsOpening as reason:  # from what watches the step for replay
+                    raise refuse(f"runs code that {reason}") from None
+                outputs.append(self._end_microbatch(returned, kept))
             if kept is not None:
                 self.recorder.tape = None
                 assert self.runtime is not None
@@ -119,6 +124,10 @@ class StepContext:
         """What the model's own code leaves behind, which a replay would not. The step function is known not
         to
         run again."""
+        around = PythonState()
+        around.add(function, getattr(function, "__name__", "the step function"))
+        if around.opaque:
+            raise refuse(f"may take from {around.opaque[0]}")
         try:
             return Effects(self.session.model.module, (), {}, (function,))
         except NeedsOpening as reason:

@@ -17,6 +17,7 @@ from ..errors import SMPError
 from ..plan.partition import ModuleCost, Partition, manual_partition
 from ..plan.partition_report import format_partition_table, partition_warnings, stage_summaries
 from ..plan.partition_solver import solve_partition
+from ..record.describe.effects import NeedsOpening
 from ..record.describe.metadata import MetadataInference
 from ..record.describe.tracing import cost_tree, trace_model
 from ..record.source_line import warn_once_at_user_line
@@ -48,6 +49,11 @@ def decide_partition(
         session.is_tracing = True
         try:
             trace = trace_model(module, *example, MetadataInference(), measure_times=measure_times)
+        except NeedsOpening as reason:
+            warn_once_at_user_line(
+                f"the model cannot be traced before the first step, since its code {reason}: it is "
+                "partitioned by its parameters alone, as with skip_tracing"
+            )
         finally:
             session.is_tracing = False
     costs = cost_tree(

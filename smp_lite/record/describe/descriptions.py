@@ -23,7 +23,7 @@ from ..state.code_watch import Names, mentioned_in
 from ..state.places import PlacesRead
 from ..state.reads import places_read
 from ..values.calls import Arguments, Constant, ResultMeta
-from .effects import NeedsOpening
+from .effects import CannotBeRecorded, NeedsOpening
 from .metadata import MetadataInference
 from .signature import (
     ModuleSignatures,
@@ -103,6 +103,8 @@ class Descriptions:
                 key = key and self._key(label, what, arguments, ambient)
             else:
                 meta = self.inference.function(what, arguments)
+        except CannotBeRecorded:
+            raise
         except NeedsOpening as effect:
             return Opened(str(effect)) if is_module else NotDescribed(None)
         except DataDependentOutputException:

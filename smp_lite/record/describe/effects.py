@@ -12,25 +12,74 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...errors import SMPError
 from ..state.code_watch import CodeWatch, Names
-from ..state.python_state import PythonState, cache_among, iterator_among, iterators_split
+from ..state.python_state import (
+    NeedsOpening,
+    PythonState,
+    cache_among,
+    iterator_among,
+    iterators_split,
+    stuck_among,
+)
 from ..values.structure import Spec, flatten
 
-__all__ = ["Buffers", "Effects", "FakeTables", "NeedsOpening", "untouched"]
+__all__ = [
+    "Buffers",
+    "CannotBeRecorded",
+    "Effects",
+    "FakeTables",
+    "NeedsOpening",
+    "function_untouched",
+    "untouched",
+]
 
 
-class NeedsOpening(Exception):
-    """A closed call of the module would not be the same; the reason is the text: ``sets x.count``."""
+class CannotBeRecorded(SMPError):
+    """Neither a closed call nor an opened one would be the same."""
 
 
 @contextlib.contextmanager
-def untouched(module: nn.Module, *given: Any) -> Iterator[None]:
-    """Puts back what a run changes on the module, on what it was given and around its code."""
+def function_untouched(cls: type) -> Iterator[None]:
+    """Around a fake run of an autograd function.
+
+    Raises:
+        CannotBeRecorded: its forward changes the function's class, or what its code names.
+    """
+    state = PythonState()
+    state.add(cls, cls.__name__)
+    watch = CodeWatch(state)
+    try:
+        with watch.on():
+            yield
+        reason = state.changed() or watch.changed()
+    except NeedsOpening as found:
+        reason = str(found)
+    finally:
+        state.restore()
+        watch.restore()
+    if reason is not None:
+        raise CannotBeRecorded(
+            f"the autograd function {cls.__name__} keeps state of its own: its forward {reason}, which would "
+            "happen at another time, and on one rank only. Keep it in a module, or set it in the step "
+            "function"
+        )
+
+
+@contextlib.contextmanager
+def untouched(module: nn.Module, *given: Any, whatever: bool = False) -> Iterator[None]:
+    """Puts back what a run changes on the module, on what it was given and around its code.
+
+    Raises:
+        NeedsOpening: something cannot be put back; never if ``whatever``.
+    """
     state = PythonState()
     state.add(module, "")
     for value in given:
         state.add(value, "an argument")
-    watch = CodeWatch(state)
+    if (stuck := stuck_among(state)) is not None and not whatever:
+        raise NeedsOpening(f"may take from {stuck}")
+    watch = CodeWatch(state, minds_opaque=not whatever)
     with iterators_split(state):
         try:
             with watch.on():
@@ -165,6 +214,8 @@ class Effects:
         iterator = iterator_among(self._state, *self._leaves)
         if iterator is not None:
             raise NeedsOpening(f"may take from the iterator {iterator}")
+        if self._state.opaque:
+            raise NeedsOpening(f"may take from {self._state.opaque[0]}")
         cache = cache_among(self._state)
         if cache is not None:
             raise NeedsOpening(f"may fill the cache {cache}")

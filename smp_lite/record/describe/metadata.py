@@ -13,6 +13,7 @@ for a value of the step that is not among its arguments cannot run later as one 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from ..state.random_state import kept, python_state
 from ..values.calls import Arguments, ChangedArgument, Constant, NewTensor, Repeated, ResultMeta, SameTensor
 from ..values.placed import PlacedTensor, TensorMeta
 from ..values.structure import flatten
-from .effects import Effects, FakeTables, NeedsOpening
+from .effects import Effects, FakeTables, NeedsOpening, function_untouched
 from .layouts import as_kernels_lay_out
 
 
@@ -44,7 +45,9 @@ class MetadataInference:
         self.touched_placed = False
         fakes = self._fakes(arguments.tensors)
         args, kwargs = arguments.build([given for _, given in fakes])
-        return self._run(lambda: func(*args, **kwargs), fakes, FakeTables())
+        cls = getattr(func, "cls", None)  # of an autograd function
+        with function_untouched(cls) if cls is not None else contextlib.nullcontext():
+            return self._run(lambda: func(*args, **kwargs), fakes, FakeTables())
 
     def module(self, module: nn.Module, arguments: Arguments) -> tuple[ResultMeta, Names]:
         """Describes the module's forward, and says what its code mentions.

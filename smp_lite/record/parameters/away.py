@@ -292,6 +292,9 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of lists, tensor by tensor: for those that are here it runs, the others are away."""
     length = len(args[0])
     lists = [isinstance(arg, list | tuple) and len(arg) == length for arg in args]
+    others = [arg for arg, each in zip(args, lists) if not each]
+    if aways := _aways(tuple(others), kwargs):
+        raise needed(function_name(func), aways)
     away = [i for i in range(length) if any(is_away(arg[i]) for arg, each in zip(args, lists) if each)]
     for i in away:
         for arg, each in zip(args, lists):

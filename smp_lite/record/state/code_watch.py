@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from .places import PLAIN
-from .python_state import MISSING, PythonState
+from .python_state import MISSING, NeedsOpening, PythonState
 
 __all__ = ["CodeWatch", "Names", "mentioned_in"]
 
@@ -94,9 +94,13 @@ class CodeWatch:
     Args:
         state: takes copies of globals and of variables around functions before the code first runs.
         passed_over: functions whose own doings do not count.
+        minds_opaque: raise :class:`NeedsOpening` before a function runs that may take from an iterator.
     """
 
-    def __init__(self, state: PythonState, passed_over: Iterable[Any] = ()) -> None:
+    def __init__(
+        self, state: PythonState, passed_over: Iterable[Any] = (), *, minds_opaque: bool = True
+    ) -> None:
+        self._minds_opaque = minds_opaque
         self._passed_over = {getattr(function, "__code__", None) for function in passed_over}
         self.state = state
         self.names = Names()
@@ -125,6 +129,7 @@ class CodeWatch:
         code, namespace = frame.f_code, frame.f_globals
         if not _is_users(code, namespace):
             return
+        known = len(self.state.opaque)
         for name in self.names.mention(code, namespace):
             key = (id(namespace), name)
             if key not in self._globals:
@@ -136,8 +141,11 @@ class CodeWatch:
                     self.state.add(value, name)
         for name in code.co_freevars:
             value = frame.f_locals.get(name, MISSING)
-            if value is not MISSING and not isinstance(value, type):
+            if value is not MISSING and name != "__class__":
                 self.state.add(value, name)
+        if self._minds_opaque and len(self.state.opaque) > known:
+            # Before the function has run, so that nothing has been taken out.
+            raise NeedsOpening(f"may take from {self.state.opaque[-1]}")
 
     def _look_into(self, module: types.ModuleType, code: types.CodeType) -> None:
         """The code may set variables of another module of the user's."""

@@ -16,8 +16,10 @@ import contextlib
 import enum
 import functools
 import itertools
+import queue
 import random
 import sys
+import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -28,12 +30,14 @@ from torch import nn
 
 __all__ = [
     "MISSING",
+    "NeedsOpening",
     "PythonState",
     "cache_among",
     "contents_of",
     "iterator_among",
     "iterators_split",
     "refill",
+    "stuck_among",
 ]
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
@@ -69,10 +73,19 @@ _TABLES = frozenset(("_parameters", "_buffers", "_flat_weights"))
 _RANDOM = (random.Random, torch.Generator)
 
 
+class NeedsOpening(Exception):
+    """A closed call of the module would not be the same; the reason is the text: ``sets x.count``."""
+
+
 class PythonState:
-    """A copy of what can be reached from the roots that are added."""
+    """A copy of what can be reached from the roots that are added.
+
+    Attributes:
+        opaque: names of what nobody can copy, since to look into it is to take from it.
+    """
 
     def __init__(self) -> None:
+        self.opaque: list[str] = []
         self._seen: dict[int, Any] = {}  # keeps them alive, so that ids stay theirs
         self._parts: list[_Part] = []
 
@@ -86,6 +99,8 @@ class PythonState:
             self._seen[id(value)] = value
             part = _part_of(value, name)
             if part is None:
+                if _is_opaque(value):
+                    self.opaque.append(f"{name}, a {type(value).__name__}")
                 continue
             self._parts.append(part)
             pending += [(kind, kind.__name__, depth) for kind in _classes_of(value)]
@@ -387,9 +402,25 @@ def iterator_among(state: PythonState, *more: Any) -> str | None:
     return None
 
 
+def stuck_among(state: PythonState) -> str | None:
+    """The name of something whose items a run takes for good: :func:`iterators_split` does not reach it."""
+    for part in state._parts:
+        splits = isinstance(part, _Attributes | _Items)
+        for name, item in part.inner():
+            if _is_opaque(item) and not (splits and _is_iterator(item)):
+                return name
+    return None
+
+
 def cache_among(state: PythonState) -> str | None:
     """The name of an ``lru_cache`` among the things copied: what was in it cannot be put back."""
     return next((part.name for part in state._parts if isinstance(part, _Cached)), None)
+
+
+def _is_opaque(value: Any) -> bool:
+    if isinstance(value, queue.SimpleQueue):
+        return True
+    return _is_iterator(value) and not _is_users_class(type(value)) and not hasattr(value, "fileno")
 
 
 def _is_iterator(value: Any) -> bool:
@@ -439,7 +470,8 @@ def _part_of(value: Any, name: str) -> _Part | None:
         inner = contents_of(value)
         return _Inner(value, name, inner) if 0 < len(inner) <= MAX_LENGTH else None
     if kind is types.FunctionType:
-        return _Function(value, name) if _is_users(value.__module__) else None
+        # By where its code is: functools.wraps() copies the name of another module.
+        return _Function(value, name) if _is_users(value.__globals__.get("__name__")) else None
     if kind is types.MethodType:
         return _Inner(value, name, [value.__func__, value.__self__])
     if kind is functools.partial:
@@ -452,6 +484,8 @@ def _part_of(value: Any, name: str) -> _Part | None:
         return _Array(value, name) if value.nbytes <= MAX_ARRAY_BYTES else None
     if isinstance(value, torch.Tensor):
         return _Tensor(value, name) if kind in (torch.Tensor, nn.Parameter) else None
+    if isinstance(value, threading.local):
+        return _Attributes(value, name)
     if not _is_users(kind.__module__):
         return None
     if isinstance(getattr(value, "__dict__", None), dict):

@@ -58,6 +58,8 @@ def places_of_class(cls: type) -> PlacesRead:
     finder = _Finder(names)
     for namespace, name in names.globals.values():
         finder.item(namespace, name, name, 0)
+    for function in vars(cls).values():
+        finder.function(function.__func__ if isinstance(function, staticmethod | classmethod) else function)
     if finder.is_users(cls):
         finder.klass(cls)
     return PlacesRead(finder.places)
@@ -114,6 +116,7 @@ class _Finder:
             self.function(value)
         elif isinstance(value, types.MethodType):
             self.function(value.__func__)
+            self.into(value.__self__, name, depth)
         elif isinstance(value, types.ModuleType):
             self.members(value, name, depth)
         elif self.is_users(type(value)) or type(value) is types.SimpleNamespace:

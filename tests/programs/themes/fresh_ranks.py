@@ -236,7 +236,7 @@ def shrink_and_perturb(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="is on stage")
 def rows_shuffled(smp: Any, out: Any) -> None:
     """Hidden units of each block are permuted between steps: weights of two layers by one permutation."""
     net = Net()
@@ -515,7 +515,7 @@ def swapped_for_evaluation(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def weights_copied_between_blocks(smp: Any, out: Any) -> None:
     """The first block takes the last block's weights by load_state_dict, as when a network is grown."""
     net = Net()

@@ -238,7 +238,7 @@ def zeros_or_none(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="assign a gradient")
 def gradients_taken_from_some(smp: Any, out: Any) -> None:
     """Gradients of some tensors are deleted, bound to new ones, or shared between two layers before the step.
     Gradients of some tensors are deleted, bound to new ones, or shared between two layers before the step."""
@@ -421,7 +421,7 @@ def recipes_and_pairs(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,), static=True)
+@program(stages=(2,), ranks=(2,), static=True, refused_static="may take from")
 def generators_of_batches(smp: Any, out: Any) -> None:
     """The step closes over a generator of noise levels and takes one for each microbatch; numpy makes a
     table."""
@@ -577,7 +577,7 @@ def functional_norm_on_buffers(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="keeps state of its own")
 def state_in_a_function(smp: Any, out: Any) -> None:
     """A custom autograd function counts its backwards in a class attribute and scales by what it counted in
     forward."""

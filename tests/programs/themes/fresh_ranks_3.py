@@ -68,7 +68,7 @@ def norm_without_item(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="assign a gradient")
 def norm_bound_anew(smp: Any, out: Any) -> None:
     """The same with gradients bound anew, on .data, from lists."""
     model = smp.DistributedModel(Net())
@@ -87,7 +87,7 @@ def norm_bound_anew(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def largest_gradient(smp: Any, out: Any) -> None:
     """Each gradient is divided by the largest entry of all, found by torch.maximum over the loop."""
     model = smp.DistributedModel(Net())
@@ -147,7 +147,7 @@ def flat_gradient_buffer(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def running_mean_over_blocks(smp: Any, out: Any) -> None:
     """A running mean of the blocks' norms goes along the loop; each block is pulled to the mean up to it."""
     net = Net()
@@ -166,7 +166,7 @@ def running_mean_over_blocks(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="meta tensors")
 def rate_as_a_tensor(smp: Any, out: Any) -> None:
     """The group's rate is a tensor computed of the first layer's gradient."""
     net = Net()
@@ -181,7 +181,7 @@ def rate_as_a_tensor(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="meta tensors")
 def rate_filled_in_place(smp: Any, out: Any) -> None:
     """The rate tensor of the group is filled in place by the last layer's gradient norm."""
     net = Net()
@@ -196,7 +196,7 @@ def rate_filled_in_place(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="is on stage|len")
 def inner_optimizer_used(smp: Any, out: Any) -> None:
     """The script keeps the optimizer it wrapped, and sets rates, clears and steps by that one."""
     model = smp.DistributedModel(Net())
@@ -305,7 +305,7 @@ def state_bound_anew(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="is on stage|len")
 def first_seen_by_state(smp: Any, out: Any) -> None:
     """Noise is drawn for tensors whose state is new: 'p not in optimizer.state' and 'not optimizer.state[p]'.
     Noise is drawn for tensors whose state is new: 'p not in optimizer.state' and 'not optimizer.state[p]'."""
@@ -380,7 +380,7 @@ def helper_counts_in_a_global(smp: Any, out: Any) -> None:
     out.value("calls", CALLS)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused="keeps state of its own")
 def function_with_a_class_attribute(smp: Any, out: Any) -> None:
     """An autograd function's forward keeps a scale in its class, which falls with each call."""
     Twice.scale = 1.0
@@ -430,7 +430,7 @@ def gradients_looked_for(smp: Any, out: Any) -> None:
     _alternating(smp, out, first=True, to_none=True, read=False)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="is on stage")
 def noise_for_tensors_without_state(smp: Any, out: Any) -> None:
     """Tensors that have no optimizer state yet get noise: so at the first step, and after it is cleared."""
     model = smp.DistributedModel(Net())
@@ -449,7 +449,7 @@ def noise_for_tensors_without_state(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks=r"len\(optimizer.state\)")
 def noise_by_the_count_of_state(smp: Any, out: Any) -> None:
     """The rate falls with the number of tensors that have state."""
     model = smp.DistributedModel(Net())

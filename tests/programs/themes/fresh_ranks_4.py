@@ -233,7 +233,7 @@ def evaluated_on_replicas(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), refused_on_ranks="is on stage")
 def momentum_read_and_written(smp: Any, out: Any) -> None:
     """Momentum buffers are scaled in place where they are found by .get(), and by .items() of the state."""
     model = smp.DistributedModel(Net())
