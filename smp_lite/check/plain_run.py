@@ -76,6 +76,9 @@ class PlainStep:
     def attribute_set(self, module: nn.Module, name: str, value: Any) -> None:
         """Nothing: every call sees the present state."""
 
+    def meet(self, cls: type[torch.autograd.Function]) -> None:
+        """Nothing: its backward runs at once."""
+
     def ordinary_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 

@@ -71,6 +71,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self._session = session
         self._pending: dict[str, Any] | None = None
+        self._some_away = False  # whether parameters of the groups lie on other ranks
         self._step_took = False  # whether the inner optimizer's step has taken the lists out
         self._whole: list[dict[str, list[Any]]] | None = None  # the lists that _here() has taken out
         # Until partition, which may make other objects of parameters to which there are weak references.
@@ -118,6 +119,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if old is not new or is_away(new):
                     self.optimizer.state.pop(old, None)
         self._names.clear()
+        self._some_away = any(is_away(p) for lists in self._lists() for p in lists["params"])
         self._mark_state()
         if self._whole is not None:  # partitioned by a closure, in the midst of a step
             self._whole = None
@@ -181,7 +183,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _mark_state(self) -> None:
         """Whoever asks for the state of another stage's parameter is told, and not that there is none."""
-        if self._session.model.partitioned and not isinstance(self.optimizer.state, _StateHere):
+        if self._some_away and not isinstance(self.optimizer.state, _StateHere):
             self.optimizer.state = _StateHere(dict, self.optimizer.state)
 
     @property

@@ -113,7 +113,7 @@ def start_intercepting() -> None:
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         recorder = _active
         if recorder is not None:
-            recorder.modules.meet(cls)
+            recorder.meet(cls)
         if recorder is not None and not recorder.not_listening and threading.get_ident() == _thread:
             if cls is CheckpointFunction:
                 return _run_checkpointed(*args)

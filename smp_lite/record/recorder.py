@@ -126,6 +126,10 @@ class Recorder:
         """``module(*args, **kwargs)`` during recording; ``call`` is the original ``Module.__call__``."""
         return self.modules.call(module, call, args, kwargs)
 
+    def meet(self, cls: type[torch.autograd.Function]) -> None:
+        """An autograd function is applied, here or inside a closed call."""
+        self.modules.meet(cls)
+
     def attribute_set(self, module: nn.Module, name: str, value: Any) -> None:
         """An attribute of a module is about to be set, or deleted."""
         self.modules.attribute_set(module, name, value)

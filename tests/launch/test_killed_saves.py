@@ -48,12 +48,12 @@ def test_a_kill_at_any_operation_on_files_leaves_a_whole_checkpoint(kind: str, t
 @pytest.mark.parametrize(
     ("rank", "operation", "wanted"),
     [
-        (1, "model_1.pt", 0),
+        pytest.param(1, "model_1.pt", 0, marks=pytest.mark.thorough),
         (1, "half a file", 0),
-        (0, "optimizer_0.pt", 0),
+        pytest.param(0, "optimizer_0.pt", 0, marks=pytest.mark.thorough),
         (0, "t_partial.ready", 0),  # before the switch
         (0, "removing", 1),  # and after it
-        (0, "/newest", 1),
+        pytest.param(0, "/newest", 1, marks=pytest.mark.thorough),
     ],
 )
 def test_a_rank_that_is_killed_leaves_a_whole_checkpoint_to_all(

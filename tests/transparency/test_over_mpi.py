@@ -12,6 +12,7 @@ import pytest
 
 from tests.harness import run_distributed
 from tests.models import CASES
+from tests.sampling import one_in
 from tests.transparency.comparison import NUM_MICROBATCHES
 
 NAMES = [name for name, case in CASES.items() if case.available and not case.random_in_blocks]
@@ -20,12 +21,6 @@ FOUR_STAGES = [
     for name in ("gpt", "gpt_tied", "unet", "encoder_decoder", "t5", "reuse", "data_loop", "hooks")
     if name in NAMES
 ]
-THOROUGH = pytest.mark.thorough
-
-
-def some(names: list[str]) -> list[Any]:
-    """Every fourth name always, the others by ``make test-all``."""
-    return [pytest.param(name, marks=THOROUGH if number % 4 else ()) for number, name in enumerate(names)]
 
 
 def check(name: str, num_ranks: int, placement: str, wire: str = "mpi", **parameters: Any) -> None:
@@ -43,17 +38,17 @@ def check(name: str, num_ranks: int, placement: str, wire: str = "mpi", **parame
     assert sorted(held) == sorted(name for name, _ in CASES[name].build().named_parameters())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", one_in(2, NAMES))
 def test_two_ranks_zigzag_interleaved(name: str) -> None:
     check(name, 2, "zigzag", pipeline="interleaved")
 
 
-@pytest.mark.parametrize("name", some(NAMES))
+@pytest.mark.parametrize("name", one_in(4, NAMES))
 def test_three_ranks_auto_simple(name: str) -> None:
     check(name, 3, "auto", pipeline="simple")
 
 
-@pytest.mark.parametrize("name", some(FOUR_STAGES))
+@pytest.mark.parametrize("name", one_in(4, FOUR_STAGES))
 @pytest.mark.parametrize(("placement", "pipeline"), [("zigzag", "simple"), ("auto", "interleaved")])
 def test_four_ranks(name: str, placement: str, pipeline: str) -> None:
     check(name, 4, placement, pipeline=pipeline)

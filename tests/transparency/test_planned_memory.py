@@ -13,7 +13,14 @@ ALLOWED = 0.05
 
 
 @pytest.mark.filterwarnings("ignore:Stage . .*is the largest")
-@pytest.mark.parametrize(("num_stages", "pipeline"), [(2, "interleaved"), (2, "simple"), (4, "interleaved")])
+@pytest.mark.parametrize(
+    ("num_stages", "pipeline"),
+    [
+        (2, "interleaved"),
+        pytest.param(2, "simple", marks=pytest.mark.thorough),
+        pytest.param(4, "interleaved", marks=pytest.mark.thorough),
+    ],
+)
 @pytest.mark.parametrize("name", sorted(JOBS))
 def test_peak_of_each_stage(name: str, num_stages: int, pipeline: str) -> None:
     check(name, num_stages, {"partitions": num_stages, "microbatches": 4, "pipeline": pipeline})
