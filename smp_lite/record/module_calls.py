@@ -266,7 +266,8 @@ class ModuleCalls:
         """An autograd function of the user's is used, here or inside a closed call."""
         places = self._function_places.get(cls)
         if places is None:
-            places = self._function_places[cls] = places_of_class(cls)
+            own = cls.__module__.partition(".")[0] in ("torch", __name__.partition(".")[0])
+            places = self._function_places[cls] = PlacesRead([]) if own else places_of_class(cls)
         return places
 
     def read_by_functions(self) -> list[tuple[PlacesRead, Seen]]:
