@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(300)  # 300 forks each
-@pytest.mark.parametrize("kind", ["partial", "full"])
+@pytest.mark.parametrize("kind", ["partial", pytest.param("full", marks=pytest.mark.thorough)])
 def test_a_kill_at_any_operation_on_files_leaves_a_whole_checkpoint(kind: str, tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "tests.launch.killed_saves", str(tmp_path), kind],

@@ -226,6 +226,7 @@ def test_an_exception_ends_all_and_is_torchruns_root_cause(tmp_path: Path, no_mp
     assert processes_mentioning(script) == []
 
 
+@pytest.mark.thorough  # test_api_failures does it with MPI
 def test_a_rank_that_hangs_is_named_by_the_watchdog(tmp_path: Path, no_mpi: dict[str, str]) -> None:
     script = write(tmp_path, STEPS + "time.sleep(1000) if rank == 1 else model.state_dict()\n")
     code, text = torchrun(2, script, env={**no_mpi, "SMP_LITE_WATCHDOG_S": "3"})

@@ -42,7 +42,7 @@ def test_there_are_three() -> None:
     assert NOTEBOOKS == ["01_local.ipynb", "02_partition.ipynb", "03_to_sagemaker.ipynb"]
 
 
-@pytest.mark.parametrize(("name", "number"), zip(NOTEBOOKS, (3, 3, 0)))
+@pytest.mark.parametrize(("name", "number"), list(zip(NOTEBOOKS, (3, 3, 0))))
 def test_committed_notebooks_hold_small_pictures_and_no_other_output(name: str, number: int) -> None:
     notebook = nbformat.read(FOLDER / name, as_version=4)
     nbformat.validate(notebook)
@@ -87,6 +87,7 @@ def test_a_local_job(tmp_path: Path) -> None:
     assert processes_mentioning(tmp_path) == []
 
 
+@pytest.mark.thorough
 def test_splits_are_compared(tmp_path: Path) -> None:
     notebook = execute("02_partition.ipynb", tmp_path, parameters={"STEPS": 4})
     text = printed(notebook)

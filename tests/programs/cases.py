@@ -10,7 +10,7 @@ from tests.programs.registry import Program, programs
 
 __all__ = ["IN_MEMORY", "ON_RANKS"]
 
-EVERY = 16
+EVERY = 24
 """One in so many is run on real ranks always: that costs seconds, and differs from memory in little."""
 
 
