@@ -79,6 +79,9 @@ class PlainStep:
     def meet(self, cls: type[torch.autograd.Function]) -> None:
         """Nothing: its backward runs at once."""
 
+    def hears_hook(self) -> None:
+        """Nothing, for the same reason."""
+
     def ordinary_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 

@@ -82,8 +82,12 @@ def start_intercepting() -> None:
     original_set, original_delete = nn.Module.__setattr__, nn.Module.__delattr__
     original_apply = torch.autograd.Function.__dict__["apply"]
     original_convert = nn.Module._apply
+    original_hook = torch.Tensor.register_hook
+    original_saved = torch.autograd.graph.saved_tensors_hooks.__enter__
     _originals.update(
         convert=original_convert,
+        hook=original_hook,
+        saved=original_saved,
         call=original_call,
         set=original_set,
         delete=original_delete,
@@ -136,6 +140,18 @@ def start_intercepting() -> None:
                 )
         return original_convert(module, fn, recurse)
 
+    def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
+        if _active is not None:
+            _active.hears_hook()
+        return original_hook(tensor, hook)
+
+    def enter_saved_hooks(hooks: Any) -> None:
+        if _active is not None:
+            _active.hears_hook()
+        original_saved(hooks)
+
+    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    torch.autograd.graph.saved_tensors_hooks.__enter__ = enter_saved_hooks  # type: ignore[method-assign]
     nn.Module._apply = convert  # type: ignore[method-assign]
     nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
     nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
@@ -147,6 +163,8 @@ def stop_intercepting() -> None:
     """Puts torch's own methods back."""
     if _originals:
         nn.Module._apply = _originals["convert"]  # type: ignore[method-assign]
+        torch.Tensor.register_hook = _originals["hook"]  # type: ignore[method-assign]
+        torch.autograd.graph.saved_tensors_hooks.__enter__ = _originals["saved"]  # type: ignore[method-assign]
         nn.Module.__call__ = _originals["call"]  # type: ignore[method-assign]
         nn.Module.__setattr__ = _originals["set"]  # type: ignore[method-assign]
         nn.Module.__delattr__ = _originals["delete"]  # type: ignore[method-assign]

@@ -35,7 +35,6 @@ from .recording import Command
 from .replay import refuse
 from .state.places import ModuleAttribute, Place, PlacesRead, Seen
 from .state.python_state import MISSING
-from .state.reads import places_of_class
 from .values.calls import Arguments
 from .values.placed import PlacedTensor, storage_of
 
@@ -110,7 +109,6 @@ class ModuleCalls:
         self._exposed: dict[int | None, nn.Module] = {}  # whose buffers Python code has seen, by memory
         self._saved: dict[tuple[int, str], tuple[nn.Module, torch.Tensor, torch.Tensor]] = {}
         self._numbers: dict[int, int] = {}
-        self._function_places: dict[type, PlacesRead] = {}
         self._stateful: dict[int, nn.Module] = {}  # modules with parameters that are changed between calls
 
     # The life of a step -------------------------------------------------------------------------------------
@@ -262,21 +260,9 @@ class ModuleCalls:
         places = self.recorder.descriptions.read
         pending.commands.append((command, places, places.seen if places is not None else None))
 
-    def meet(self, cls: type[torch.autograd.Function]) -> PlacesRead:
-        """An autograd function of the user's is used, here or inside a closed call."""
-        places = self._function_places.get(cls)
-        if places is None:
-            own = cls.__module__.partition(".")[0] in ("torch", __name__.partition(".")[0])
-            places = self._function_places[cls] = PlacesRead([]) if own else places_of_class(cls)
-        return places
-
-    def read_by_functions(self) -> list[tuple[PlacesRead, Seen]]:
-        """What the code of autograd functions reads, for a backward that is called now."""
-        return [(places, places.look()) for places in self._function_places.values() if places.places]
-
     def note_function(self, command: Command, cls: type[torch.autograd.Function]) -> None:
         """An autograd function of the user's was recorded, whose code may read more than its arguments."""
-        places = self.meet(cls)
+        places = self.recorder.backward_state.meet(cls)
         if places.places:
             pending = self._pending.setdefault(id(cls), _Pending(None))
             pending.commands.append((command, places, places.look()))
@@ -314,6 +300,7 @@ class ModuleCalls:
             return
         if name in namespace.get("_parameters", ()) or name in namespace.get("_buffers", ()):
             return  # their tables hear of it
+        self.recorder.backward_state.attribute_set(module, name, namespace.get(name, MISSING))
         changed: list[tuple[Place, Any]] | None = None
         for owner in owners:
             self.recorder.descriptions.signatures.changed(owner)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import SMPError
+from .backward_state import BackwardState
 from .command_writer import CommandWriter
 from .describe.descriptions import Descriptions
 from .forced import Forced, Host
@@ -59,6 +60,7 @@ class Recorder:
         self.num_modes = 0  # torch's own modes and ours, without the user's
         self.draws = Draws()
         self.modules = ModuleCalls(self)
+        self.backward_state = BackwardState(placement.root)
         self.survivors: list[tuple[int, PlacedTensor]] = []
         self.forced = Forced(self)
         self.recordings: dict[int, Recording] = {}
@@ -80,6 +82,7 @@ class Recorder:
         self.descriptions.signatures.new_step()
         self.modules.begin_step(strict=strict)
         self.draws.begin_step()
+        self.backward_state.begin_step()
         self.recordings.clear()
         self.survivors.clear()
 
@@ -128,7 +131,11 @@ class Recorder:
 
     def meet(self, cls: type[torch.autograd.Function]) -> None:
         """An autograd function is applied, here or inside a closed call."""
-        self.modules.meet(cls)
+        self.backward_state.meet(cls)
+
+    def hears_hook(self) -> None:
+        """A hook is put on a tensor, or on what autograd saves: Python that a backward runs."""
+        self.backward_state.runs_python = True
 
     def attribute_set(self, module: nn.Module, name: str, value: Any) -> None:
         """An attribute of a module is about to be set, or deleted."""

@@ -9,7 +9,7 @@ process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +92,7 @@ class Recording:
     values: list[Value] = field(default_factory=list)
     backwards: list[Backward] = field(default_factory=list)
     backward_reads: list[tuple[PlacesRead, Seen]] = field(default_factory=list)
+    backward_attributes: dict[Hashable, tuple[Place, Any]] = field(default_factory=dict)
     needed: set[int] = field(default_factory=set)
     links: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
     parameters: dict[str, int] = field(default_factory=dict)

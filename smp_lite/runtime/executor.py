@@ -22,6 +22,7 @@ import torch
 from ..comm.wires import Transfer, Wire
 from ..plan.actions import COMPUTE_KINDS, RECV_KINDS, Action, ActionKind
 from ..plan.segments import Segment
+from ..record.backward_state import there
 from ..record.parameters.placement import Placement
 from ..record.recording import Command
 from ..record.state.places import in_force
@@ -246,9 +247,7 @@ class StageExecutor:
         starts, gradients = self._starts(state, segment)
         if self._before_backward is not None:
             self._before_backward(m, segment)
-        # Backwards of autograd functions read what was there when model.backward() was called.
-        reads = state.recording.backward_reads
-        with in_force([there for places, seen in reads for there in places.others_than_now(seen)]):
+        with in_force(there(state.recording)):
             torch.autograd.backward(starts, gradients)
         if self._after_backward is not None:
             self._after_backward(m, segment)

@@ -144,6 +144,10 @@ class Descriptions:
             self._places[id(module)] = found
         return found[2]
 
+    def all_places(self) -> list[PlacesRead]:
+        """What the code of all modules reads that have been called."""
+        return [places for _, _, places in self._places.values()]
+
     def _learn_names(self, module: nn.Module, names: Names) -> None:
         signature = self.signatures.of(module)
         known = self._names.setdefault(signature, names)

@@ -11,6 +11,7 @@ import contextvars
 import sys
 import threading
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .code_watch import Names
 from .places import PLAIN, Array, Attribute, Cell, Contents, Item, Place, PlacesRead, Variable, is_plain
 from .python_state import MISSING, contents_of
 
-__all__ = ["places_of_class", "places_read"]
+__all__ = ["places_of_class", "places_of_functions", "places_read"]
 
 _MAX_ITEMS = 64
 _MAX_BYTES = 1 << 14
@@ -50,19 +51,33 @@ def places_read(module: nn.Module, names: Names) -> PlacesRead:
 
 def places_of_class(cls: type) -> PlacesRead:
     """The same for the methods of a class that is no module (an autograd function)."""
-    names = Names()
-    for function in vars(cls).values():
-        inner = function.__func__ if isinstance(function, staticmethod | classmethod) else function
-        if isinstance(inner, types.FunctionType):
-            names.mention(inner.__code__, inner.__globals__)
-    finder = _Finder(names)
-    for namespace, name in names.globals.values():
-        finder.item(namespace, name, name, 0)
-    for function in vars(cls).values():
-        finder.function(function.__func__ if isinstance(function, staticmethod | classmethod) else function)
+    finder = _finder_of([getattr(function, "__func__", function) for function in vars(cls).values()])
     if finder.is_users(cls):
         finder.klass(cls)
     return PlacesRead(finder.places)
+
+
+def places_of_functions(functions: Iterable[Any]) -> PlacesRead:
+    """The same for functions, and for methods and other callables by what they hold."""
+    given = list(functions)
+    finder = _finder_of([getattr(function, "__func__", function) for function in given])
+    for function in given:
+        if not isinstance(function, types.FunctionType):
+            finder.into(function, getattr(function, "__name__", "a hook"), 0)
+    return PlacesRead(finder.places)
+
+
+def _finder_of(functions: Iterable[Any]) -> _Finder:
+    plain = [function for function in functions if isinstance(function, types.FunctionType)]
+    names = Names()
+    for function in plain:
+        names.mention(function.__code__, function.__globals__)
+    finder = _Finder(names)
+    for namespace, name in names.globals.values():
+        finder.item(namespace, name, name, 0)
+    for function in plain:
+        finder.function(function)
+    return finder
 
 
 class _Finder:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,49 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.programs import program
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """Residual blocks with a normalised entry."""
-
-    def __init__(self, width: int = 8, depth: int = 4) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width))
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def batches(smp: Any, steps: int = 3, size: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(5 + smp.dp_rank())
-    for _ in range(steps):
-        yield torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator)
-
-
-def make_step(smp: Any) -> Callable[..., Any]:
-    @smp.step
-    def train_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(model(x), y)
-        model.backward(loss)
-        return loss
-
-    return train_step
+from tests.programs.small import NormNet as Net
+from tests.programs.small import batches, make_step
 
 
 class Lookahead:

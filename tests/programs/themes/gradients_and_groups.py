@@ -1,4 +1,4 @@
-"""What followed from fresh_ranks: groups edited, numbers of several stages mixed, gradients that are None."""
+"""Groups edited, numbers of several stages mixed, gradients that are None."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.programs import program
-from tests.programs.themes.fresh_ranks_2 import Net, batches, make_step
+from tests.programs.small import Net, batches, make_step
 
 
 class TwoHeads(Net):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,48 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from tests.programs import program
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self, width: int = 8, depth: int = 4) -> None:
-        super().__init__()
-        self.stem = nn.Linear(6, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def batches(smp: Any, steps: int = 3, size: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(9 + smp.dp_rank())
-    for _ in range(steps):
-        yield torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator)
-
-
-def make_step(smp: Any) -> Callable[..., Any]:
-    @smp.step
-    def train_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(model(x), y)
-        model.backward(loss)
-        return loss
-
-    return train_step
-
+from tests.programs.small import Block, Net, batches, make_step
 
 # State and its copies -------------------------------------------------------------------------------------
 

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.programs import program
-from tests.programs.themes.fresh_ranks import Net as NormNet
-from tests.programs.themes.fresh_ranks import batches as norm_batches
-from tests.programs.themes.fresh_ranks_2 import Net, batches, make_step
+from tests.programs.small import Net, NormNet, batches, make_step
 
 
 class Half(nn.Module):
@@ -223,7 +221,7 @@ def evaluated_on_replicas(smp: Any, out: Any) -> None:
         with torch.no_grad():
             return F.cross_entropy(model(x), y)
 
-    for x, y in norm_batches(smp):
+    for x, y in batches(smp):
         model.train()
         optimizer.zero_grad()
         out.value("loss", step(model, x, y).reduce_mean())

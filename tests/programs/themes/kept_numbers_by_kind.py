@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.programs import program
-from tests.programs.themes.fresh_ranks_2 import Net, batches
-from tests.programs.themes.fresh_ranks_4 import Half, trained
+from tests.programs.small import Net, batches
+from tests.programs.themes.kept_numbers import Half, trained
 
 Change = Callable[[Tensor], Tensor]
 
