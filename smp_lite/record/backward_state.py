@@ -2,44 +2,76 @@
 
 Hooks, backwards of autograd functions and what a checkpoint computes again are Python code. In one process
 they run within ``model.backward()``; here they run later, when the step function may have set attributes,
-globals or dicts for other microbatches. So that moment's state is noted, and is in force while the backward
-of that microbatch runs. Steps without such code note nothing.
+globals or dicts for other microbatches. So what the step function changes afterwards is noted, and the old
+values are in force while the backward of that microbatch runs. Steps without such code note nothing.
+
+What backward code itself changes (a hook that counts its calls) goes on from one backward to the next, as in
+one process. Only code that the step function recorded for later microbatches would see it too early or too
+late: that is an error, and so is a place that both change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import functools
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..errors import SMPError
+from .describe.descriptions import Descriptions
+from .interception import hearing_attributes
 from .recording import Recording
-from .state.places import ModuleAttribute, Place, PlacesRead
+from .state.places import ModuleAttribute, Place, PlacesRead, Seen, in_force
 from .state.reads import places_of_class, places_of_functions
 
-__all__ = ["BackwardState", "there"]
+__all__ = ["BackwardState"]
 
 _OURS = ("torch", __name__.partition(".")[0])
+_BACKWARD_CODE = "code that runs within a backward (a hook, an autograd function's backward)"
+
+
+@dataclass
+class _Called:
+    """A ``model.backward()`` of this step: what was at the places, and at those that have changed since."""
+
+    reads: list[tuple[PlacesRead, Seen]]
+    changed: dict[Hashable, tuple[Place, Any]] = field(default_factory=dict)
+
+    def keep(self, place: Place, value: Any) -> None:
+        self.changed.setdefault(place.identity, (place, value))
 
 
 class BackwardState:
-    """What backward code of one recorder's model reads.
+    """What backward code of one recorder's model reads, and what it changes.
 
     Attributes:
         runs_python: whether any such code has been met.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, descriptions: Descriptions) -> None:
         self._root = root
+        self._descriptions = descriptions
         self.runs_python = False
         self._of_classes: dict[type, PlacesRead] = {}
         self._of_hooks: PlacesRead | None = None  # of this step
-        self._called: list[Recording] = []  # microbatches of this step that have called model.backward()
+        self._of_forwards: PlacesRead | None = None  # whichever of them run where they are called
+        self._called: list[_Called] = []
+        self._read_by_calls: list[tuple[PlacesRead, Seen]] = []
+        self._set: list[tuple[nn.Module, str]] = []  # attributes, by backward code
+        self._num_microbatches = 1
 
-    def begin_step(self) -> None:
+    def begin_step(self, num_microbatches: int) -> None:
+        self._num_microbatches = num_microbatches
         self._of_hooks = None
         self._called.clear()
+        self._read_by_calls.clear()
+        self._set.clear()
+
+    # While recording ----------------------------------------------------------------------------------------
 
     def meet(self, cls: type[torch.autograd.Function]) -> PlacesRead:
         """An autograd function is used, here or inside a closed call."""
@@ -50,7 +82,7 @@ class BackwardState:
             self.runs_python |= not own
         return places
 
-    def note(self, recording: Recording, of_modules: Iterable[PlacesRead]) -> None:
+    def note(self, recording: Recording) -> None:
         """``model.backward()`` is called now."""
         if self._of_hooks is None:
             hooks = list(_hooks_of(self._root))
@@ -58,22 +90,85 @@ class BackwardState:
             self._of_hooks = places_of_functions(hooks)
         if not self.runs_python:
             return
-        read = [*self._of_classes.values(), self._of_hooks, *of_modules]
-        recording.backward_reads = [(places, places.look()) for places in read if places.places]
-        recording.backward_attributes = {}
-        self._called.append(recording)
+        called = _Called(_looked_at([*self._of_classes.values(), self._of_hooks, *self._by_calls()]))
+        self._called.append(called)
+        recording.around_backward = functools.partial(self._as_when_called, called)
 
     def attribute_set(self, module: nn.Module, name: str, old: Any) -> None:
-        """An attribute is about to be set: backwards that have been called keep what it was."""
-        for recording in self._called:
-            place = ModuleAttribute(module, name)
-            recording.backward_attributes.setdefault(place.identity, (place, old))
+        """The step function sets an attribute: backwards that have been called keep what it was."""
+        for called in self._called:
+            called.keep(ModuleAttribute(module, name), old)
+
+    def _by_calls(self) -> list[PlacesRead]:
+        if self._of_forwards is None:
+            kinds = dict.fromkeys(type(module) for module in self._root.modules())
+            self._of_forwards = places_of_functions(
+                kind.forward for kind in kinds if kind.__module__.partition(".")[0] not in _OURS
+            )
+        return [self._of_forwards, *self._descriptions.all_places()]
+
+    # Around each batch of work ------------------------------------------------------------------------------
+
+    def before_running(self) -> None:
+        """What the step function has changed since each ``model.backward()`` is known from here on."""
+        for called in self._called:
+            for places, seen in called.reads:
+                for place, value in places.others_than_now(seen):
+                    called.keep(place, value)
+        if self._called:
+            self._read_by_calls = _looked_at(self._by_calls())
+
+    def after_running(self) -> None:
+        """What has changed since :meth:`before_running` is the doing of backward code."""
+        for called in self._called:
+            called.reads = _looked_at([places for places, _ in called.reads])
+
+    # Around each part of a backward -------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _as_when_called(self, called: _Called) -> Iterator[None]:
+        """Within: a part of the microbatch's backward runs.
+
+        Raises:
+            SMPError: it has changed what the step function has changed too since ``model.backward()``, or
+                what calls of other microbatches read.
+        """
+        state = list(called.changed.values())
+        with in_force(state), hearing_attributes(lambda module, name: self._set.append((module, name))):
+            before = [place.get() for place, _ in state]
+            yield
+            self._check_only_changed_by_one(state, before)
+        if self._num_microbatches > 1:
+            self._check_not_read_by_calls()
+
+    def _check_only_changed_by_one(self, state: list[tuple[Place, Any]], before: list[Hashable]) -> None:
+        for (place, _), old in zip(state, before, strict=True):
+            if place.get() != old:
+                raise SMPError(
+                    f"{place.name} is changed by {_BACKWARD_CODE}, and by the step function or the forward "
+                    "of another microbatch: here all microbatches are recorded before a backward runs, so "
+                    "it would not become what it becomes in one process. Let each write to a place of its "
+                    "own"
+                )
+
+    def _check_not_read_by_calls(self) -> None:
+        changed = [
+            place.name for places, seen in self._read_by_calls for place, _ in places.others_than_now(seen)
+        ]
+        for module, name in self._set:
+            if self._descriptions.only_reads(self._root, module, name):
+                changed.append(f"{type(module).__name__}.{name}")
+        self._set.clear()
+        if changed:
+            raise SMPError(
+                f"{changed[0]} is changed by {_BACKWARD_CODE}, and read by forward: a later microbatch, "
+                "which sees the new value in one process, may run before that backward here. Let forward "
+                "read it under another name, which is set between steps, or train with microbatches=1"
+            )
 
 
-def there(recording: Recording) -> list[tuple[Place, Any]]:
-    """What must be put in force while the microbatch's backward runs."""
-    changed = [item for places, seen in recording.backward_reads for item in places.others_than_now(seen)]
-    return [*changed, *recording.backward_attributes.values()]
+def _looked_at(read: list[PlacesRead]) -> list[tuple[PlacesRead, Seen]]:
+    return [(places, places.look()) for places in read if places.places]
 
 
 def _hooks_of(root: nn.Module) -> Iterable[Any]:

@@ -34,6 +34,7 @@ __all__ = ["listening", "start_intercepting", "stop_intercepting"]
 
 _active: Recorder | None = None
 _thread: int | None = None
+_hears_attributes: Callable[[nn.Module, str], None] | None = None
 _originals: dict[str, Any] = {}
 
 
@@ -71,6 +72,17 @@ def listening(recorder: Recorder) -> Iterator[None]:
         _active = _thread = None
 
 
+@contextlib.contextmanager
+def hearing_attributes(listener: Callable[[nn.Module, str], None]) -> Iterator[None]:
+    """Within, while what was recorded runs: the listener hears of each attribute of a module that is set."""
+    global _hears_attributes
+    before, _hears_attributes = _hears_attributes, listener
+    try:
+        yield
+    finally:
+        _hears_attributes = before
+
+
 def start_intercepting() -> None:
     """Replaces the methods; does nothing if they are replaced.
 
@@ -106,6 +118,8 @@ def start_intercepting() -> None:
         recorder = _active
         if recorder is not None and not recorder.not_listening and threading.get_ident() == _thread:
             recorder.attribute_set(module, name, value)
+        elif _hears_attributes is not None:
+            _hears_attributes(module, name)
         original_set(module, name, value)
 
     def delete_attribute(module: nn.Module, name: str) -> None:

@@ -60,7 +60,7 @@ class Recorder:
         self.num_modes = 0  # torch's own modes and ours, without the user's
         self.draws = Draws()
         self.modules = ModuleCalls(self)
-        self.backward_state = BackwardState(placement.root)
+        self.backward_state = BackwardState(placement.root, self.descriptions)
         self.survivors: list[tuple[int, PlacedTensor]] = []
         self.forced = Forced(self)
         self.recordings: dict[int, Recording] = {}
@@ -82,7 +82,7 @@ class Recorder:
         self.descriptions.signatures.new_step()
         self.modules.begin_step(strict=strict)
         self.draws.begin_step()
-        self.backward_state.begin_step()
+        self.backward_state.begin_step(num_microbatches)
         self.recordings.clear()
         self.survivors.clear()
 

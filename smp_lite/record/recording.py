@@ -9,7 +9,9 @@ process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch import nn
 from ..plan.segments import CommandNode, SegmentGraph, build_graph
 from .state.ambient import Ambient
 from .state.draws import Draw
-from .state.places import Place, PlacesRead, Seen
+from .state.places import Place
 from .values.calls import Arguments, ResultMeta
 from .values.placed import TensorMeta
 
@@ -91,8 +93,7 @@ class Recording:
     commands: list[Command] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     backwards: list[Backward] = field(default_factory=list)
-    backward_reads: list[tuple[PlacesRead, Seen]] = field(default_factory=list)
-    backward_attributes: dict[Hashable, tuple[Place, Any]] = field(default_factory=dict)
+    around_backward: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     needed: set[int] = field(default_factory=set)
     links: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
     parameters: dict[str, int] = field(default_factory=dict)

@@ -22,10 +22,8 @@ import torch
 from ..comm.wires import Transfer, Wire
 from ..plan.actions import COMPUTE_KINDS, RECV_KINDS, Action, ActionKind
 from ..plan.segments import Segment
-from ..record.backward_state import there
 from ..record.parameters.placement import Placement
 from ..record.recording import Command
-from ..record.state.places import in_force
 from ..record.values.placed import TensorMeta
 from .commands import CommandRunner, RealRun
 from .failure import Failure
@@ -247,7 +245,7 @@ class StageExecutor:
         starts, gradients = self._starts(state, segment)
         if self._before_backward is not None:
             self._before_backward(m, segment)
-        with in_force(there(state.recording)):
+        with state.recording.around_backward():
             torch.autograd.backward(starts, gradients)
         if self._after_backward is not None:
             self._after_backward(m, segment)

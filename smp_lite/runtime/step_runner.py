@@ -340,6 +340,7 @@ class StepRunner:
             self.on_planned(batch, recordings)
         assert self._recorder is not None
         self._recorder.modules.before_running()
+        self._recorder.backward_state.before_running()
         observer = self.observer()
         if observer is not None:
             observer.recorded(recordings)
@@ -357,6 +358,7 @@ class StepRunner:
             self.peers.drive(
                 {stage: executor.run(batch.schedule[stage]) for stage, executor in self.executors.items()}
             )
+        self._recorder.backward_state.after_running()
         key, trained = self._trained(batch, recordings)
         self._agree_on_outcome(batch, key, trained)
         self._note(batch)

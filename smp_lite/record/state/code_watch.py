@@ -9,6 +9,7 @@ before the function first runs, so that its changes are noticed and undone (:mod
 from __future__ import annotations
 
 import contextlib
+import dis
 import gc
 import sys
 import threading
@@ -23,7 +24,7 @@ from torch import nn
 from .places import PLAIN
 from .python_state import MISSING, NeedsOpening, PythonState
 
-__all__ = ["CodeWatch", "Names", "mentioned_in"]
+__all__ = ["CodeWatch", "Names", "is_only_read", "mentioned_in"]
 
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _OURS = str(Path(__file__).resolve().parents[2])
@@ -46,11 +47,11 @@ class Names:
     def mention(self, code: types.CodeType, namespace: dict[str, Any]) -> list[str]:
         """Adds what one function mentions; returns which globals that are there it does."""
         self.functions.add(code)
-        nested = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-        mentioned = dict.fromkeys([name for part in (code, *nested) for name in part.co_names])
+        parts = _with_nested(code)
+        mentioned = dict.fromkeys([name for part in parts for name in part.co_names])
         self.attributes.update(mentioned)
         # getattr(holder, "name"), and keys of namespaces
-        self.attributes.update(c for part in (code, *nested) for c in part.co_consts if _is_name(c))
+        self.attributes.update(c for part in parts for c in part.co_consts if _is_name(c))
         found = [name for name in mentioned if name in namespace]
         self.globals.update({(id(namespace), name): (namespace, name) for name in found})
         return found
@@ -76,6 +77,23 @@ def mentioned_in(module: nn.Module) -> Names:
                 ):
                     names.mention(function.__code__, function.__globals__)
     return names
+
+
+def _with_nested(code: types.CodeType) -> list[types.CodeType]:
+    """The code of a function, and of functions that are written in it."""
+    return [code, *[constant for constant in code.co_consts if isinstance(constant, types.CodeType)]]
+
+
+def is_only_read(codes: Iterable[types.CodeType], name: str) -> bool:
+    """Whether some code reads an attribute of this name, and none sets it."""
+    found = {
+        instruction.opname
+        for code in codes
+        for part in _with_nested(code)
+        for instruction in dis.get_instructions(part)
+        if instruction.argval == name
+    }
+    return not found.isdisjoint(("LOAD_ATTR", "LOAD_METHOD", "LOAD_CONST")) and "STORE_ATTR" not in found
 
 
 def _is_name(constant: object) -> bool:

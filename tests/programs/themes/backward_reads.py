@@ -150,3 +150,96 @@ def checkpointed_part_reads_a_dict(smp: Any, out: Any) -> None:
             return super().forward(x) + checkpoint(self.inner, x, use_reentrant=False)
 
     trained(smp, out, Kind)
+
+
+def with_hook(block: Block, hook: Any) -> None:
+    block.linear.register_full_backward_hook(lambda module, given, made: hook(given))
+
+
+@program(stages=(2,), ranks=(2,))
+def hooks_count_from_one_backward_to_the_next(smp: Any, out: Any) -> None:
+    """What only backward code changes goes on: here each call scales by how many there were."""
+
+    class Kind(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+            with_hook(self, self.scale)
+
+        def scale(self, given: Any) -> Any:
+            self.calls += 1
+            return tuple(g if g is None else g * self.calls for g in given)
+
+    trained(smp, out, Kind)
+
+
+@program(stages=(2,), ranks=(2,))
+def hooks_count_in_a_dict(smp: Any, out: Any) -> None:
+    """The same in a dict that nothing else looks at."""
+
+    class Kind(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            calls = {"of": 0}
+
+            def scale(given: Any) -> Any:
+                calls["of"] += 1
+                return tuple(g if g is None else g * calls["of"] for g in given)
+
+            with_hook(self, scale)
+
+    trained(smp, out, Kind)
+
+
+@program(stages=(2,), ranks=(2,), refused="by the step function or the forward")
+def hooks_change_what_the_step_function_changes(smp: Any, out: Any) -> None:
+    """The step function scales the strength up, each backward down."""
+
+    class Kind(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            with_hook(self, self.weaken)
+
+        def weaken(self, given: Any) -> Any:
+            self.strength *= 0.5
+            return tuple(g if g is None else g * self.strength for g in given)
+
+    trained(smp, out, Kind)
+
+
+@program(stages=(2,), ranks=(2,), refused="and read by forward")
+def forward_reads_what_a_hook_sets(smp: Any, out: Any) -> None:
+    """The forward of the second microbatch sees the gradients' size of the first."""
+
+    class Kind(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.size = 1.0
+            with_hook(self, self.measure)
+
+        def measure(self, given: Any) -> None:
+            self.size = sum(float(g.abs().sum()) for g in given if g is not None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) / (1.0 + self.size)
+
+    trained(smp, out, Kind)
+
+
+@program(stages=(2,), ranks=(2,), refused="and read by forward")
+def forward_reads_a_list_of_a_hook(smp: Any, out: Any) -> None:
+    """The same by way of a list."""
+    sizes: list[float] = []
+
+    class Kind(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            with_hook(self, self.measure)
+
+        def measure(self, given: Any) -> None:
+            sizes.append(sum(float(g.abs().sum()) for g in given if g is not None))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) / (1.0 + len(sizes))
+
+    trained(smp, out, Kind)
