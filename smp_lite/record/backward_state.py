@@ -24,6 +24,7 @@ from torch import nn
 from ..errors import SMPError
 from .describe.descriptions import Descriptions
 from .interception import hearing_attributes
+from .parameters.placement import Placement
 from .recording import Recording
 from .state.places import ModuleAttribute, Place, PlacesRead, Seen, in_force
 from .state.reads import places_of_class, places_of_functions
@@ -52,8 +53,8 @@ class BackwardState:
         runs_python: whether any such code has been met.
     """
 
-    def __init__(self, root: nn.Module, descriptions: Descriptions) -> None:
-        self._root = root
+    def __init__(self, placement: Placement, descriptions: Descriptions) -> None:
+        self._placement = placement
         self._descriptions = descriptions
         self.runs_python = False
         self._of_classes: dict[type, PlacesRead] = {}
@@ -85,7 +86,8 @@ class BackwardState:
     def note(self, recording: Recording) -> None:
         """``model.backward()`` is called now."""
         if self._of_hooks is None:
-            hooks = list(_hooks_of(self._root))
+            with torch._C.DisableTorchFunction():  # reading a table of hooks is nothing to record
+                hooks = list(_hooks_of(self._placement))
             self.runs_python |= bool(hooks)
             self._of_hooks = places_of_functions(hooks)
         if not self.runs_python:
@@ -101,7 +103,7 @@ class BackwardState:
 
     def _by_calls(self) -> list[PlacesRead]:
         if self._of_forwards is None:
-            kinds = dict.fromkeys(type(module) for module in self._root.modules())
+            kinds = dict.fromkeys(type(module) for module in self._placement.root.modules())
             self._of_forwards = places_of_functions(
                 kind.forward for kind in kinds if kind.__module__.partition(".")[0] not in _OURS
             )
@@ -156,7 +158,7 @@ class BackwardState:
             place.name for places, seen in self._read_by_calls for place, _ in places.others_than_now(seen)
         ]
         for module, name in self._set:
-            if self._descriptions.only_reads(self._root, module, name):
+            if self._descriptions.only_reads(self._placement.root, module, name):
                 changed.append(f"{type(module).__name__}.{name}")
         self._set.clear()
         if changed:
@@ -171,11 +173,11 @@ def _looked_at(read: list[PlacesRead]) -> list[tuple[PlacesRead, Seen]]:
     return [(places, places.look()) for places in read if places.places]
 
 
-def _hooks_of(root: nn.Module) -> Iterable[Any]:
+def _hooks_of(placement: Placement) -> Iterable[Any]:
     """Hooks on gradients that were put on modules and parameters."""
-    for module in root.modules():
+    for module in placement.root.modules():
         for table in (module._backward_hooks, module._backward_pre_hooks):
             yield from table.values()
-    for parameter in root.parameters():
+    for parameter in placement.parameters():
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             yield from (getattr(parameter, name, None) or {}).values()

@@ -36,6 +36,7 @@ _active: Recorder | None = None
 _thread: int | None = None
 _hears_attributes: Callable[[nn.Module, str], None] | None = None
 _originals: dict[str, Any] = {}
+_OURS = __name__.partition(".")[0]
 
 
 class _Listener(TorchFunctionMode):
@@ -70,6 +71,10 @@ def listening(recorder: Recorder) -> Iterator[None]:
             yield
     finally:
         _active = _thread = None
+
+
+def _is_ours(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith(f"{_OURS}.")
 
 
 @contextlib.contextmanager
@@ -160,7 +165,7 @@ def start_intercepting() -> None:
         return original_hook(tensor, hook)
 
     def enter_saved_hooks(hooks: Any) -> None:
-        if _active is not None:
+        if _active is not None and not _is_ours(hooks.pack_hook):
             _active.hears_hook()
         original_saved(hooks)
 

@@ -60,7 +60,7 @@ class Recorder:
         self.num_modes = 0  # torch's own modes and ours, without the user's
         self.draws = Draws()
         self.modules = ModuleCalls(self)
-        self.backward_state = BackwardState(placement.root, self.descriptions)
+        self.backward_state = BackwardState(placement, self.descriptions)
         self.survivors: list[tuple[int, PlacedTensor]] = []
         self.forced = Forced(self)
         self.recordings: dict[int, Recording] = {}

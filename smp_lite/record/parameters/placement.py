@@ -12,7 +12,7 @@ forward, for one), so :meth:`Placement.swap_in` puts other tables into the modul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -146,6 +146,10 @@ class Placement:
         found = table[own]
         assert found is not None
         return found
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """All of them, live also while placed ones are in their places."""
+        return (parameter for table, own, _ in self._entries if (parameter := table[own]) is not None)
 
     def free_other_stages(self, stages: frozenset[int]) -> None:
         """Parameters of stages that this process does not hold become away ones, without memory."""

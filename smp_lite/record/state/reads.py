@@ -114,7 +114,11 @@ class _Finder:
         if isinstance(value, contextvars.ContextVar):
             self.places.append(Variable(value, name))
         elif isinstance(value, threading.local):
-            self.places += [Attribute(value, key, f"{name}.{key}") for key in sorted(self.names.attributes)]
+            self.places += [
+                Attribute(value, key, f"{name}.{key}")
+                for key in sorted(self.names.attributes)
+                if not callable(getattr(type(value), key, None))  # its methods
+            ]
         elif isinstance(value, list | dict | set):
             held = contents_of(value)
             items = list(held.items()) if isinstance(held, dict) else held
