@@ -20,7 +20,7 @@ import torch
 
 from .. import session as session_module
 from ..errors import SMPError
-from ..record.parameters.away import is_away
+from ..record.parameters.away import is_away, needed
 from .closures import step_with_closure
 from .norms import refuse_inside_step
 from .optimizer_check import check_optimizer
@@ -236,9 +236,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         refuse_inside_step(self._session, "optimizer.step()")
         with self._here():
             has_parameters = any(group["params"] for group in self.optimizer.param_groups)
+            self._check_options()
             if closure is None:
                 return self.optimizer.step() if has_parameters else None
             return step_with_closure(self._session, self.optimizer, closure, has_parameters=has_parameters)
+
+    def _check_options(self) -> None:
+        """A rate made of one stage's gradients is a number on that stage's rank alone."""
+        for place, group in enumerate(self.optimizer.param_groups):
+            for key, value in group.items():
+                if is_away(value):
+                    raise needed(f"optimizer.step() needs param_groups[{place}][{key!r}]", [value])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         step = self._session.step

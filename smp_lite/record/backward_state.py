@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,8 +86,7 @@ class BackwardState:
     def note(self, recording: Recording) -> None:
         """``model.backward()`` is called now."""
         if self._of_hooks is None:
-            with torch._C.DisableTorchFunction():  # reading a table of hooks is nothing to record
-                hooks = list(_hooks_of(self._placement))
+            hooks = self._placement.gradient_hooks()
             self.runs_python |= bool(hooks)
             self._of_hooks = places_of_functions(hooks)
         if not self.runs_python:
@@ -171,13 +170,3 @@ class BackwardState:
 
 def _looked_at(read: list[PlacesRead]) -> list[tuple[PlacesRead, Seen]]:
     return [(places, places.look()) for places in read if places.places]
-
-
-def _hooks_of(placement: Placement) -> Iterable[Any]:
-    """Hooks on gradients that were put on modules and parameters."""
-    for module in placement.root.modules():
-        for table in (module._backward_hooks, module._backward_pre_hooks):
-            yield from table.values()
-    for parameter in placement.parameters():
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            yield from (getattr(parameter, name, None) or {}).values()

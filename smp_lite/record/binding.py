@@ -15,7 +15,7 @@ from ..errors import SMPError
 from .recording import Command, Recording
 from .values.calls import ChangedArgument, Constant, NewTensor, Repeated, ResultMeta, SameTensor
 from .values.placed import Listener, PlacedTensor
-from .values.structure import rebuild
+from .values.structure import LEAF, rebuild
 
 Links = tuple[tuple[int, ...], ...]
 
@@ -39,6 +39,8 @@ class Binder:
 
     def bind(self, command: Command, meta: ResultMeta) -> tuple[Any, Links]:
         """Completes the command; returns its result and, for each output, the values it depends on."""
+        if meta.spec is LEAF and not meta.changed and type(only := meta.leaves[0]) is NewTensor:
+            return self._bind_one(command, meta, only)
         tensors, sources = command.arguments.tensors, command.sources
         outputs: list[int] = []
         links: list[tuple[int, ...]] = []
@@ -67,8 +69,19 @@ class Binder:
         command.meta = meta
         command.outputs = tuple(outputs)
         command.changes = tuple(changes.items())
-        self.recording.draws |= meta.draws and command.module is not None
+        if meta.draws and command.module is not None:
+            self.recording.draws = True
         return rebuild(meta.spec, iter(leaves)), tuple(links)
+
+    def _bind_one(self, command: Command, meta: ResultMeta, leaf: NewTensor) -> tuple[Any, Links]:
+        """The same for a call that returns one new tensor, as most do."""
+        sources = command.sources
+        placed = self._place(leaf, command)
+        command.meta = meta
+        command.outputs = (placed.smp_value,)
+        if meta.draws and command.module is not None:
+            self.recording.draws = True
+        return placed, (tuple([sources[i] for i in leaf.links if sources[i] >= 0]),)
 
     def _place(self, leaf: NewTensor, command: Command) -> PlacedTensor:
         placed = PlacedTensor(leaf.meta)
@@ -95,14 +108,14 @@ class Binder:
                 f"{command.label} changes one of its arguments in place, an ordinary tensor that every "
                 "rank holds, depending on data: pass a copy (tensor.clone())"
             )
-        if hasattr(target, "smp_parameter"):
+        if target.smp_parameter is not None:
             return []  # the owner's parameter itself changes; it has no versions
         if changed.meta.shape != target.smp_meta.shape:
             raise SMPError(f"{command.label} changes the shape of a tensor in place: use its plain form")
         reached = tuple(command.sources[i] for i in changed.links if command.sources[i] >= 0)
         found = []
         for member in sharing_memory(target):
-            if hasattr(member, "smp_parameter"):
+            if member.smp_parameter is not None:
                 continue
             old = member.smp_value
             if old in known:

@@ -72,7 +72,7 @@ class CommandWriter:
         """The value that a placed tensor stands for now."""
         recording = self.recorder.recording
         assert recording is not None
-        full = getattr(placed, "smp_parameter", None)
+        full = placed.smp_parameter
         if full is None:
             return placed.smp_value
         if full not in recording.parameters:
@@ -188,7 +188,7 @@ class CommandWriter:
         for changed in described.meta.changed:
             target = arguments.tensors[changed.argument]
             for member in sharing_memory(target) if type(target) is PlacedTensor else ():
-                full = getattr(member, "smp_parameter", None)
+                full = member.smp_parameter
                 if full is None:
                     continue
                 if member.smp_meta.requires_grad and self.recorder.num_microbatches > 1:
@@ -207,7 +207,12 @@ class CommandWriter:
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             warn_once_at_user_line(CHECKPOINT_WITHOUT_EFFECT)
         sources = [
-            self.value_of(tensor) if type(tensor) is PlacedTensor else -1 for tensor in arguments.tensors
+            -1
+            if type(tensor) is not PlacedTensor
+            else tensor.smp_value
+            if tensor.smp_parameter is None
+            else self.value_of(tensor)
+            for tensor in arguments.tensors
         ]
         command = Command(
             index=len(recording.commands),
@@ -241,7 +246,7 @@ class CommandWriter:
             for changed in described.meta.changed:
                 target = arguments.tensors[changed.argument]
                 if type(target) is PlacedTensor and (
-                    hasattr(target, "smp_parameter") or len(sharing_memory(target)) > 1
+                    target.smp_parameter is not None or len(sharing_memory(target)) > 1
                 ):
                     return target.smp_stage
         if self.recorder.modules.home is not None:

@@ -57,7 +57,7 @@ def gradient_of(recorder: Recorder, placed: PlacedTensor) -> torch.Tensor | None
     Raises:
         SMPError: this step has a backward already, which has not run yet.
     """
-    full = getattr(placed, "smp_parameter", None)
+    full = placed.smp_parameter
     if full is None:
         return None
     if any(recording.backwards for recording in recorder.recordings.values()):
@@ -72,7 +72,7 @@ def require_gradient(recorder: Recorder, target: Any, requires_grad: bool = True
     """``requires_grad_()``: a value that needs no gradient becomes a leaf from here on."""
     if bool(requires_grad) == target.requires_grad:
         return target
-    if hasattr(target, "smp_parameter"):
+    if target.smp_parameter is not None:
         raise SMPError(
             f"requires_grad of the parameter {target.smp_parameter!r} was changed inside an smp.step, "
             f"where "
@@ -97,7 +97,7 @@ def set_attribute(recorder: Recorder, func: Callable[..., Any], args: tuple[Any,
     if name == "requires_grad" and type(target) is PlacedTensor:
         require_gradient(recorder, target, value)
         return
-    if name == "grad" and value is None and hasattr(target, "smp_parameter"):
+    if name == "grad" and value is None and target.smp_parameter is not None:
         gradient_of(recorder, target)
         recorder.placement.parameter(target.smp_parameter).grad = None
         return

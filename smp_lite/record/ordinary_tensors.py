@@ -123,7 +123,7 @@ class OrdinaryTensors:
     def with_inputs(self, arguments: Arguments, stage: int | None) -> None:
         """Ordinary tensors that require a gradient become placed inputs."""
         for i, tensor in enumerate(arguments.tensors):
-            if type(tensor) is not PlacedTensor and tensor.requires_grad:
+            if type(tensor) is not PlacedTensor and _requires_grad(tensor):
                 if not torch.is_grad_enabled():
                     return
                 if stage is None:
@@ -187,3 +187,8 @@ class OrdinaryTensors:
                     else present.clone()
                 )
                 arguments.replace(i, copy)
+
+
+def _requires_grad(tensor: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunction():  # no call of the user's
+        return tensor.requires_grad

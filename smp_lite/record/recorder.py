@@ -30,7 +30,7 @@ from .replay import Tape, refuse
 from .state.ambient import FUNCTORCH, Ambient, refuse_transformations
 from .state.draws import Draws
 from .values.calls import Arguments
-from .values.placed import PlacedTensor
+from .values.placed import PlacedTensor, holds_placed
 from .values.torch_functions import (
     DETACHES,
     FROM_NUMBERS,
@@ -180,16 +180,17 @@ class Recorder:
 
     def ordinary_function(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A torch function without placed arguments."""
-        if self.ordinary.twins:
+        twins = self.ordinary.twins
+        if twins:
             self.ordinary.before_views_of_twins(Arguments.of(args, kwargs).tensors)
-        if self.ordinary.twins.among(args, kwargs) or any(type(tensor) in PARAMETERS for tensor in args):
+        if (twins and twins.among(args, kwargs)) or any(type(tensor) in PARAMETERS for tensor in args):
             replaced = self.ordinary.stand_ins(args, kwargs)
             if replaced is not None:
                 return self.torch_function(func, *replaced)
         name = getattr(func, "__name__", "")
-        if func in FROM_NUMBERS and any(
-            type(tensor) is PlacedTensor for tensor in Arguments.of(args, kwargs).tensors
-        ):
+        if name == "__get__":
+            return func(*args, **kwargs) if self.tape is None else self.tape.call(func, args, kwargs)
+        if func in FROM_NUMBERS and (holds_placed(args) or holds_placed(kwargs.values())):
             return self.forced.call(func, args, kwargs)
         if name == "__set__" and type(args[1]) is PlacedTensor:
             return set_attribute(self, func, args)
@@ -224,7 +225,7 @@ class Recorder:
             if type(tensor) is PlacedTensor:
                 if tensor.smp_recorder is not self:
                     raise SMPError("a value of another model's step was used: return it from its step first")
-                if not hasattr(tensor, "smp_parameter") and tensor.smp_microbatch != self.serial:
+                if tensor.smp_microbatch != self.serial and tensor.smp_parameter is None:
                     arguments.replace(i, self._from_earlier_microbatch(tensor, detached=detached))
             elif (found := self.ordinary.stand_in(tensor)) is not None:
                 arguments.replace(i, found)

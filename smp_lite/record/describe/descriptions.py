@@ -23,6 +23,7 @@ from ..state.code_watch import Names, is_only_read, mentioned_in
 from ..state.places import PlacesRead
 from ..state.reads import places_read
 from ..values.calls import Arguments, Constant, ResultMeta
+from ..values.placed import PlacedTensor
 from .effects import CannotBeRecorded, NeedsOpening
 from .metadata import MetadataInference
 from .signature import (
@@ -74,6 +75,7 @@ class Descriptions:
         self.read: PlacesRead | None = None
         # Key of a call -> (description, content tokens by label, structure token).
         self._known: dict[Any, tuple[ResultMeta, dict[str, int], int]] = {}
+        self._last: dict[str, tuple[Any, Description]] = {}  # by label
         self._names: dict[int, Names] = {}  # by signature
         self._places: dict[int, tuple[int, int, PlacesRead]] = {}  # by module: (signature, functions, places)
 
@@ -83,6 +85,9 @@ class Descriptions:
         """What ``what`` of the arguments returns."""
         is_module = isinstance(what, nn.Module)
         key = self._key(label, what, arguments, ambient)
+        last = self._last.get(label)
+        if last is not None and last[0] == key:  # compared by identity nearly always: no hash of a long key
+            return last[1]
         try:
             found = self._known.get(key)
         except TypeError:  # an argument that cannot be hashed
@@ -92,7 +97,9 @@ class Descriptions:
             content = contents.get(label)
             if content is None:
                 content = contents[label] = content_token(label, arguments)
-            return Description(meta, content, structure)
+            description = Description(meta, content, structure)
+            self._last[label] = (key, description)
+            return description
         if is_module and any(isinstance(part, torch.jit.ScriptModule) for part in what.modules()):
             return NotDescribed(None)  # what its interpreter does with fake tensors changes from run to run
         self.inferring = True
@@ -126,10 +133,13 @@ class Descriptions:
         if isinstance(what, nn.Module):
             signature = self.signatures.of(what)
             self.read = places = self._places_of(what, signature)
-            named: Any = (None, signature, places.look().number if places is not None else -1)
+            named, number = signature, places.look().number if places is not None else -1
         else:
-            named = (label, what)
-        return (*named, arguments.spec, ambient, *[_leaf_key(leaf) for leaf in arguments.leaves])
+            named, number = what, label
+        leaves = [
+            leaf.smp_meta if type(leaf) is PlacedTensor else _leaf_key(leaf) for leaf in arguments.leaves
+        ]
+        return (named, number, arguments.spec, ambient, *leaves)
 
     # What a module's code reads elsewhere -------------------------------------------------------------------
 

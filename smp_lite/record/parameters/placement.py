@@ -12,7 +12,7 @@ forward, for one), so :meth:`Placement.swap_in` puts other tables into the modul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -147,9 +147,21 @@ class Placement:
         assert found is not None
         return found
 
-    def parameters(self) -> Iterator[torch.Tensor]:
-        """All of them, live also while placed ones are in their places."""
-        return (parameter for table, own, _ in self._entries if (parameter := table[own]) is not None)
+    def gradient_hooks(self) -> list[Any]:
+        """Hooks on gradients that were put on modules and parameters."""
+        found: list[Any] = []
+        for _, module in self._modules:
+            if module._backward_hooks or module._backward_pre_hooks:
+                found += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+        with torch._C.DisableTorchFunction():  # reading a table of hooks is nothing to record
+            for table, own, _ in self._entries:
+                parameter: Any = table[own]
+                if parameter is None:
+                    continue
+                for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+                    if hooks:
+                        found += hooks.values()
+        return found
 
     def free_other_stages(self, stages: frozenset[int]) -> None:
         """Parameters of stages that this process does not hold become away ones, without memory."""

@@ -51,15 +51,6 @@ def refuse_transformations() -> None:
         )
 
 
-def modes_now() -> int:
-    """How many modes of torch functions, of dispatch and of torch.func are on, as one number."""
-    return (
-        torch._C._len_torch_function_stack()
-        + 1000 * torch._C._len_torch_dispatch_stack()
-        + FUNCTORCH * (torch._C._functorch.maybe_current_level() or 0)
-    )
-
-
 class Ambient(NamedTuple):
     """Hashable, so that it can be part of a cache key."""
 
@@ -77,7 +68,10 @@ class Ambient(NamedTuple):
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled("cpu"),
             torch.is_autocast_enabled("cuda"),
-            modes_now(),
+            # How many modes of torch functions, of dispatch and of torch.func are on, as one number.
+            torch._C._len_torch_function_stack()
+            + 1000 * torch._C._len_torch_dispatch_stack()
+            + FUNCTORCH * (torch._C._functorch.maybe_current_level() or 0),
             *[getter() for getter in _GETTERS],
         )
         found = _known.get(read)
@@ -85,9 +79,8 @@ class Ambient(NamedTuple):
             autocast = tuple(
                 [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICE_TYPES]
             )
-            found = _known[read] = cls(
-                read[0], read[1], autocast, torch.is_autocast_cache_enabled(), read[5:], read[4]
-            )
+            new = cls(read[0], read[1], autocast, torch.is_autocast_cache_enabled(), read[5:], read[4])
+            found = _known[read] = _made.setdefault(new, new)
         return found
 
     def same_state(self, other: Ambient) -> bool:
@@ -114,3 +107,4 @@ class Ambient(NamedTuple):
 
 
 _known: dict[tuple[Any, ...], Ambient] = {}
+_made: dict[Ambient, Ambient] = {}  # equal ones are one object

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .placed import TensorMeta
-from .structure import Spec, flatten, rebuild
+from .structure import Spec, flat_spec, flatten, is_flat, rebuild
 
 
 class Arguments:
@@ -25,6 +25,9 @@ class Arguments:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        spec = flat_spec(args, kwargs)
+        if spec is not None:
+            return cls(list(args), spec)
         leaves: list[Any] = []
         spec = flatten((args, kwargs), leaves)
         return cls(leaves, spec)
@@ -44,6 +47,8 @@ class Arguments:
         leaves = list(self.leaves)
         for position, tensor in zip(self.positions, tensors, strict=True):
             leaves[position] = tensor
+        if is_flat(self.spec, len(leaves)):
+            return tuple(leaves), {}
         args, kwargs = rebuild(self.spec, iter(leaves))
         return args, kwargs
 

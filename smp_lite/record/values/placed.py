@@ -7,6 +7,7 @@ A decision on its data (``.item()``, ``if x:``) makes the ranks compute and shar
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -54,14 +55,15 @@ class Listener(Protocol):
 class PlacedTensor(torch.Tensor):
     """A tensor of one stage, seen from every rank. Made by the recorder only."""
 
-    smp_recorder: Listener | None
+    smp_recorder: Listener | None = None
     smp_value: int
     smp_stage: int
     smp_meta: TensorMeta
-    smp_aliases: list[Any] | None
-    smp_microbatch: int
-    smp_data: torch.Tensor | None  # set after the step, if somebody still holds the value
-    smp_is_late: bool  # the data stays on its stage until somebody asks
+    smp_parameter: str | None = None  # its name, if it stands for one
+    smp_aliases: list[Any] | None = None
+    smp_microbatch: int = -1
+    smp_data: torch.Tensor | None = None  # set after the step, if somebody still holds the value
+    smp_is_late: bool = False  # the data stays on its stage until somebody asks
 
     @staticmethod
     def __new__(cls, meta: TensorMeta) -> PlacedTensor:
@@ -76,10 +78,6 @@ class PlacedTensor(torch.Tensor):
 
     def __init__(self, meta: TensorMeta) -> None:
         self.smp_meta = meta
-        self.smp_recorder = None
-        self.smp_aliases = None
-        self.smp_data = None
-        self.smp_is_late = False
 
     @classmethod
     def __torch_function__(
@@ -119,7 +117,7 @@ def _own_property(func: Any, placed: PlacedTensor) -> Any:
     """What a placed tensor knows better than torch."""
     name = getattr(func.__self__, "__name__", "")
     if name == "is_leaf":
-        return hasattr(placed, "smp_parameter") or not placed.smp_meta.requires_grad
+        return placed.smp_parameter is not None or not placed.smp_meta.requires_grad
     if name == "grad" and placed.smp_recorder is not None:
         return placed.smp_recorder.gradient_of(placed)
     return _NONE_OF_OURS
@@ -128,6 +126,14 @@ def _own_property(func: Any, placed: PlacedTensor) -> Any:
 def describe(placed: PlacedTensor) -> str:
     meta = placed.smp_meta
     return f"PlacedTensor(stage={placed.smp_stage}, shape={meta.shape}, dtype={meta.dtype})"
+
+
+def holds_placed(items: Iterable[Any]) -> bool:
+    """Whether one of them is a placed tensor, or a list or tuple with one in it."""
+    return any(
+        type(item) is PlacedTensor or (isinstance(item, list | tuple) and holds_placed(item))
+        for item in items
+    )
 
 
 def _recorder_of(args: Any, kwargs: Any) -> Listener | None:

@@ -28,6 +28,25 @@ LEAF: Spec = None
 _COMMON_LEAVES = frozenset(
     (torch.Tensor, nn.Parameter, PlacedTensor, int, float, str, bool, bytes, complex, type(None))
 )
+_FLAT_SPECS: dict[int, Spec] = {}
+
+
+def flat_spec(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Spec:
+    """The spec of (args, kwargs) without containers and keywords, always the same object; else None.
+
+    Most calls are such, and need not be walked.
+    """
+    if kwargs or not _COMMON_LEAVES.issuperset(map(type, args)):
+        return None
+    found = _FLAT_SPECS.get(len(args))
+    if found is None:
+        found = _FLAT_SPECS[len(args)] = ("tuple", ("tuple", *[LEAF for _ in args]), ("dict", ()))
+    return found
+
+
+def is_flat(spec: Spec, num_leaves: int) -> bool:
+    """Whether :func:`flat_spec` has made it, of so many arguments."""
+    return spec is _FLAT_SPECS.get(num_leaves)
 
 
 def flatten(value: Any, leaves: list[Any]) -> Spec:

@@ -166,7 +166,7 @@ def running_mean_over_blocks(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,), refused_on_ranks="meta tensors")
+@program(stages=(2,), ranks=(2,), refused_on_ranks="param_groups.0...lr")
 def rate_as_a_tensor(smp: Any, out: Any) -> None:
     """The group's rate is a tensor computed of the first layer's gradient."""
     net = Net()
@@ -181,7 +181,7 @@ def rate_as_a_tensor(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,), refused_on_ranks="meta tensors")
+@program(stages=(2,), ranks=(2,), refused_on_ranks="param_groups.0...lr")
 def rate_filled_in_place(smp: Any, out: Any) -> None:
     """The rate tensor of the group is filled in place by the last layer's gradient norm."""
     net = Net()
