@@ -25,7 +25,7 @@ from ..plan.memory import ActionMemory, StageMemory, StagePeak, step_peak
 from ..plan.units import human_bytes
 from ..record.parameters.placement import Placement
 from ..record.recording import Recording
-from ..runtime.step_runner import Batch
+from ..runtime.batches import Batch
 from ..session import Session
 from ..wrapper.partitioning import optimizer_states
 from .action_memory import CannotPlay, Played, play

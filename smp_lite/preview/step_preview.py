@@ -37,7 +37,7 @@ from ..plan.simulate import Simulation, segment_cost, simulate
 from ..record.recording import Recording
 from ..record.values.placed import PlacedTensor
 from ..record.values.structure import flatten
-from ..runtime.step_runner import Batch
+from ..runtime.batches import Batch
 from ..steps.step_function import step
 from ..wrapper.distributed_model import DistributedModel
 from ..wrapper.partitioning import report_partition

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ..errors import SMPError
 from .apply_function import ApplyFunction
 from .source_line import CHECKPOINT_WITHOUT_EFFECT, warn_once_at_user_line
-from .state.python_state import MISSING
+from .state.containers import MISSING
 from .values.placed import PlacedTensor
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ from .parameters.placement import FOREIGN, SPLIT
 from .parameters.tables import plain_table
 from .recording import Command
 from .replay import refuse
+from .state.containers import MISSING
 from .state.places import ModuleAttribute, Place, PlacesRead, Seen
-from .state.python_state import MISSING
 from .values.calls import Arguments
 from .values.placed import PlacedTensor, storage_of
 

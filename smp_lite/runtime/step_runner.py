@@ -4,67 +4,34 @@ The runner is the recorder's host. Where Python needs a number while recording, 
 recorded so far as a *batch of work* and recording goes on; the rest is the last batch. Nearly always there
 is just the one. Forwards run in recorded order of microbatches in any case. Backwards of microbatches that
 are recorded to their end run with the next batch, except under ``simple``, where they all come last.
-
-Plans are kept: a step whose recordings have the same structure as an earlier one's is not planned again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..comm.peers import Check, Peers
 from ..errors import SMPError, SMPTimeout
-from ..plan.actions import ActionKind
-from ..plan.lowering import Schedule, lower
-from ..plan.schedules import Policy, Work, compute_order
+from ..plan.schedules import Policy
 from ..record.describe.metadata import describe_result
-from ..record.parameters.away import is_away
 from ..record.parameters.placement import Placement
 from ..record.recorder import Recorder
 from ..record.recording import Command, Recording, describe_command
 from ..record.values.calls import ResultMeta
 from ..record.values.placed import PlacedTensor, TensorMeta
+from .batches import Batch, BatchPlanner, Progress
 from .executor import StageExecutor
 from .failure import Failure, step_failure
 from .gradients import GradientBooks
 from .microbatch import MicrobatchState
 from .random_streams import RandomStreams
+from .trained import TrainedParameters
 
 EAGER_BYTES = 1 << 20
 """Values that the script still holds when a step ends come to every rank if they are no larger."""
-
-
-_MOST_KINDS_OF_STEPS = 256
-
-
-@dataclass(frozen=True)
-class _Gradients:
-    """Parameters of this rank that a backward could reach, and those of them that have no gradient."""
-
-    own: frozenset[str]
-    without: frozenset[str]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A planned batch of work; frozen, kept, and found again by its key."""
-
-    works: tuple[Work, ...]
-    schedule: Schedule
-
-
-@dataclass
-class _Progress:
-    """What has been executed of one microbatch, on all stages."""
-
-    recording: Recording
-    forward_done: set[int] = field(default_factory=set)  # first commands of segments
-    backward_done: set[int] = field(default_factory=set)
-    sent: set[tuple[int, int]] = field(default_factory=set)
 
 
 class StepRunner:
@@ -88,19 +55,16 @@ class StepRunner:
         books: dict[int, GradientBooks],
         streams: RandomStreams,
     ) -> None:
-        self.num_stages = num_stages
         self.peers = peers
-        self.policy = policy
         self.executors = executors
         self.books = books
         self.streams = streams
         self.last_batch: Batch | None = None
         self.on_planned: Callable[[Batch, dict[int, Recording]], None] | None = None
         self.observer: Callable[[], Any] = lambda: None  # sees each command that runs; see smp_lite.check
-        self._trained_by: dict[Any, frozenset[str]] = {}
-        self._lacking: dict[Any, frozenset[str]] = {}  # agreed by all ranks
-        self._plans: dict[Any, Batch] = {}
-        self._progress: dict[int, _Progress] = {}
+        self._planner = BatchPlanner(num_stages, policy)
+        self._trained = TrainedParameters()
+        self._progress: dict[int, Progress] = {}
         self._recorder: Recorder | None = None
         self._late: dict[tuple[int, int], torch.Tensor] = {}
         self._in_transit: list[Any] = []
@@ -142,7 +106,7 @@ class StepRunner:
     def add(self, recording: Recording) -> None:
         """A microbatch begins to be recorded."""
         m = recording.microbatch_index
-        self._progress[m] = _Progress(recording)
+        self._progress[m] = Progress(recording)
         for executor in self.executors.values():
             executor.states[m] = MicrobatchState(recording)
 
@@ -334,7 +298,7 @@ class StepRunner:
     # Planning and executing ---------------------------------------------------------------------------------
 
     def _execute(self, *, last_batch: bool) -> None:
-        batch = self._plan(last_batch)
+        batch = self._planner.plan(self._progress, last_batch=last_batch)
         recordings = {m: progress.recording for m, progress in self._progress.items()}
         if last_batch and self.on_planned is not None:
             self.on_planned(batch, recordings)
@@ -359,10 +323,11 @@ class StepRunner:
                 {stage: executor.run(batch.schedule[stage]) for stage, executor in self.executors.items()}
             )
         self._recorder.backward_state.after_running()
-        key, trained = self._trained(batch, recordings)
+        placement = self._recorder.placement
+        key, trained = self._trained.of(batch, self._progress, placement)
         self._agree_on_outcome(batch, key, trained)
-        self._note(batch)
-        self._recorder.placement.note_gradients(trained - self._lacking.get(key, frozenset()))
+        self._planner.note(batch, self._progress)
+        placement.note_gradients(trained - self._trained.lacking(key))
         self.last_batch = batch
 
     def _agree_on_outcome(self, batch: Batch, key: Any, trained: frozenset[str]) -> None:
@@ -375,30 +340,15 @@ class StepRunner:
         mine = min((e.failure for e in own if e.failure is not None), key=lambda f: f.time_ns, default=None)
         if mine is not None:
             mine.rank = self.peers.rank
-        known = self._lacking.get(key, frozenset())
-        seen = self._own_without_gradient(trained)
-        news = seen if seen.without != known & seen.own else None
+        assert self._recorder is not None
+        news = self._trained.news(key, trained, self._recorder.placement)
         outcomes = self.peers.outcomes(mine if mine is not None else news, "the end of a step")
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         if failures:
             self.all_know = True
             self._touched_gradients |= any(work.pending_backwards() for work in batch.works)
             raise step_failure(failures) from next((e.error for e in own if e.failure is mine), None)
-        for outcome in outcomes:
-            known = (known - outcome.own) | outcome.without
-        self._lacking[key] = known
-
-    def _own_without_gradient(self, trained: frozenset[str]) -> _Gradients:
-        assert self._recorder is not None
-        placement = self._recorder.placement
-        own, without = [], []
-        for full in trained:
-            parameter = placement.parameter(full)
-            if not is_away(parameter):
-                own.append(full)
-                if parameter.grad is None and parameter.requires_grad:
-                    without.append(full)
-        return _Gradients(frozenset(own), frozenset(without))
+        self._trained.learn(key, outcomes)
 
     def _undo(self) -> None:
         """The step has failed: nothing of it stays."""
@@ -418,84 +368,6 @@ class StepRunner:
     def is_open(self) -> bool:
         """Whether a step has begun and not ended."""
         return self._recorder is not None
-
-    def _plan(self, last_batch: bool) -> Batch:
-        backwards_last = self.policy.pipeline == "simple" and not last_batch
-        key = (
-            last_batch,
-            self.policy,
-            tuple(
-                (
-                    m,
-                    progress.recording.plan_key(),
-                    progress.recording.complete,
-                    frozenset(progress.forward_done),
-                    frozenset(progress.backward_done),
-                    frozenset(progress.sent),
-                )
-                for m, progress in self._progress.items()
-            ),
-        )
-        if key not in self._plans:
-            works = []
-            graphs: dict[Any, Any] = {}
-            for m, progress in self._progress.items():
-                plan_key = progress.recording.plan_key()
-                if plan_key not in graphs:
-                    graphs[plan_key] = progress.recording.graph()
-                graph = graphs[plan_key]
-                works.append(
-                    Work(
-                        microbatch_index=m,
-                        graph=graph,
-                        forward_done=frozenset(
-                            s.index for s in graph.segments if s.commands[0] in progress.forward_done
-                        ),
-                        backward_done=frozenset(
-                            s.index for s in graph.segments if s.commands[0] in progress.backward_done
-                        ),
-                        complete=progress.recording.complete and not backwards_last,
-                    )
-                )
-            order = compute_order(works, self.policy)
-            sent = {m: frozenset(progress.sent) for m, progress in self._progress.items()}
-            schedule = lower(order, works, self.num_stages, sent=sent)
-            self._plans[key] = Batch(tuple(works), schedule)
-        return self._plans[key]
-
-    def _trained(self, batch: Batch, recordings: dict[int, Recording]) -> tuple[Any, frozenset[str]]:
-        """A key for the modules that ran, and the parameters that the works' backwards can reach."""
-        assert self._recorder is not None
-        key = (id(batch), tuple([recording.digest for recording in recordings.values()]))
-        if key in self._trained_by:
-            return key, self._trained_by[key]
-        if len(self._trained_by) > _MOST_KINDS_OF_STEPS:  # on all ranks at once: they record the same
-            self._trained_by.clear()
-            self._lacking.clear()
-        alias = self._recorder.placement.alias
-        found: set[str | None] = set()
-        for work in batch.works:
-            commands = self._progress[work.microbatch_index].recording.commands
-            for segment in work.pending_backwards():
-                for index in segment.commands:
-                    command = commands[index]
-                    found.add(command.parameter)
-                    if command.module is not None:
-                        found.update([alias(parameter) for parameter in command.module.parameters()])
-        self._trained_by[key] = frozenset(name for name in found if name is not None)
-        return key, self._trained_by[key]
-
-    def _note(self, batch: Batch) -> None:
-        """Everything in the batch has run, on all stages."""
-        for work in batch.works:
-            progress = self._progress[work.microbatch_index]
-            progress.forward_done |= {s.commands[0] for s in work.graph.segments}
-            progress.backward_done |= {s.commands[0] for s in work.pending_backwards()}
-        for actions in batch.schedule:
-            for action in actions:
-                if action.kind is ActionKind.SEND_FORWARD:
-                    assert action.value is not None and action.peer is not None
-                    self._progress[action.microbatch_index].sent.add((action.value, action.peer))
 
     def _compare(self, recordings: dict[int, Recording], *, last_batch: bool) -> None:
         """All mp ranks must have recorded the same, from the same batch and random numbers."""

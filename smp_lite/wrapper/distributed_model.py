@@ -26,10 +26,8 @@ from ..record.parameters.placement import Placement
 from ..record.state.ambient import refuse_transformations
 from ..runtime.model_runtime import ModelRuntime, ReductionOptions
 from ..steps.step_timeline import StepTimeline
-from .gathering import Brought, bring, put_back
 from .lazy_modules import has_lazy_modules, initialise_lazy_modules
-from .local_parts import LocalParts
-from .model_state import ModelState
+from .model_with_state import ModelWithState
 from .partitioning import decide_partition, load_partition, report_partition
 
 if TYPE_CHECKING:
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
 Hook = Callable[["DistributedModel", Any], None]
 
 
-class DistributedModel(LocalParts):
+class DistributedModel(ModelWithState):
     """Wraps the model of the job; one for each script.
 
     Args:
@@ -100,12 +98,9 @@ class DistributedModel(LocalParts):
         self._post_partition_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._steps_done = 0
-        self._brought: Brought = []  # by cpu()
         self.is_gathered = False  # whether smp.gathered() holds the whole model now
         self._timeline: StepTimeline | None = None
         self._comm_hook: tuple[Any, Any] | None = None
-        self._loaded_keys: set[str] = set()
-        self._pending_state: list[tuple[dict[str, Any], bool]] = []
         session.model = self
         if session.num_stages == 1 and not has_lazy_modules(module):
             self._partition_now(None)
@@ -270,71 +265,7 @@ class DistributedModel(LocalParts):
         """
         return copy.deepcopy(self.module, memo)
 
-    # State --------------------------------------------------------------------------------------------------
-
-    def _state(self) -> ModelState:
-        return ModelState(self._session, self.module, self._runtime)
-
-    def _state_in_place(self) -> ModelState:
-        if self._pending_state:
-            raise SMPError(
-                "this rank's part of the model was loaded and waits for the first step, which puts it in "
-                "place: run a step before asking for the state"
-            )
-        return self._state()
-
-    def local_state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state dict, marked ``_smp_is_partial: True``."""
-        return self._state_in_place().local()
-
-    def state_dict(  # type: ignore[override]
-        self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any
-    ) -> dict[str, Any]:
-        """The whole state dict on CPU, with the wrapped module's own keys. Collective over the mp group.
-
-        Args:
-            gather_to_rank0: only mp rank 0 gets it; the others get ``{}``.
-        """
-        if args or kwargs:
-            raise TypeError(f"DistributedModel.state_dict() takes gather_to_rank0 only, got {args} {kwargs}")
-        return self._state_in_place().whole(gather_to_rank0=gather_to_rank0)
-
-    def load_state_dict(  # type: ignore[override]
-        self, state_dict: dict[str, Any], strict: bool = True, same_partition_load: bool = False
-    ) -> Any:
-        """Loads a whole or a partial state dict, before or after partition.
-
-        What is loaded before partition wins over what post-partition hooks do, as in SMP. A rank's own part
-        can be checked and put in place only once the partition is known, so it is kept until then.
-
-        Args:
-            state_dict: of the wrapped module, or from :meth:`local_state_dict` (marked partial).
-            strict: keys must match.
-            same_partition_load: a partial dict is this rank's own; else partial dicts are merged first,
-                which is collective over the mp group.
-        """
-        state = self._state().merged(state_dict, same_partition_load)
-        if self._runtime is None:
-            if state[PARTIAL_KEY]:
-                self._pending_state.append((state, strict))
-                return None
-            self._loaded_keys |= set(state)
-        return self._state().load(state, strict=strict)
-
-    def cpu(self) -> DistributedModel:
-        """Gathers all parameters and buffers to the CPU of every mp rank; collective over the mp group.
-
-        They stay until the next step, which would make copies old that no stage trains.
-        """
-        self._state_in_place()
-        self.put_away()
-        self._brought = bring(self._session, self.module, None)
-        return self
-
-    def put_away(self) -> None:
-        """Ends what :meth:`cpu` began; called by every step."""
-        put_back(self._brought)
-        self._brought = []
+    # As of torch -------------------------------------------------------------------------------------------
 
     def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
         """A no-op before partition for devices (the library places parameters); dtypes are applied."""

@@ -21,7 +21,7 @@ from smp_lite.comm.waiting import wait_until
 from smp_lite.comm.wires import Wire
 from smp_lite.plan.simulate import simulate
 from smp_lite.record.values.placed import TensorMeta
-from smp_lite.runtime.step_runner import Batch
+from smp_lite.runtime.batches import Batch
 from smp_lite.session import current
 from tests.benchmarks.spread import Spread
 from tests.benchmarks.workload import Workload, train_step

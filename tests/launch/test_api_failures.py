@@ -14,6 +14,7 @@ import pytest
 
 from tests.harness import run_distributed, run_script
 from tests.launch.launching import launch, processes_mentioning
+from tests.sampling import one_in
 
 HANG_S = 60.0
 WATCHDOG = {"SMP_LITE_WATCHDOG_S": "300", "OMP_NUM_THREADS": "1"}
@@ -68,7 +69,9 @@ def fails(directory: Path, body: str, *args: str, action: str = "pass", ranks: i
     return notice.sub("", result.stderr).strip("\0 \n").splitlines()
 
 
-@pytest.mark.parametrize("place", ["before init", "after init", "in a later step", "between steps"])
+@pytest.mark.parametrize(
+    "place", one_in(2, ["before init", "after init", "in a later step", "between steps"])
+)
 def test_an_exception_on_one_rank_ends_all_and_is_shown_last(tmp_path: Path, place: str) -> None:
     shown = fails(tmp_path, SCRIPT, place, action="raise RuntimeError('the cause')")
     assert shown[-1] == "RuntimeError: the cause"
@@ -83,7 +86,11 @@ def test_a_config_that_is_wrong_on_one_rank_ends_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "action"), [("after init", "sys.exit(3)"), ("between steps", "sys.exit(0)")]
+    ("place", "action"),
+    [
+        pytest.param("after init", "sys.exit(3)", marks=pytest.mark.thorough),
+        ("between steps", "sys.exit(0)"),
+    ],
 )
 def test_a_rank_that_leaves_early_is_named(tmp_path: Path, place: str, action: str) -> None:
     shown = fails(tmp_path, SCRIPT, place, action=action)
@@ -103,6 +110,7 @@ def test_an_exception_in_the_first_step_under_the_launcher(tmp_path: Path) -> No
     assert processes_mentioning(path) == []
 
 
+@pytest.mark.thorough
 def test_a_rank_that_leaves_early_under_the_launcher(tmp_path: Path) -> None:
     path = write(tmp_path, SCRIPT, "sys.exit(0)")
     result = launch(tmp_path, "--processes", "2", str(path), "between steps", env=WATCHDOG)
@@ -159,7 +167,11 @@ def test_a_collective_call_on_some_ranks_only_names_the_missing_ones(tmp_path: P
 @pytest.mark.parametrize(
     ("calls", "names"),
     [
-        ("smp.allgather(1) if rank else smp.barrier()", ("allgather", "barrier")),
+        pytest.param(
+            "smp.allgather(1) if rank else smp.barrier()",
+            ("allgather", "barrier"),
+            marks=pytest.mark.thorough,
+        ),
         ("train(model, x) if rank else model.state_dict()", ("SMPTimeout", "mp group [0, 1]")),
     ],
     ids=["collectives", "step"],

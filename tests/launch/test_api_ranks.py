@@ -44,7 +44,10 @@ def test_every_getter(world_size: int, partitions: int, strategy: str) -> None:
         assert seen["tp"] == (0, 1)
 
 
-@pytest.mark.parametrize(("world_size", "partitions", "strategy"), [(4, 2, "spread"), (6, 3, "cluster")])
+@pytest.mark.parametrize(
+    ("world_size", "partitions", "strategy"),
+    [(4, 2, "spread"), pytest.param(6, 3, "cluster", marks=pytest.mark.thorough)],
+)
 def test_process_groups_and_collectives_reach_their_group_and_no_other(
     world_size: int, partitions: int, strategy: str
 ) -> None:

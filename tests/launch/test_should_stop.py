@@ -182,7 +182,7 @@ def mpirun(script: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], li
                 stop_mpirun(process, 5.0, pids.values())
 
 
-@pytest.mark.parametrize("target", ["mpirun", "rank 1"])
+@pytest.mark.parametrize("target", ["mpirun", pytest.param("rank 1", marks=pytest.mark.thorough)])
 def test_a_script_told_by_signal_saves_and_ends(tmp_path: Path, target: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -214,6 +214,7 @@ def write(directory: Path, body: str) -> Path:
     return path
 
 
+@pytest.mark.thorough  # the next one is as hard, and takes less time
 def test_an_exception_ends_all_and_is_torchruns_root_cause(tmp_path: Path, no_mpi: dict[str, str]) -> None:
     body = "if rank == 1:\n    raise RuntimeError('the cause')\ntrain(model, torch.ones(4, 4))\n"
     script = write(tmp_path, STEPS + body)
@@ -254,7 +255,7 @@ def by_hand(
     return finish([start(command, {**env, **address, "RANK": str(rank)}) for rank in ranks])
 
 
-@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("leaver", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_rank_that_fails_is_named_by_the_other(tmp_path: Path, no_mpi: dict[str, str], leaver: int) -> None:
     body = f"if rank == {leaver}:\n    raise RuntimeError('the cause')\ntrain(model, torch.ones(4, 4))\n"
     endings = by_hand(2, write(tmp_path, STEPS + body), no_mpi)

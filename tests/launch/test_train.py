@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.launch.launching import HANG_S, processes_mentioning
+from tests.sampling import one_in
 
 START = "import os, signal, sys, time\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\nrank = world.rank\n"
 
@@ -159,7 +160,7 @@ raise ValueError
     assert (root / "model" / "log.txt").read_text() == "up to then"
 
 
-@pytest.mark.parametrize("ending", ["pass", "sys.exit(7)", "os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize("ending", one_in(2, ["pass", "sys.exit(7)", "os.kill(os.getpid(), 9)"]))
 def test_processes_that_ranks_have_started_end_with_the_job(ending: str, tmp_path: Path) -> None:
     sign = tmp_path / "sign"
     script = f"""

@@ -125,6 +125,7 @@ def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield boto_session().client("sagemaker", endpoint_url=url)
 
 
+@pytest.mark.thorough
 def test_a_job_is_submitted_only_when_asked(aws: Any, tmp_path: Path) -> None:
     notebook = execute("03_to_sagemaker.ipynb", tmp_path, parameters={"STEPS": 7})
     text = printed(notebook)

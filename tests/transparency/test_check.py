@@ -16,7 +16,7 @@ from smp_lite.check.stepping import CheckEnded, StepChecker
 from smp_lite.record import module_calls
 from smp_lite.record.describe import effects, signature
 from smp_lite.record.parameters import tables
-from smp_lite.record.state import python_state
+from smp_lite.record.state import parts, python_state
 from smp_lite.record.state.code_watch import Names
 from smp_lite.record.state.places import PlacesRead
 from tests.models import CASES, Case
@@ -42,7 +42,7 @@ def check(case: Case, placement: str = "zigzag") -> list[StepReport]:
     return checker.reports
 
 
-@pytest.mark.parametrize("name", one_in(3, [name for name, case in CASES.items() if case.available]))
+@pytest.mark.parametrize("name", one_in(4, [name for name, case in CASES.items() if case.available]))
 def test_every_model_is_equal(name: str) -> None:
     reports = check(CASES[name])
     assert [report.texts for report in reports] == [[]] * NUM_STEPS
@@ -52,7 +52,7 @@ def test_every_model_is_equal(name: str) -> None:
         assert [report.rounded for report in reports] == [[]] * NUM_STEPS
 
 
-@pytest.mark.parametrize("name", one_in(2, STATE_CASES))
+@pytest.mark.parametrize("name", one_in(3, STATE_CASES))
 def test_every_state_is_equal(name: str) -> None:
     reports = check(STATE_CASES[name])
     assert [(report.texts, report.refused) for report in reports] == [([], "")] * NUM_STEPS
@@ -66,7 +66,8 @@ def _attributes_unheard(patch: pytest.MonkeyPatch) -> None:
 def _no_effects(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(effects.Effects, "found", lambda self: None)
     patch.setattr(effects, "iterator_among", lambda *_: None)
-    patch.setattr(python_state, "_is_opaque", lambda value: False)
+    for place in (parts, python_state):
+        patch.setattr(place, "is_opaque", lambda value: False)
 
 
 def _no_places(patch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def check(name: str, num_ranks: int, placement: str, wire: str = "mpi", **parame
     assert sorted(held) == sorted(name for name, _ in CASES[name].build().named_parameters())
 
 
-@pytest.mark.parametrize("name", one_in(2, NAMES))
+@pytest.mark.parametrize("name", one_in(3, NAMES))
 def test_two_ranks_zigzag_interleaved(name: str) -> None:
     check(name, 2, "zigzag", pipeline="interleaved")
 

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .containers import MISSING
 from .places import PLAIN
-from .python_state import MISSING, NeedsOpening, PythonState
+from .python_state import NeedsOpening, PythonState
 
 __all__ = ["CodeWatch", "Names", "is_only_read", "mentioned_in"]
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .python_state import MISSING, contents_of, refill
+from .containers import MISSING, contents_of, refill
 
 __all__ = [
     "PLAIN",

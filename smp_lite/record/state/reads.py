@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from .code_watch import Names
+from .containers import MISSING, contents_of
 from .places import PLAIN, Array, Attribute, Cell, Contents, Item, Place, PlacesRead, Variable, is_plain
-from .python_state import MISSING, contents_of
 
 __all__ = ["places_of_class", "places_of_functions", "places_read"]
 

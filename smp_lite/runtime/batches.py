@@ -1,0 +1,109 @@
+"""Batches of work: what of a step's microbatches is executed next, planned once and found again.
+
+Where recording is interrupted, a part of a microbatch has run when the rest is planned: :class:`Progress`
+says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..plan.actions import ActionKind
+from ..plan.lowering import Schedule, lower
+from ..plan.schedules import Policy, Work, compute_order
+from ..record.recording import Recording
+
+__all__ = ["Batch", "BatchPlanner", "Progress"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A planned batch of work; frozen, kept, and found again by its key."""
+
+    works: tuple[Work, ...]
+    schedule: Schedule
+
+
+@dataclass
+class Progress:
+    """What has been executed of one microbatch, on all stages."""
+
+    recording: Recording
+    forward_done: set[int] = field(default_factory=set)  # first commands of segments
+    backward_done: set[int] = field(default_factory=set)
+    sent: set[tuple[int, int]] = field(default_factory=set)
+
+
+class BatchPlanner:
+    """Plans batches of one model's steps.
+
+    A step whose recordings have the same structure as an earlier one's is not planned again.
+
+    Args:
+        num_stages: stages in all.
+        policy: the schedule's.
+    """
+
+    def __init__(self, num_stages: int, policy: Policy) -> None:
+        self.num_stages = num_stages
+        self.policy = policy
+        self._plans: dict[Any, Batch] = {}
+
+    def plan(self, all_progress: Mapping[int, Progress], *, last_batch: bool) -> Batch:
+        """Everything recorded that has not run, by microbatch; backwards under ``simple`` only at the end."""
+        backwards_last = self.policy.pipeline == "simple" and not last_batch
+        key = (
+            last_batch,
+            tuple(
+                (
+                    m,
+                    progress.recording.plan_key(),
+                    progress.recording.complete,
+                    frozenset(progress.forward_done),
+                    frozenset(progress.backward_done),
+                    frozenset(progress.sent),
+                )
+                for m, progress in all_progress.items()
+            ),
+        )
+        if key not in self._plans:
+            works = []
+            graphs: dict[Any, Any] = {}
+            for m, progress in all_progress.items():
+                plan_key = progress.recording.plan_key()
+                if plan_key not in graphs:
+                    graphs[plan_key] = progress.recording.graph()
+                graph = graphs[plan_key]
+                works.append(
+                    Work(
+                        microbatch_index=m,
+                        graph=graph,
+                        forward_done=frozenset(
+                            s.index for s in graph.segments if s.commands[0] in progress.forward_done
+                        ),
+                        backward_done=frozenset(
+                            s.index for s in graph.segments if s.commands[0] in progress.backward_done
+                        ),
+                        complete=progress.recording.complete and not backwards_last,
+                    )
+                )
+            order = compute_order(works, self.policy)
+            sent = {m: frozenset(progress.sent) for m, progress in all_progress.items()}
+            schedule = lower(order, works, self.num_stages, sent=sent)
+            self._plans[key] = Batch(tuple(works), schedule)
+        return self._plans[key]
+
+    @staticmethod
+    def note(batch: Batch, all_progress: Mapping[int, Progress]) -> None:
+        """Everything in the batch has run, on all stages."""
+        for work in batch.works:
+            progress = all_progress[work.microbatch_index]
+            progress.forward_done |= {s.commands[0] for s in work.graph.segments}
+            progress.backward_done |= {s.commands[0] for s in work.pending_backwards()}
+        for actions in batch.schedule:
+            for action in actions:
+                if action.kind is ActionKind.SEND_FORWARD:
+                    assert action.value is not None and action.peer is not None
+                    all_progress[action.microbatch_index].sent.add((action.value, action.peer))

@@ -1,0 +1,95 @@
+"""A distributed model's state, as a whole and this rank's part of it."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from torch import nn
+
+from ..errors import SMPError
+from ..optim.own_parameters import PARTIAL_KEY
+from ..runtime.model_runtime import ModelRuntime
+from ..session import Session
+from .gathering import Brought, bring, put_back
+from .local_parts import LocalParts
+from .model_state import ModelState
+
+__all__ = ["ModelWithState"]
+
+
+class ModelWithState(LocalParts):
+    """What ``DistributedModel`` says of its state: reading it, loading it, bringing all of it here."""
+
+    module: nn.Module
+    _session: Session
+    _runtime: ModelRuntime | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._brought: Brought = []  # by cpu()
+        self._loaded_keys: set[str] = set()
+        self._pending_state: list[tuple[dict[str, Any], bool]] = []
+
+    def _state(self) -> ModelState:
+        return ModelState(self._session, self.module, self._runtime)
+
+    def _state_in_place(self) -> ModelState:
+        if self._pending_state:
+            raise SMPError(
+                "this rank's part of the model was loaded and waits for the first step, which puts it in "
+                "place: run a step before asking for the state"
+            )
+        return self._state()
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state dict, marked ``_smp_is_partial: True``."""
+        return self._state_in_place().local()
+
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The whole state dict on CPU, with the wrapped module's own keys. Collective over the mp group.
+
+        Args:
+            gather_to_rank0: only mp rank 0 gets it; the others get ``{}``.
+        """
+        if args or kwargs:
+            raise TypeError(f"DistributedModel.state_dict() takes gather_to_rank0 only, got {args} {kwargs}")
+        return self._state_in_place().whole(gather_to_rank0=gather_to_rank0)
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: dict[str, Any], strict: bool = True, same_partition_load: bool = False
+    ) -> Any:
+        """Loads a whole or a partial state dict, before or after partition.
+
+        What is loaded before partition wins over what post-partition hooks do, as in SMP. A rank's own part
+        can be checked and put in place only once the partition is known, so it is kept until then.
+
+        Args:
+            state_dict: of the wrapped module, or from :meth:`local_state_dict` (marked partial).
+            strict: keys must match.
+            same_partition_load: a partial dict is this rank's own; else partial dicts are merged first,
+                which is collective over the mp group.
+        """
+        state = self._state().merged(state_dict, same_partition_load)
+        if self._runtime is None:
+            if state[PARTIAL_KEY]:
+                self._pending_state.append((state, strict))
+                return None
+            self._loaded_keys |= set(state)
+        return self._state().load(state, strict=strict)
+
+    def cpu(self) -> Self:
+        """Gathers all parameters and buffers to the CPU of every mp rank; collective over the mp group.
+
+        They stay until the next step, which would make copies old that no stage trains.
+        """
+        self._state_in_place()
+        self.put_away()
+        self._brought = bring(self._session, self.module, None)
+        return self
+
+    def put_away(self) -> None:
+        """Ends what :meth:`cpu` began; called by every step."""
+        put_back(self._brought)
+        self._brought = []
