@@ -34,7 +34,13 @@ IN_MEMORY = [
     for static in ((False, True) if program.static else (False,))
 ]
 ON_RANKS = [
-    _case(program, stages, replicas, name=f"{stages}x{replicas}", always=number % EVERY == 0)
+    _case(
+        program,
+        stages,
+        replicas,
+        name=f"{stages}x{replicas}",
+        always=number % EVERY == 0 or program.always_on_ranks,
+    )
     for number, program in enumerate(programs().values())
     for replicas in program.replicas
     for stages in program.ranks

@@ -34,6 +34,7 @@ class Program:
         refused: part of the error by which the library refuses it, where it does; else it must be equal.
         refused_static: the same for ``static_mode`` alone.
         refused_on_ranks: the same for real processes alone.
+        always_on_ranks: also in ``make test``: nothing else shows there what it is about.
         slow: for ``make test-all`` only.
     """
 
@@ -50,6 +51,7 @@ class Program:
     refused: str = ""
     refused_static: str = ""
     refused_on_ranks: str = ""
+    always_on_ranks: bool = False
     slow: bool = False
 
 

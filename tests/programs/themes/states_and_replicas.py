@@ -197,6 +197,49 @@ def zeros_or_none(smp: Any, out: Any) -> None:
     out.model(model)
 
 
+class Fork(nn.Module):
+    """One of its two layers is used, which nobody sees from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return torch.tanh(self.right(x) if which else self.left(x))
+
+
+@program(stages=(2, 3), ranks=(2,), always_on_ranks=True)
+def none_inside_of_blocks(smp: Any, out: Any) -> None:
+    """Blocks that use another layer in every step: which gradients are None is asked on all ranks."""
+
+    class Forks(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.forks = nn.ModuleList(Fork() for _ in range(3))
+
+        def forward(self, x: Tensor, which: int) -> Tensor:
+            x = self.stem(x)
+            for number, fork in enumerate(self.forks):
+                x = fork(x, (which + number) % 2)
+            return self.head(x)
+
+    model = smp.DistributedModel(Forks())
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.2))
+
+    @smp.step
+    def train(model: Any, x: Tensor, y: Tensor, which: int) -> Tensor:
+        loss = F.cross_entropy(model(x, which), y)
+        model.backward(loss)
+        return loss
+
+    for i, (x, y) in enumerate(batches(smp, 4)):
+        optimizer.zero_grad()
+        out.value("loss", train(model, x, y, i % 2).reduce_mean())
+        out.value("used", [p.grad is not None for p in model.parameters()])
+        optimizer.step()
+    out.model(model)
+
+
 @program(stages=(2,), ranks=(2,), refused_on_ranks="assign a gradient")
 def gradients_taken_from_some(smp: Any, out: Any) -> None:
     """Gradients of some tensors are deleted, bound to new ones, or shared between two layers before the step.
