@@ -243,3 +243,40 @@ def forward_reads_a_list_of_a_hook(smp: Any, out: Any) -> None:
             return super().forward(x) / (1.0 + len(sizes))
 
     trained(smp, out, Kind)
+
+
+@program(stages=(2,), ranks=(2,), static=True)
+def hooks_read_what_is_set_between_steps(smp: Any, out: Any) -> None:
+    """A schedule of the hooks' strength, advanced after each step; the step function leaves it alone."""
+    schedule = {"strength": 1.0}
+
+    class Kind(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear.weight.register_hook(lambda grad: grad * schedule["strength"])
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            if y.requires_grad:
+                y.register_hook(lambda grad: grad * self.strength)
+            return y
+
+    net = nn.Sequential(*(Kind() for _ in range(4)))
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.2))
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        out.value("loss", step(model, torch.randn(8, 6, generator=generator)).reduce_mean())
+        optimizer.step()
+        schedule["strength"] *= 0.5
+        for block in net:
+            block.strength *= 1.5
+    out.model(model)
