@@ -34,9 +34,12 @@ from .parameters.tables import plain_table
 from .recording import Command
 from .replay import refuse
 from .state.containers import MISSING
+from .state.parts import may_change
 from .state.places import ModuleAttribute, Place, PlacesRead, Seen
+from .state.python_state import PythonState
 from .values.calls import Arguments
 from .values.placed import PlacedTensor, storage_of
+from .values.structure import are_plain
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -104,6 +107,7 @@ class ModuleCalls:
         self.strict = False  # compare attributes that changed without being heard
         self._subtrees: dict[int, _Subtree] = {}
         self._pending: dict[int, _Pending] = {}
+        self._given: list[tuple[Command, PythonState]] = []  # objects that autograd functions have got
         self.rebound: dict[tuple[int, str], nn.Module] = {}  # buffers that placed values stand for
         self._changing: dict[tuple[int, str], nn.Module] = {}  # buffers that closed calls change
         self._exposed: dict[int | None, nn.Module] = {}  # whose buffers Python code has seen, by memory
@@ -120,11 +124,13 @@ class ModuleCalls:
         self.strict = strict
         self.home = None
         self._pending.clear()
+        self._given.clear()
         self._exposed.clear()
 
     def end_step(self) -> None:
         self.home = None
         self._pending.clear()
+        self._given.clear()
         self._exposed.clear()
         self.rebound.clear()
         for (_, name), module in self._changing.items():
@@ -240,6 +246,12 @@ class ModuleCalls:
             self._write_buffers_of(subtree)
         if arguments is None:
             arguments = recorder.arguments(args, kwargs)
+        if not are_plain(arguments.leaves):
+            for leaf in arguments.leaves:
+                if may_change(leaf):
+                    self._take_over_buffers(subtree.module)
+                    reason = f"is given a {type(leaf).__name__}, which may change before it would run"
+                    return self._call_open(subtree, reason, call, args, kwargs)
         reason, result = recorder.writer.record_module(
             subtree.name, subtree.module, arguments, subtree.home, bare=bare
         )
@@ -262,6 +274,12 @@ class ModuleCalls:
 
     def note_function(self, command: Command, cls: type[torch.autograd.Function]) -> None:
         """An autograd function of the user's was recorded, whose code may read more than its arguments."""
+        if not are_plain(command.arguments.leaves):
+            state = PythonState()
+            for leaf in command.arguments.leaves:
+                if may_change(leaf):
+                    state.add(leaf, type(leaf).__name__)
+            self._given.append((command, state))
         places = self.recorder.backward_state.meet(cls)
         if places.places:
             pending = self._pending.setdefault(id(cls), _Pending(None))
@@ -329,6 +347,13 @@ class ModuleCalls:
             SMPError: an attribute has changed in a way that was not heard.
         """
         signatures = self.recorder.descriptions.signatures
+        for command, state in self._given:
+            text = state.changed()
+            if text is not None:
+                raise SMPError(
+                    f"{command.label} was given an object that changed before it could run: other code "
+                    f"{text}. Give it the plain values themselves, or an object of its own"
+                )
         for pending in self._pending.values():
             for command, places, seen in pending.commands:
                 if places is not None and seen is not None and places.look() is not seen:

@@ -86,11 +86,11 @@ class Descriptions:
         is_module = isinstance(what, nn.Module)
         key = self._key(label, what, arguments, ambient)
         last = self._last.get(label)
-        if last is not None and last[0] == key:  # compared by identity nearly always: no hash of a long key
-            return last[1]
         try:
+            if last is not None and last[0] == key:  # by identity nearly always: no hash of a long key
+                return last[1]
             found = self._known.get(key)
-        except TypeError:  # an argument that cannot be hashed
+        except Exception:  # an argument that cannot be hashed, or compared
             key, found = None, None
         if found is not None:
             meta, contents, structure = found

@@ -32,6 +32,7 @@ __all__ = [
     "is_iterator",
     "is_opaque",
     "is_users_class",
+    "may_change",
     "part_of",
 ]
 
@@ -387,6 +388,24 @@ def part_of(value: Any, name: str) -> Part | None:
     if isinstance(getattr(value, "__dict__", None), dict):
         return Attributes(value, name)
     return _Slots(value, name) if any(True for k in kind.__mro__ for _ in _slots_of(k)) else None
+
+
+def may_change(value: Any) -> bool:
+    """Whether a call that is given the value could find something else in it later. Modules are heard."""
+    if isinstance(value, torch.Tensor | nn.Module) or (
+        isinstance(value, ATOMS) and not is_users_class(value)
+    ):
+        return False
+    kind = type(value)
+    if kind is types.FunctionType:
+        return bool(value.__closure__ or value.__dict__ or value.__defaults__ or value.__kwdefaults__)
+    if kind is types.MethodType:
+        return isinstance(value.__self__, nn.Module) or may_change(value.__self__)
+    if kind is functools.partial:
+        return any(map(may_change, (value.func, *value.args, *value.keywords.values())))
+    if isinstance(value, tuple | frozenset):
+        return any(map(may_change, value))
+    return part_of(value, "") is not None
 
 
 def _is_users(module: str | None) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,6 +42,11 @@ def flat_spec(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Spec:
     if found is None:
         found = _FLAT_SPECS[len(args)] = ("tuple", ("tuple", *[LEAF for _ in args]), ("dict", ()))
     return found
+
+
+def are_plain(leaves: Iterable[Any]) -> bool:
+    """Whether all are tensors and plain values."""
+    return _COMMON_LEAVES.issuperset(map(type, leaves))
 
 
 def is_flat(spec: Spec, num_leaves: int) -> bool:
