@@ -6,8 +6,8 @@ globals or dicts for other microbatches. So what the step function changes after
 values are in force while the backward of that microbatch runs. Steps without such code note nothing.
 
 What backward code itself changes (a hook that counts its calls) goes on from one backward to the next, as in
-one process. Only code that the step function recorded for later microbatches would see it too early or too
-late: that is an error, and so is a place that both change.
+one process; who could see that too late is looked for in :mod:`.backward_effects`. A place that the step
+function changes too is an error.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import SMPError
+from .backward_effects import BACKWARD_CODE, BackwardEffects
 from .describe.descriptions import Descriptions
-from .interception import hearing_attributes
 from .parameters.placement import Placement
 from .recording import Recording
 from .state.places import ModuleAttribute, Place, PlacesRead, Seen, in_force
@@ -32,7 +33,6 @@ from .state.reads import places_of_class, places_of_functions
 __all__ = ["BackwardState"]
 
 _OURS = ("torch", __name__.partition(".")[0])
-_BACKWARD_CODE = "code that runs within a backward (a hook, an autograd function's backward)"
 
 
 @dataclass
@@ -47,30 +47,29 @@ class _Called:
 
 
 class BackwardState:
-    """What backward code of one recorder's model reads, and what it changes.
+    """What backward code of one recorder's model reads.
 
     Attributes:
-        runs_python: whether any such code has been met.
+        runs_python: whether any such code has been met, or a checkpoint, which runs forward code again.
+        effects: what it changes.
     """
 
     def __init__(self, placement: Placement, descriptions: Descriptions) -> None:
         self._placement = placement
         self._descriptions = descriptions
         self.runs_python = False
+        self.effects = BackwardEffects(placement)
         self._of_classes: dict[type, PlacesRead] = {}
         self._of_hooks: PlacesRead | None = None  # of this step
+        self._heard: list[Any] = []  # hooks that recorded code has put on values
         self._of_forwards: PlacesRead | None = None  # whichever of them run where they are called
         self._called: list[_Called] = []
-        self._read_by_calls: list[tuple[PlacesRead, Seen]] = []
-        self._set: list[tuple[nn.Module, str]] = []  # attributes, by backward code
-        self._num_microbatches = 1
 
     def begin_step(self, num_microbatches: int) -> None:
-        self._num_microbatches = num_microbatches
         self._of_hooks = None
+        self._heard.clear()
         self._called.clear()
-        self._read_by_calls.clear()
-        self._set.clear()
+        self.effects.begin_step(num_microbatches)
 
     # While recording ----------------------------------------------------------------------------------------
 
@@ -80,20 +79,45 @@ class BackwardState:
         if places is None:
             own = cls.__module__.partition(".")[0] in _OURS
             places = self._of_classes[cls] = PlacesRead([]) if own else places_of_class(cls)
-            self.runs_python |= not own
+            self.runs_python |= issubclass(cls, CheckpointFunction)
+            if not own:
+                self._runs([vars(cls).get(name) for name in ("backward", "vjp")])
         return places
+
+    def hears_hook(self, hook: Any, *, of_recording: bool) -> None:
+        """A hook is put on a tensor, or on what autograd saves.
+
+        Args:
+            hook: the function.
+            of_recording: recorded code has done it, and no closed call.
+        """
+        if of_recording:
+            self._heard.append(hook)
+        self._runs([hook])
+
+    def hears_checkpoint(self) -> None:
+        """Backward passes will run forward code again."""
+        self.runs_python = True
+
+    def _runs(self, functions: list[Any]) -> None:
+        self.runs_python |= bool(functions)
+        self.effects.meet(functions)
 
     def note(self, recording: Recording) -> None:
         """``model.backward()`` is called now."""
         if self._of_hooks is None:
             hooks = self._placement.gradient_hooks()
-            self.runs_python |= bool(hooks)
+            self._runs(hooks)
             self._of_hooks = places_of_functions(hooks)
         if not self.runs_python:
             return
-        called = _Called(_looked_at([*self._of_classes.values(), self._of_hooks, *self._by_calls()]))
+        places = [*self._of_classes.values(), self._of_hooks, *self._by_calls()]
+        if self._heard:
+            places.append(places_of_functions(self._heard))
+        called = _Called(_looked_at(places))
         self._called.append(called)
         recording.around_backward = functools.partial(self._as_when_called, called)
+        self.effects.note_backward()
 
     def attribute_set(self, module: nn.Module, name: str, old: Any) -> None:
         """The step function sets an attribute: backwards that have been called keep what it was."""
@@ -116,8 +140,7 @@ class BackwardState:
             for places, seen in called.reads:
                 for place, value in places.others_than_now(seen):
                     called.keep(place, value)
-        if self._called:
-            self._read_by_calls = _looked_at(self._by_calls())
+        self.effects.before_running()
 
     def after_running(self) -> None:
         """What has changed since :meth:`before_running` is the doing of backward code."""
@@ -131,41 +154,23 @@ class BackwardState:
         """Within: a part of the microbatch's backward runs.
 
         Raises:
-            SMPError: it has changed what the step function has changed too since ``model.backward()``, or
-                what calls of other microbatches read.
+            SMPError: it has changed what the step function has changed too since ``model.backward()``.
         """
         state = list(called.changed.values())
-        with in_force(state), hearing_attributes(lambda module, name: self._set.append((module, name))):
+        with self.effects.watched(), in_force(state):
             before = [place.get() for place, _ in state]
             yield
             self._check_only_changed_by_one(state, before)
-        if self._num_microbatches > 1:
-            self._check_not_read_by_calls()
 
     def _check_only_changed_by_one(self, state: list[tuple[Place, Any]], before: list[Hashable]) -> None:
         for (place, _), old in zip(state, before, strict=True):
             if place.get() != old:
                 raise SMPError(
-                    f"{place.name} is changed by {_BACKWARD_CODE}, and by the step function or the forward "
+                    f"{place.name} is changed by {BACKWARD_CODE}, and by the step function or the forward "
                     "of another microbatch: here all microbatches are recorded before a backward runs, so "
                     "it would not become what it becomes in one process. Let each write to a place of its "
                     "own"
                 )
-
-    def _check_not_read_by_calls(self) -> None:
-        changed = [
-            place.name for places, seen in self._read_by_calls for place, _ in places.others_than_now(seen)
-        ]
-        for module, name in self._set:
-            if self._descriptions.only_reads(self._placement.root, module, name):
-                changed.append(f"{type(module).__name__}.{name}")
-        self._set.clear()
-        if changed:
-            raise SMPError(
-                f"{changed[0]} is changed by {_BACKWARD_CODE}, and read by forward: a later microbatch, "
-                "which sees the new value in one process, may run before that backward here. Let forward "
-                "read it under another name, which is set between steps, or train with microbatches=1"
-            )
 
 
 def _looked_at(read: list[PlacesRead]) -> list[tuple[PlacesRead, Seen]]:

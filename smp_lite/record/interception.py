@@ -73,8 +73,8 @@ def listening(recorder: Recorder) -> Iterator[None]:
         _active = _thread = None
 
 
-def _is_ours(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).startswith(f"{_OURS}.")
+def _is_of(function: Any, package: str) -> bool:
+    return str(getattr(function, "__module__", "")).startswith(f"{package}.")
 
 
 @contextlib.contextmanager
@@ -161,12 +161,14 @@ def start_intercepting() -> None:
 
     def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
         if _active is not None:
-            _active.hears_hook()
+            _active.hears_hook(hook)
         return original_hook(tensor, hook)
 
     def enter_saved_hooks(hooks: Any) -> None:
-        if _active is not None and not _is_ours(hooks.pack_hook):
-            _active.hears_hook()
+        if _active is not None and _is_of(hooks.pack_hook, "torch"):
+            _active.hears_checkpoint()
+        elif _active is not None and not _is_of(hooks.pack_hook, _OURS):
+            _active.hears_hook(hooks.unpack_hook)
         original_saved(hooks)
 
     torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]

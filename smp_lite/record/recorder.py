@@ -133,9 +133,13 @@ class Recorder:
         """An autograd function is applied, here or inside a closed call."""
         self.backward_state.meet(cls)
 
-    def hears_hook(self) -> None:
+    def hears_hook(self, hook: Any) -> None:
         """A hook is put on a tensor, or on what autograd saves: Python that a backward runs."""
-        self.backward_state.runs_python = True
+        self.backward_state.hears_hook(hook, of_recording=not self.not_listening)
+
+    def hears_checkpoint(self) -> None:
+        """A backward will run forward code again."""
+        self.backward_state.hears_checkpoint()
 
     def attribute_set(self, module: nn.Module, name: str, value: Any) -> None:
         """An attribute of a module is about to be set, or deleted."""

@@ -42,6 +42,7 @@ class StepContext:
         self.runtime: ModelRuntime | None = None
         self.microbatch_index = 0
         self.has_backward = False
+        self._function: Callable[..., Any] | None = None
         self._stack = contextlib.ExitStack()
 
     @property
@@ -58,6 +59,7 @@ class StepContext:
     def start_recording(self, runtime: ModelRuntime) -> None:
         """From here on, module calls and torch functions are recorded."""
         self.runtime = runtime
+        runtime.recorder.backward_state.effects.step_function = self._function
         runtime.begin_step(len(self.inputs), self._checked_inputs())
         self._stack.enter_context(listening(runtime.recorder))
         self._begin_microbatch()
@@ -74,6 +76,7 @@ class StepContext:
 
     def run(self, function: Callable[..., Any], detach_outputs: bool, static: StaticSteps) -> Any:
         """Runs the function for every microbatch and executes what it did."""
+        self._function = function
         model = self.session.model
         if model is None or model.runtime is None:
             # Not listened to from its beginning, so never kept for replay.

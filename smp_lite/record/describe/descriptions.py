@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ..state.ambient import Ambient
-from ..state.code_watch import Names, is_only_read, mentioned_in
+from ..state.code_watch import Names, mentioned_in
 from ..state.places import PlacesRead
 from ..state.reads import places_read
 from ..values.calls import Arguments, Constant, ResultMeta
@@ -153,15 +153,6 @@ class Descriptions:
             found = (signature, len(names.functions), places_read(module, names))
             self._places[id(module)] = found
         return found[2]
-
-    def only_reads(self, root: nn.Module, module: nn.Module, name: str) -> bool:
-        """Whether forward code in or around a module, as far as it has run, reads it and none sets it."""
-        around = [part for part in root.modules() if any(inner is module for inner in part.modules())]
-        codes = [getattr(type(part).forward, "__code__", None) for part in around]
-        for part in around:
-            names = self._names.get(self.signatures.of(part))
-            codes += names.functions if names is not None else ()
-        return is_only_read({code for code in codes if code is not None}, name)
 
     def all_places(self) -> list[PlacesRead]:
         """What the code of all modules reads that have been called."""

@@ -9,7 +9,6 @@ before the function first runs, so that its changes are noticed and undone (:mod
 from __future__ import annotations
 
 import contextlib
-import dis
 import gc
 import sys
 import threading
@@ -21,11 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .bytecode import with_nested
 from .containers import MISSING
 from .places import PLAIN
 from .python_state import NeedsOpening, PythonState
 
-__all__ = ["CodeWatch", "Names", "is_only_read", "mentioned_in"]
+__all__ = ["CodeWatch", "Names", "is_users_code", "mentioned_in"]
 
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _OURS = str(Path(__file__).resolve().parents[2])
@@ -48,14 +48,18 @@ class Names:
     def mention(self, code: types.CodeType, namespace: dict[str, Any]) -> list[str]:
         """Adds what one function mentions; returns which globals that are there it does."""
         self.functions.add(code)
-        parts = _with_nested(code)
-        mentioned = dict.fromkeys([name for part in parts for name in part.co_names])
-        self.attributes.update(mentioned)
-        # getattr(holder, "name"), and keys of namespaces
-        self.attributes.update(c for part in parts for c in part.co_consts if _is_name(c))
-        found = [name for name in mentioned if name in namespace]
+        found = dict.fromkeys(
+            name for part in with_nested(code) for name in self.mention_part(part, namespace)
+        )
         self.globals.update({(id(namespace), name): (namespace, name) for name in found})
-        return found
+        return list(found)
+
+    def mention_part(self, code: types.CodeType, namespace: dict[str, Any]) -> list[str]:
+        """The same without what is written in the function."""
+        self.attributes.update(code.co_names)
+        # getattr(holder, "name"), and keys of namespaces
+        self.attributes.update(constant for constant in code.co_consts if _is_name(constant))
+        return [name for name in code.co_names if name in namespace]
 
     def add(self, other: Names) -> bool:
         """Takes over another run's; returns whether any of it is new."""
@@ -73,35 +77,19 @@ def mentioned_in(module: nn.Module) -> Names:
     for part in module.modules():
         for kind in type(part).__mro__:
             for function in vars(kind).values():
-                if isinstance(function, types.FunctionType) and _is_users(
+                if isinstance(function, types.FunctionType) and is_users_code(
                     function.__code__, function.__globals__
                 ):
                     names.mention(function.__code__, function.__globals__)
     return names
 
 
-def _with_nested(code: types.CodeType) -> list[types.CodeType]:
-    """The code of a function, and of functions that are written in it."""
-    return [code, *[constant for constant in code.co_consts if isinstance(constant, types.CodeType)]]
-
-
-def is_only_read(codes: Iterable[types.CodeType], name: str) -> bool:
-    """Whether some code reads an attribute of this name, and none sets it."""
-    found = {
-        instruction.opname
-        for code in codes
-        for part in _with_nested(code)
-        for instruction in dis.get_instructions(part)
-        if instruction.argval == name
-    }
-    return not found.isdisjoint(("LOAD_ATTR", "LOAD_METHOD", "LOAD_CONST")) and "STORE_ATTR" not in found
-
-
 def _is_name(constant: object) -> bool:
     return isinstance(constant, str) and constant.isidentifier()
 
 
-def _is_users(code: types.CodeType, namespace: dict[str, Any]) -> bool:
+def is_users_code(code: types.CodeType, namespace: dict[str, Any]) -> bool:
+    """Whether a function is neither torch's, nor this library's, nor Python's own."""
     if code.co_filename.startswith((_TORCH, _OURS, "<frozen")):
         return False
     return str(namespace.get("__name__", "")).partition(".")[0] not in sys.stdlib_module_names
@@ -146,7 +134,7 @@ class CodeWatch:
 
     def _look(self, frame: types.FrameType) -> None:
         code, namespace = frame.f_code, frame.f_globals
-        if not _is_users(code, namespace):
+        if not is_users_code(code, namespace):
             return
         known = len(self.state.opaque)
         for name in self.names.mention(code, namespace):

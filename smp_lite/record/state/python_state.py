@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -52,12 +52,16 @@ class NeedsOpening(Exception):
 class PythonState:
     """A copy of what can be reached from the roots that are added.
 
+    Args:
+        passes_over: tells objects that are not looked into.
+
     Attributes:
         opaque: names of what nobody can copy, since to look into it is to take from it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, passes_over: Callable[[Any], bool] | None = None) -> None:
         self.opaque: list[str] = []
+        self._passes_over = passes_over
         self._seen: dict[int, Any] = {}  # keeps them alive, so that ids stay theirs
         self._parts: list[Part] = []
 
@@ -69,6 +73,8 @@ class PythonState:
             if id(value) in self._seen or (isinstance(value, ATOMS) and not is_users_class(value)):
                 continue
             self._seen[id(value)] = value
+            if self._passes_over is not None and self._passes_over(value):
+                continue
             part = part_of(value, name)
             if part is None:
                 if is_opaque(value):

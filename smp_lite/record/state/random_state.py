@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["kept", "python_state"]
+__all__ = ["all_states", "kept", "python_state"]
 
 
 @contextlib.contextmanager
@@ -36,6 +36,11 @@ def python_state() -> tuple[Any, ...]:
         return (random.getstate(),)
     name, keys, *rest = numpy_random.get_state()
     return random.getstate(), name, keys.tobytes(), *rest
+
+
+def all_states() -> tuple[Any, ...]:
+    """Where all streams are, to compare."""
+    return (torch.default_generator.get_state().numpy().tobytes(), *python_state())
 
 
 def _numpy_random() -> Any:

@@ -1,0 +1,198 @@
+"""What code within a backward pass changes, and whether anybody sees it later than in one process.
+
+A hook that counts its calls is nobody's business: what it changes goes on from one backward to the next. But
+code that is recorded before the backward runs, and in one process runs after it, would see too little: the
+step function after ``model.backward()``, and both it and forwards for later microbatches. On several ranks
+each sees what its own backwards change. All of that is an error, and so are random numbers that backward
+code draws, and buffers that a checkpoint's second forward changes between the forwards of microbatches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import SMPError
+from .interception import hearing_attributes
+from .parameters.placement import Placement
+from .state import random_state
+from .state.readers import Copy, Frame, Readers, frames_of_the_step
+
+__all__ = ["BACKWARD_CODE", "BackwardEffects"]
+
+BACKWARD_CODE = "code that runs within a backward (a hook, an autograd function's backward)"
+_OURS = ("torch", __name__.partition(".")[0])
+
+
+class BackwardEffects:
+    """What backward code of one recorder's model changes.
+
+    Attributes:
+        is_possible: whether any such code has been met.
+        step_function: that is being recorded.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self.is_possible = False
+        self.step_function: Any = None
+        self._placement = placement
+        self._codes: set[types.CodeType] = set()  # of backward code
+        self._frames: dict[types.CodeType, Frame] = {}
+        self._readers: Readers | None = None
+        self._readers_of_attributes: Readers | None = None
+        self._kept: Copy | None = None
+        self._set: list[tuple[nn.Module, str]] = []  # attributes, by backward code
+        self._num_microbatches = 1
+        self._num_backwards = 0
+
+    def begin_step(self, num_microbatches: int) -> None:
+        self._num_microbatches = num_microbatches
+        self._num_backwards = 0
+        self._frames.clear()
+        self._readers = self._readers_of_attributes = self._kept = None
+        self._set.clear()
+
+    def meet(self, functions: Iterable[Any]) -> None:
+        """These will run within backwards."""
+        for function in functions:
+            self.is_possible = True
+            self._codes |= _codes_of(function)
+
+    def note_backward(self) -> None:
+        """``model.backward()`` is called now."""
+        self._num_backwards += 1
+        if self.is_possible:
+            self._frames.update({frame.code: frame for frame in frames_of_the_step()})
+
+    def before_running(self) -> None:
+        """Looks who could see what backward code changes, and what lies there."""
+        if not self.is_possible or not self._num_backwards:
+            return
+        root, frames = self._placement.root, self._frames.values()
+        later = Readers(None, self._codes)
+        for frame in frames:
+            later.add_later(frame, self.step_function)
+        self._readers = self._readers_of_attributes = later.complete()
+        if self._is_seen_by_forwards:
+            self._readers = Readers(root, self._codes)
+            self._readers.add_function(self.step_function)
+            for frame in frames:
+                self._readers.add(frame)
+            self._readers.complete()
+        if self._has_later_calls:
+            self._readers_of_attributes = self._readers
+        self._kept = self._readers.copy()
+
+    @property
+    def _has_later_calls(self) -> bool:
+        """Whether calls may be recorded in this step after a backward has been called."""
+        return self._num_microbatches > 1 or self._num_backwards > 1
+
+    @property
+    def _is_seen_by_forwards(self) -> bool:
+        """Whether a forward could see less of what backwards change than in one process.
+
+        On several ranks each sees what its own backwards change.
+        """
+        placement = self._placement
+        return self._has_later_calls or len(placement.local_stages) < placement.num_stages
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within: a part of a backward runs.
+
+        Raises:
+            SMPError: it has changed what code reads that has run before it, and in one process runs after
+                it; or it has drawn random numbers.
+        """
+        buffers = self._versions() if self._has_later_calls else []
+        drawn = random_state.all_states() if self.is_possible else None
+        if self._readers is not None and self._kept is not None and self._kept.changed() is not None:
+            self._kept = self._readers.copy()  # by a call that has run
+        with hearing_attributes(lambda module, name: self._set.append((module, name))):
+            yield
+        if drawn is not None and drawn != random_state.all_states():
+            raise SMPError(
+                f"{BACKWARD_CODE} draws random numbers: which ones they are depends on when it runs, and "
+                "on several ranks each draws its own. Draw them in the step function or in forward"
+            )
+        self._check_not_read(buffers)
+
+    def _versions(self) -> list[tuple[nn.Module, str, torch.Tensor, int]]:
+        return [
+            (module, name, buffer, buffer._version)
+            for module in self._placement.root.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not buffer.is_inference()
+        ]
+
+    def _check_not_read(self, buffers: list[tuple[nn.Module, str, torch.Tensor, int]]) -> None:
+        readers = self._readers_of_attributes
+        for module, name in self._set:
+            if readers is not None and readers.reads(module, name):
+                raise _read_too_early(f"{type(module).__name__}.{name}")
+        self._set.clear()
+        for module, name, buffer, version in buffers:
+            if buffer._version == version or not self._is_read(module, name):
+                continue
+            label = f"the buffer {type(module).__name__}.{name}"
+            if not self.is_possible:
+                raise SMPError(
+                    f"{label} is changed by a forward and by the checkpoint that runs it again: here forwards "
+                    "of later microbatches may run between the two, and the buffer would become something "
+                    "else. Leave the module out of the checkpoint, or train with microbatches=1"
+                )
+            raise _read_too_early(label)
+        if self._kept is not None and (text := self._kept.changed()) is not None:
+            raise _read_too_early(text.partition(" ")[2].partition(",")[0])  # "changes S, a list"
+
+    def _is_read(self, module: nn.Module, name: str) -> bool:
+        """Whether a buffer that a backward changes is one that forwards read."""
+        if type(module).__module__.partition(".")[0] in _OURS or self._readers is None:
+            return True
+        return name in self._readers.names.attributes
+
+
+def _read_too_early(name: str) -> SMPError:
+    return SMPError(
+        f"{name} is changed by {BACKWARD_CODE}, and read by forward or the step function: what runs after a "
+        "backward in one process, and sees the new value, may run before it here, or on another rank. Let it "
+        "be read under another name, which is set between steps, or let the hook read what the step function "
+        "sets"
+    )
+
+
+def _codes_of(function: Any) -> set[types.CodeType]:
+    """The code of a hook or a backward, without decorators and whatever else stands around it."""
+    found: set[types.CodeType] = set()
+    pending, seen = [function], set()
+    while pending:
+        function = pending.pop()
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        if isinstance(function, functools.partial):
+            pending.append(function.func)
+            continue
+        if not isinstance(function, types.FunctionType | types.MethodType | staticmethod | classmethod):
+            kinds = type(function).__mro__
+            function = next((vars(kind)["__call__"] for kind in kinds if "__call__" in vars(kind)), None)
+        function = getattr(function, "__func__", function)
+        if isinstance(function, types.FunctionType):
+            found.add(function.__code__)
+            if function.__globals__.get("__name__", "").partition(".")[0] in _OURS:
+                pending += [cell.cell_contents for cell in function.__closure__ or () if _is_function(cell)]
+    return found
+
+
+def _is_function(cell: Any) -> bool:
+    try:
+        return isinstance(cell.cell_contents, types.FunctionType | types.MethodType)
+    except ValueError:
+        return False

@@ -1,0 +1,283 @@
+"""What code that runs while a step is recorded could read: the step function and the forwards of modules.
+
+In one process such code sees what an earlier microbatch's backward has changed; here it has run by then. So
+whether backward code (a hook, an autograd function's backward) changes something that such code mentions has
+to be known. All code is looked through that can be reached by name from the step function and the modules:
+functions, methods, properties and functions written in functions, as far as they belong to the packages of
+the model and the script. What a watched run has entered anyway is known better (:mod:`.reads`).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .bytecode import constant_keys, names_after, uses_of_attribute, variables_around, with_nested
+from .code_watch import Names, is_users_code
+from .containers import MISSING
+from .places import PLAIN, Attribute, Cell, Item, Place
+from .python_state import PythonState
+
+__all__ = ["Frame", "Readers", "frames_of_the_step"]
+
+_OURS = __name__.partition(".")[0]
+_PASSED_OVER = (nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader)
+_RUN_BY_TORCH = ("forward", "setup_context")
+_NOT_RECORDED = ("__init__", "backward", "vjp", "__doc__", "__module__", "__qualname__")
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_CONST")
+
+
+class Frame:
+    """A function of the user's within a step function that has called ``model.backward()``.
+
+    Attributes:
+        later: names that its code mentions after ``model.backward()``, which may see what the backward has
+            changed.
+        later_variables: those of them that are local variables, and their values.
+    """
+
+    def __init__(self, frame: types.FrameType) -> None:
+        self.code, self.namespace = frame.f_code, frame.f_globals
+        variables = frame.f_locals
+        self.later = names_after(frame.f_code, frame.f_lasti)
+        self.later_variables = {
+            # To hold a tensor would keep its data until the step ends.
+            name: variables[name]
+            for name in self.later & variables.keys()
+            if not isinstance(variables[name], torch.Tensor)
+        }
+
+
+def frames_of_the_step() -> list[Frame]:
+    """The user's frames between ``model.backward()``, which is running, and the library that called them."""
+    found: list[Frame] = []
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        first = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if is_users_code(frame.f_code, frame.f_globals):
+            found.append(Frame(frame))
+        elif found and first == _OURS:
+            break
+        frame = frame.f_back
+    return found
+
+
+class Readers:
+    """Code, all that it mentions, and what lies there.
+
+    Args:
+        root: the model, whose forwards are looked through; None: only what is added.
+        but: the code of hooks and backwards, which does not count.
+    """
+
+    def __init__(self, root: nn.Module | None, but: Iterable[types.CodeType]) -> None:
+        self._but = frozenset(but)
+        self.names = Names()
+        self._packages: set[str] = set()
+        self._functions: dict[types.CodeType, type | None] = {}  # with the class whose method it is
+        self._kinds: dict[type, None] = {}
+        self._spaces: dict[int, tuple[dict[str, Any], str]] = {}  # of modules of the user's, by id
+        self._roots: dict[int, tuple[Any, list[str]]] = {}  # objects and their names, by id
+        self._closures: dict[int, Any] = {}  # functions whose variables are known, by id
+        self._places: dict[Any, Place] = {}
+        self._modules = list(root.modules()) if root is not None else []
+        for module in self._modules:
+            self._add_kind(type(module), trusted=True)
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                for hook in hooks.values():
+                    self._found(hook, "a forward hook")
+
+    def add_function(self, function: Any) -> None:
+        """The whole function counts."""
+        self._trust(str(getattr(function, "__module__", "")))
+        self._found(function, getattr(function, "__name__", "the step function"))
+
+    def add(self, frame: Frame) -> None:
+        """The whole function counts; what variables around it hold is not known."""
+        self._trust(str(frame.namespace.get("__name__", "")))
+        self._mention(frame.code, frame.namespace, None)
+
+    def add_later(self, frame: Frame, function: Any) -> None:
+        """What a function does after ``model.backward()`` counts; ``function`` may be it."""
+        self._trust(str(frame.namespace.get("__name__", "")))
+        if getattr(function, "__code__", None) is frame.code:
+            for name, cell in zip(frame.code.co_freevars, function.__closure__ or (), strict=False):
+                if name in frame.later:
+                    self._places.setdefault(id(cell), Cell(cell, name))
+        self.names.attributes |= frame.later
+        self._functions[frame.code] = None
+        for name in frame.later:
+            if name in frame.later_variables:
+                self._found(frame.later_variables[name], name)
+            elif name in frame.namespace:
+                self._global(frame.namespace, name)
+
+    def complete(self) -> Readers:
+        """Follows the names until nothing new is found."""
+        known = -1
+        while known != (known := len(self.names.attributes) + len(self._functions) + len(self._roots)):
+            for kind in list(self._kinds):
+                self._methods(kind)
+            for namespace, name in list(self._spaces.values()):
+                for key in [key for key in namespace if key in self.names.attributes]:
+                    self._global(namespace, key, f"{name}.{key}")
+            for module in self._modules:
+                for key, value in module.__dict__.items():
+                    if key in self.names.attributes and not isinstance(value, (*PLAIN, *_PASSED_OVER)):
+                        self._found(value, f"{type(module).__name__}.{key}")
+        self._narrow()
+        return self
+
+    def _narrow(self) -> None:
+        """Of a dict that is only subscripted with constants, only these entries count."""
+        codes = [part for code in self._functions for part in with_nested(code, but=self._but)]
+        for value, names in list(self._roots.values()):
+            if type(value) is not dict:
+                continue
+            keys = constant_keys(codes, {name.rpartition(".")[2] for name in names})
+            if keys is None:
+                continue
+            del self._roots[id(value)]
+            for key in keys:
+                place = Item(value, key, f"{names[0]}[{key!r}]")
+                self._places.setdefault(place.identity, place)
+                if key in value and not isinstance(value[key], PLAIN):
+                    self._root(value[key], place.name)
+
+    def copy(self) -> Copy:
+        """What lies there now."""
+        roots = [(value, names[0]) for value, names in self._roots.values()]
+        return Copy(roots, list(self._places.values()))
+
+    def reads(self, module: nn.Module, name: str) -> bool:
+        """Whether any of the code reads an attribute of the module that none of it sets."""
+        if name not in self.names.attributes:
+            return False
+        loads = stores = False
+        for code, kind in self._functions.items():
+            for part in with_nested(code, but=self._but):
+                for opname, on_self in uses_of_attribute(part, name):
+                    if kind is None or not on_self or isinstance(module, kind):
+                        loads |= opname in _LOADS
+                        stores |= opname == "STORE_ATTR"
+        return loads and not stores
+
+    # Finding ------------------------------------------------------------------------------------------------
+
+    def _trust(self, module_name: str) -> None:
+        first = module_name.partition(".")[0]
+        if first not in ("torch", _OURS) and first not in sys.stdlib_module_names - {"__main__"}:
+            self._packages.add(first)
+
+    def _is_users(self, module_name: Any) -> bool:
+        return str(module_name).partition(".")[0] in self._packages
+
+    def _mention(self, code: types.CodeType, namespace: dict[str, Any], kind: type | None) -> None:
+        if code in self._functions or code in self._but:
+            return
+        self._functions[code] = kind
+        for part in with_nested(code, but=self._but):
+            for name in self.names.mention_part(part, namespace):
+                self._global(namespace, name)
+
+    def _global(self, namespace: dict[str, Any], name: str, label: str = "") -> None:
+        value = namespace[name]
+        if not isinstance(value, types.FunctionType | types.ModuleType | type):
+            place = Item(namespace, name, label or name)
+            self._places.setdefault(place.identity, place)
+        self._found(value, label or name)
+
+    def _found(self, value: Any, name: str, kind: type | None = None) -> None:
+        if isinstance(value, types.MethodType):
+            self._found(value.__self__, name)
+            value = value.__func__
+        if isinstance(value, staticmethod | classmethod):
+            value = value.__func__
+        if isinstance(value, functools.partial):
+            self._found(value.func, name)
+        if isinstance(value, property):
+            value = value.fget
+        if isinstance(value, types.FunctionType):
+            if value.__code__ in self._but:
+                return
+            if self._is_users(value.__globals__.get("__name__")):
+                self._mention(value.__code__, value.__globals__, kind)
+            if id(value) not in self._closures:
+                self._closures[id(value)] = value
+                self._closure(value, name, kind)
+        elif isinstance(value, types.ModuleType):
+            if self._is_users(value.__name__):
+                self._spaces.setdefault(id(value), (vars(value), name))
+        elif isinstance(value, type):
+            self._add_kind(value)
+        elif isinstance(value, nn.Module):
+            self._add_kind(type(value))
+        elif not isinstance(value, (*PLAIN, *_PASSED_OVER)):
+            self._add_kind(type(value))
+            self._root(value, name)
+
+    def _closure(self, function: types.FunctionType, name: str, kind: type | None) -> None:
+        """What a function holds: variables around it, among them what a decorator has wrapped; defaults."""
+        mentioned = variables_around(function.__code__, but=self._but)
+        for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            if free in mentioned:
+                self._places.setdefault(id(cell), Cell(cell, free))
+                self._found(_contents(cell), free, kind)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._found(value, f"a default of {name}")
+        if function.__dict__:
+            self._root(function.__dict__, f"an attribute of {name}")
+
+    def _root(self, value: Any, name: str) -> None:
+        names = self._roots.setdefault(id(value), (value, []))[1]
+        if name not in names:
+            names.append(name)
+
+    def _add_kind(self, kind: type, *, trusted: bool = False) -> None:
+        for base in kind.__mro__:
+            if trusted:
+                self._trust(base.__module__)
+            if self._is_users(base.__module__):
+                self._kinds.setdefault(base)
+
+    def _methods(self, kind: type) -> None:
+        for key, value in list(vars(kind).items()):
+            # By name, or by an operator.
+            runs = key in self.names.attributes or key in _RUN_BY_TORCH or key.startswith("__")
+            if not runs or key in _NOT_RECORDED:
+                continue
+            if isinstance(value, PLAIN):
+                place = Attribute(kind, key, f"{kind.__name__}.{key}")
+                self._places.setdefault(place.identity, place)
+            elif isinstance(value, types.FunctionType) or not key.startswith("__"):
+                self._found(value, f"{kind.__name__}.{key}", kind)
+
+
+class Copy:
+    """What lay at places and in objects once."""
+
+    def __init__(self, roots: list[tuple[Any, str]], places: list[Place]) -> None:
+        self._state = PythonState(passes_over=lambda value: isinstance(value, _PASSED_OVER))
+        for value, name in roots:
+            self._state.add(value, name)
+        self._places = [(place, place.get()) for place in places]
+
+    def changed(self) -> str | None:
+        """The first thing that is no longer as it was, in words."""
+        for place, old in self._places:
+            if place.get() != old:
+                return f"sets {place.name}"
+        return self._state.changed()
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
