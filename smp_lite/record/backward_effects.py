@@ -21,7 +21,9 @@ from torch import nn
 from ..errors import SMPError
 from .interception import hearing_attributes
 from .parameters.placement import Placement
+from .recording import Recording
 from .state import random_state
+from .state.bytecode import may_return_more
 from .state.readers import Copy, Frame, Readers, frames_of_the_step
 
 __all__ = ["BACKWARD_CODE", "BackwardEffects"]
@@ -43,6 +45,9 @@ class BackwardEffects:
         self.step_function: Any = None
         self._placement = placement
         self._codes: set[types.CodeType] = set()  # of backward code
+        # What could change gradients, by stage, and what lay where that mentions.
+        self._changing: dict[int | None, dict[int, Any]] = {}
+        self._shared: dict[int | None, tuple[Readers, Copy]] = {}
         self._frames: dict[types.CodeType, Frame] = {}
         self._readers: Readers | None = None
         self._readers_of_attributes: Readers | None = None
@@ -50,21 +55,36 @@ class BackwardEffects:
         self._set: list[tuple[nn.Module, str]] = []  # attributes, by backward code
         self._num_microbatches = 1
         self._num_backwards = 0
+        self._hooked: list[tuple[str, torch.Tensor]] = []
+        self._done: dict[int, set[str]] = {}  # by microbatch: hooked parameters that have their gradient
 
     def begin_step(self, num_microbatches: int) -> None:
         self._num_microbatches = num_microbatches
         self._num_backwards = 0
+        self._done.clear()
+        self._changing.clear()
+        self._shared.clear()
         self._frames.clear()
         self._readers = self._readers_of_attributes = self._kept = None
         self._set.clear()
 
-    def meet(self, functions: Iterable[Any]) -> None:
-        """These will run within backwards."""
+    def meet(self, functions: Iterable[Any], stage_index: int | None = None) -> None:
+        """These will run within backwards, on that stage; None: on any."""
         for function in functions:
             self.is_possible = True
-            self._codes |= _codes_of(function)
+            codes = _codes_of(function)
+            if codes <= self._codes and stage_index is None:
+                continue
+            self._codes |= codes
+            if any(map(may_return_more, codes)):
+                self._changing.setdefault(stage_index, {})[id(function)] = function
 
-    def note_backward(self) -> None:
+    def meet_codes(self, codes: set[types.CodeType]) -> None:
+        """Functions with this code may run within backwards."""
+        self.is_possible |= bool(codes)
+        self._codes |= codes
+
+    def note_backward(self, recording: Recording) -> None:
         """``model.backward()`` is called now."""
         self._num_backwards += 1
         if self.is_possible:
@@ -74,7 +94,14 @@ class BackwardEffects:
         """Looks who could see what backward code changes, and what lies there."""
         if not self.is_possible or not self._num_backwards:
             return
+        self._hooked = [(name, tensor) for name, tensor, _ in self._placement.hooked_parameters()]
         root, frames = self._placement.root, self._frames.values()
+        for stage, functions in self._changing.items():
+            users = Readers(None, ())
+            for function in functions.values():
+                users.add_user(function)
+            users.complete()
+            self._shared[stage] = (users, users.copy())
         later = Readers(None, self._codes)
         for frame in frames:
             later.add_later(frame, self.step_function)
@@ -104,13 +131,19 @@ class BackwardEffects:
         return self._has_later_calls or len(placement.local_stages) < placement.num_stages
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Within: a part of a backward runs.
+    def watched(self, microbatch_index: int, stage_index: int) -> Iterator[None]:
+        """Within: a part of a microbatch's backward runs, on that stage.
 
         Raises:
             SMPError: it has changed what code reads that has run before it, and in one process runs after
-                it; or it has drawn random numbers.
+                it; or it has drawn random numbers; or hooks have seen a part of a gradient.
         """
+        others = [stage for stage in self._shared if stage != stage_index]
+        for stage in others:
+            users, copy = self._shared[stage]
+            if copy.changed() is not None:
+                self._shared[stage] = (users, users.copy())
+        gradients = [_of_gradient(parameter) for _, parameter in self._hooked]
         buffers = self._versions() if self._has_later_calls else []
         drawn = random_state.all_states() if self.is_possible else None
         if self._readers is not None and self._kept is not None and self._kept.changed() is not None:
@@ -123,6 +156,27 @@ class BackwardEffects:
                 "on several ranks each draws its own. Draw them in the step function or in forward"
             )
         self._check_not_read(buffers)
+        for stage in others:
+            if (text := self._shared[stage][1].changed()) is not None:
+                raise SMPError(
+                    f"{_name_in(text)} is changed by {BACKWARD_CODE} on stage {stage_index}, and used by "
+                    "such code that changes gradients of other stages: stages run their backwards at the "
+                    "same time, and may be on several ranks, so it would not become what it becomes in one "
+                    "process. Let each hook have a place of its own"
+                )
+        done = self._done.setdefault(microbatch_index, set())
+        for (name, parameter), before in zip(self._hooked, gradients, strict=True):
+            if _of_gradient(parameter) == before:
+                continue
+            if name in done:
+                raise SMPError(
+                    f"the parameter {name!r} has hooks on its gradient, which arises in several parts here: "
+                    "calls on other stages lie between those that use it, or model.backward() is called "
+                    "more than once. The hooks would see each part, and in one process they see the sum. "
+                    "Change gradients between model.backward() and optimizer.step(), outside the step "
+                    "function, or place what uses the parameter on one stage, side by side"
+                )
+            done.add(name)
 
     def _versions(self) -> list[tuple[nn.Module, str, torch.Tensor, int]]:
         return [
@@ -144,19 +198,29 @@ class BackwardEffects:
             label = f"the buffer {type(module).__name__}.{name}"
             if not self.is_possible:
                 raise SMPError(
-                    f"{label} is changed by a forward and by the checkpoint that runs it again: here forwards "
-                    "of later microbatches may run between the two, and the buffer would become something "
-                    "else. Leave the module out of the checkpoint, or train with microbatches=1"
+                    f"{label} is changed by a forward and by the checkpoint that runs it again: here "
+                    "forwards of later microbatches may run between the two, and the buffer would become "
+                    "something else. Leave the module out of the checkpoint, or train with microbatches=1"
                 )
             raise _read_too_early(label)
         if self._kept is not None and (text := self._kept.changed()) is not None:
-            raise _read_too_early(text.partition(" ")[2].partition(",")[0])  # "changes S, a list"
+            raise _read_too_early(_name_in(text))
 
     def _is_read(self, module: nn.Module, name: str) -> bool:
         """Whether a buffer that a backward changes is one that forwards read."""
         if type(module).__module__.partition(".")[0] in _OURS or self._readers is None:
             return True
         return name in self._readers.names.attributes
+
+
+def _name_in(text: str) -> str:
+    """S of "changes S, a list"."""
+    return text.partition(" ")[2].partition(",")[0]
+
+
+def _of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
+    """Changes whenever something is added to the gradient."""
+    return (id(parameter.grad), parameter.grad._version) if parameter.grad is not None else (0, 0)
 
 
 def _read_too_early(name: str) -> SMPError:

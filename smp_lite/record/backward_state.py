@@ -39,6 +39,7 @@ _OURS = ("torch", __name__.partition(".")[0])
 class _Called:
     """A ``model.backward()`` of this step: what was at the places, and at those that have changed since."""
 
+    microbatch_index: int
     reads: list[tuple[PlacesRead, Seen]]
     changed: dict[Hashable, tuple[Place, Any]] = field(default_factory=dict)
 
@@ -99,25 +100,47 @@ class BackwardState:
         """Backward passes will run forward code again."""
         self.runs_python = True
 
-    def _runs(self, functions: list[Any]) -> None:
+    def _runs(self, functions: list[Any], stage_index: int | None = None) -> None:
         self.runs_python |= bool(functions)
-        self.effects.meet(functions)
+        self.effects.meet(functions, stage_index)
 
     def note(self, recording: Recording) -> None:
         """``model.backward()`` is called now."""
         if self._of_hooks is None:
             hooks = self._placement.gradient_hooks()
-            self._runs(hooks)
-            self._of_hooks = places_of_functions(hooks)
+            _refuse_hooks_on_several(hooks)
+            for stage, hook in hooks:
+                self._runs([hook], stage)
+            self._of_hooks = places_of_functions([hook for _, hook in hooks])
+            self.effects.meet_codes(self._descriptions.codes_with_node_hooks)
+            self.runs_python |= self.effects.is_possible
         if not self.runs_python:
             return
         places = [*self._of_classes.values(), self._of_hooks, *self._by_calls()]
         if self._heard:
             places.append(places_of_functions(self._heard))
-        called = _Called(_looked_at(places))
+        called = _Called(recording.microbatch_index, _looked_at(places))
+        if recording.backwards:
+            self._check_unchanged_since_last()
         self._called.append(called)
         recording.around_backward = functools.partial(self._as_when_called, called)
-        self.effects.note_backward()
+        self.effects.note_backward(recording)
+
+    def _check_unchanged_since_last(self) -> None:
+        """A second ``model.backward()`` of a microbatch runs together with the first.
+
+        Raises:
+            SMPError: the step function has changed in between what backward code reads.
+        """
+        last = self._called[-1]
+        changed = [place for places, seen in last.reads for place, _ in places.others_than_now(seen)]
+        changed += [place for place, value in last.changed.values() if place.value() is not value]
+        if changed:
+            raise SMPError(
+                f"{changed[0].name} is changed between two calls of model.backward() in one microbatch, and "
+                f"read by {BACKWARD_CODE}: both backwards run together here, after the step function. Give "
+                "model.backward() the sum of the losses, or let each read a place of its own"
+            )
 
     def attribute_set(self, module: nn.Module, name: str, old: Any) -> None:
         """The step function sets an attribute: backwards that have been called keep what it was."""
@@ -150,14 +173,14 @@ class BackwardState:
     # Around each part of a backward -------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _as_when_called(self, called: _Called) -> Iterator[None]:
-        """Within: a part of the microbatch's backward runs.
+    def _as_when_called(self, called: _Called, stage_index: int) -> Iterator[None]:
+        """Within: a part of the microbatch's backward runs, on that stage.
 
         Raises:
             SMPError: it has changed what the step function has changed too since ``model.backward()``.
         """
         state = list(called.changed.values())
-        with self.effects.watched(), in_force(state):
+        with self.effects.watched(called.microbatch_index, stage_index), in_force(state):
             before = [place.get() for place, _ in state]
             yield
             self._check_only_changed_by_one(state, before)
@@ -171,6 +194,15 @@ class BackwardState:
                     "it would not become what it becomes in one process. Let each write to a place of its "
                     "own"
                 )
+
+
+def _refuse_hooks_on_several(hooks: list[tuple[int | None, Any]]) -> None:
+    if any(getattr(hook, "__module__", "") == "torch.autograd.graph" for _, hook in hooks):
+        raise SMPError(
+            "torch.autograd.graph.register_multi_grad_hook() wants the gradients of several parameters in "
+            "one place, and stages make them at different times: look at them after the step function, "
+            "between model.backward() and optimizer.step()"
+        )
 
 
 def _looked_at(read: list[PlacesRead]) -> list[tuple[PlacesRead, Seen]]:

@@ -168,6 +168,15 @@ class CommandWriter:
             self.recorder.modules.note_function(command, func.cls)
         return self._append(command, described)
 
+    def on_made(self, func: Function, arguments: Arguments, described: Description) -> None:
+        """Records a function that gets its argument as it was made, on its stage."""
+        (placed,) = arguments.tensors
+        assert type(placed) is PlacedTensor
+        ambient = self.recorder.ambient()
+        command = self._command(function_name(func), arguments, described, ambient, placed.smp_stage)
+        command.function, command.on_made = func, True
+        self._append(command, described)
+
     def touch_earlier(self, part: nn.Module, number: int) -> None:
         """Calls of this microbatch that use the module come before what is about to change it."""
         assert self.recorder.recording is not None

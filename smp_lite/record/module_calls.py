@@ -286,6 +286,12 @@ class ModuleCalls:
             pending.commands.append((command, places, places.look()))
 
     def _refuse_backward_hooks(self, module: nn.Module, reason: str) -> None:
+        if torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks:
+            raise SMPError(
+                "backward hooks on all modules (torch.nn.modules.module.register_module_full_backward_hook) "
+                "would run on modules that are split over stages too: register them on the modules that they "
+                "are for"
+            )
         if module._backward_hooks or module._backward_pre_hooks:
             raise SMPError(
                 f"module {self.placement.name(module)!r} has backward hooks and {reason}, so that its code "

@@ -29,6 +29,7 @@ from .recording import Recording
 from .replay import Tape, refuse
 from .state.ambient import FUNCTORCH, Ambient, refuse_transformations
 from .state.draws import Draws
+from .value_hooks import register_hook
 from .values.calls import Arguments
 from .values.placed import PlacedTensor, holds_placed
 from .values.torch_functions import (
@@ -163,6 +164,8 @@ class Recorder:
             return self.forced.call(func, args, kwargs)
         if name == "requires_grad_":
             return require_gradient(self, *args, **kwargs)
+        if name == "register_hook" and args[0].smp_parameter is None:
+            return register_hook(self, *args, **kwargs)
         if name in REFUSED:
             raise SMPError(
                 f"{function_name(func)}() was called inside an smp.step on a value that lives on one "

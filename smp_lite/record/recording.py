@@ -44,7 +44,8 @@ class Command:
     ``arguments``. ``bare`` calls run without the module's forward hooks, which have run around the
     recording. ``touches`` numbers the modules whose buffers the call changes. ``carried`` is Python state to
     run it with. ``changes`` pairs each value that the call changes in place with its new version; the first
-    ``num_targets`` of them are the arguments themselves, the rest views that share their memory.
+    ``num_targets`` of them are the arguments themselves, the rest views that share their memory. ``on_made``
+    calls get the tensors that were made, where others get leaves of those of earlier segments.
     """
 
     index: int
@@ -59,6 +60,7 @@ class Command:
     parameter: str | None = None
     input: torch.Tensor | None = None
     bare: bool = False
+    on_made: bool = False
     touches: tuple[int, ...] = ()
     carried: list[tuple[Place, Any]] | None = None
     seed_key: tuple[str, int] | None = None
@@ -93,7 +95,7 @@ class Recording:
     commands: list[Command] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     backwards: list[Backward] = field(default_factory=list)
-    around_backward: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    around_backward: Callable[[int], AbstractContextManager[Any]] = contextlib.nullcontext  # of a stage
     needed: set[int] = field(default_factory=set)
     links: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
     parameters: dict[str, int] = field(default_factory=dict)

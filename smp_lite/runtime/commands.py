@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +35,19 @@ class CommandRunner:
         self.doing = ""  # the command that runs, for errors
         self.observer: Any = None
 
-    def run_segment(self, recording: Recording, segment: Segment, local: dict[int, torch.Tensor]) -> None:
-        """Runs the segment's commands; ``local`` maps its imports, and then all its values, to tensors."""
+    def run_segment(
+        self,
+        recording: Recording,
+        segment: Segment,
+        local: dict[int, torch.Tensor],
+        made: Mapping[int, torch.Tensor],
+    ) -> None:
+        """Runs the segment's commands.
+
+        Args:
+            local: maps the segment's imports, and then all its values, to tensors.
+            made: the same tensors as they were made, where that was on this stage.
+        """
         ambient = Ambient.current()
         cut = frozenset(segment.imports)
         wanted = frozenset((*segment.exports, *segment.roots))
@@ -48,10 +59,10 @@ class CommandRunner:
                 recorded = command.ambient
                 is_same = recorded.same_state(ambient)
             if is_same:
-                self._run(recording, command, local, cut, wanted)
+                self._run(recording, command, local, cut, wanted, made)
             else:
                 with command.ambient.entered():
-                    self._run(recording, command, local, cut, wanted)
+                    self._run(recording, command, local, cut, wanted, made)
         self.doing = ""
 
     def _run(
@@ -61,6 +72,7 @@ class CommandRunner:
         local: dict[int, torch.Tensor],
         cut: frozenset[int],
         wanted: frozenset[int],
+        made: Mapping[int, torch.Tensor],
     ) -> None:
         if command.parameter is not None:
             local[command.outputs[0]] = self.placement.parameter(command.parameter)
@@ -68,6 +80,8 @@ class CommandRunner:
         if command.input is not None:
             local[command.outputs[0]] = command.input.detach().requires_grad_()
             return
+        if command.on_made:
+            local = {**local, **{source: made[source] for source in command.sources if source in made}}
         changed = self._before_changes(recording, command, local, cut, wanted) if command.changes else {}
         tensors = [
             tensor if source < 0 else changed.get(source, local[source])
@@ -194,6 +208,8 @@ def _run_for_real(
         found = str(reason)
     drew = not torch.equal(before, torch.default_generator.get_state())
     found = found or effects.found()
+    if any(tensor._backward_hooks for tensor, source in zip(tensors, command.sources) if source >= 0):
+        found = "puts a hook on the gradient of what it is given"
     if found is None:
         try:
             changed = buffers.changed()

@@ -204,7 +204,7 @@ class StageExecutor:
         for value in segment.imports:
             local[value] = self._imported(state, value)
         leaves = {value: local[value] for value in segment.imports}
-        self._commands.run_segment(recording, segment, local)
+        self._commands.run_segment(recording, segment, local, state.data)
         key = segment.commands[0]
         for value, _ in recording.inputs:
             if value in local and value not in segment.imports:
@@ -245,7 +245,7 @@ class StageExecutor:
         starts, gradients = self._starts(state, segment)
         if self._before_backward is not None:
             self._before_backward(m, segment)
-        with state.recording.around_backward():
+        with state.recording.around_backward(self.stage_index):
             torch.autograd.backward(starts, gradients)
         if self._after_backward is not None:
             self._after_backward(m, segment)

@@ -8,6 +8,7 @@ kept too, unless it depended on data.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ..state.ambient import Ambient
+from ..state.bytecode import with_nested
 from ..state.code_watch import Names, mentioned_in
 from ..state.places import PlacesRead
 from ..state.reads import places_read
@@ -66,6 +68,7 @@ class Descriptions:
     Attributes:
         inferring: True while a fake run is on; module calls then skip hooks.
         read: what the code of the module reads that was described last.
+        codes_with_node_hooks: functions that put hooks on nodes of autograd, and those written in them.
     """
 
     def __init__(self) -> None:
@@ -73,6 +76,7 @@ class Descriptions:
         self.inference = MetadataInference()
         self.inferring = False
         self.read: PlacesRead | None = None
+        self.codes_with_node_hooks: set[types.CodeType] = set()
         # Key of a call -> (description, content tokens by label, structure token).
         self._known: dict[Any, tuple[ResultMeta, dict[str, int], int]] = {}
         self._last: dict[str, tuple[Any, Description]] = {}  # by label
@@ -160,6 +164,9 @@ class Descriptions:
 
     def _learn_names(self, module: nn.Module, names: Names) -> None:
         signature = self.signatures.of(module)
+        for code in names.functions:
+            if "grad_fn" in code.co_names or "register_prehook" in code.co_names:
+                self.codes_with_node_hooks.update(with_nested(code)[1:])
         known = self._names.setdefault(signature, names)
         if known is not names:
             known.add(names)

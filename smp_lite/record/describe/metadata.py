@@ -75,6 +75,8 @@ class MetadataInference:
             reason = effects.found()
             if self.touched_placed:
                 reason = "uses a value of the step that is not among its arguments"
+            if any(given._backward_hooks for _, given in fakes):
+                reason = "puts a hook on the gradient of what it is given"
         finally:
             effects.undo()
         if reason is not None:

@@ -147,21 +147,31 @@ class Placement:
         assert found is not None
         return found
 
-    def gradient_hooks(self) -> list[Any]:
-        """Hooks on gradients that were put on modules and parameters."""
-        found: list[Any] = []
+    def gradient_hooks(self) -> list[tuple[int | None, Any]]:
+        """(stage, hook) for hooks on gradients that were put on modules and parameters."""
+        found: list[tuple[int | None, Any]] = []
         for _, module in self._modules:
             if module._backward_hooks or module._backward_pre_hooks:
-                found += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+                hooks = (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
+                stage = self._homes[id(module)]
+                found += [(stage if stage >= 0 else None, hook) for hook in hooks]
+        for name, _, hooks in self.hooked_parameters():
+            found += [(self.parameter_stage[name], hook) for hook in hooks]
+        return found
+
+    def hooked_parameters(self) -> list[tuple[str, torch.Tensor, list[Any]]]:
+        """Parameters on whose gradients hooks were put, each once, with its hooks."""
+        found: dict[str, tuple[str, torch.Tensor, list[Any]]] = {}
         with torch._C.DisableTorchFunction():  # reading a table of hooks is nothing to record
-            for table, own, _ in self._entries:
+            for table, own, full in self._entries:
                 parameter: Any = table[own]
                 if parameter is None:
                     continue
-                for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
-                    if hooks:
-                        found += hooks.values()
-        return found
+                tables = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+                hooks = [hook for hooks in tables if hooks for hook in hooks.values()]
+                if hooks:
+                    found.setdefault(full, (full, parameter, hooks))
+        return list(found.values())
 
     def free_other_stages(self, stages: frozenset[int]) -> None:
         """Parameters of stages that this process does not hold become away ones, without memory."""

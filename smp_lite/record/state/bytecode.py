@@ -10,8 +10,17 @@ import dis
 import types
 from collections.abc import Collection, Iterable, Iterator
 
-__all__ = ["constant_keys", "names_after", "uses_of_attribute", "variables_around", "with_nested"]
+__all__ = [
+    "constant_keys",
+    "may_return_more",
+    "names_after",
+    "uses_of_attribute",
+    "variables_around",
+    "with_nested",
+]
 
+_COLLECTS = frozenset(("append", "appendleft", "extend", "insert", "setdefault", "update", "write", "info"))
+_CONTENTS = ("grad", "data")  # of a tensor
 _NO_USES = ("MAKE_CELL", "COPY_FREE_VARS", "LOAD_CLOSURE")  # bookkeeping of variables
 
 
@@ -79,4 +88,61 @@ def constant_keys(codes: Iterable[types.CodeType], names: Collection[str]) -> se
             if not isinstance(key, str):
                 return None
             keys.add(key)
-    return keys
+    return keys or None
+
+
+def may_return_more(code: types.CodeType) -> bool:
+    """Whether a function could return something but None, or change what it is given in place."""
+    if any(name.endswith("_") and not name.endswith("__") for name in code.co_names):
+        return True
+    lines = _lines(code)
+    if any(i.opname == "STORE_ATTR" and i.argval in _CONTENTS for line in lines for i in line):
+        return True
+    for line in lines:
+        if line[-1].opname == "RETURN_VALUE" and not _calls_collector(line):
+            value = line[-2] if len(line) > 1 else None
+            if value is None or value.opname != "LOAD_CONST" or value.argval is not None:
+                return True
+    return False
+
+
+def names_used(code: types.CodeType) -> set[str]:
+    """What a function mentions, but for lines that do nothing but collect: ``counts[name] += 1``."""
+    return {
+        instruction.argval
+        for line in _lines(code)
+        if not _only_collects(line)
+        for instruction in line
+        if isinstance(instruction.argval, str)
+    }
+
+
+def _lines(code: types.CodeType) -> list[list[dis.Instruction]]:
+    """The instructions by source line, in order."""
+    found: dict[int, list[dis.Instruction]] = {}
+    for instruction in dis.get_instructions(code):
+        line = instruction.positions.lineno if instruction.positions is not None else None
+        if instruction.opname not in _NO_USES and instruction.opname != "RESUME":
+            found.setdefault(line or 0, []).append(instruction)
+    return list(found.values())
+
+
+def _calls_collector(line: list[dis.Instruction]) -> bool:
+    """seen.append(...)"""
+    called = next((i.argval for i in line if i.opname in ("LOAD_METHOD", "LOAD_ATTR")), None)
+    return called in _COLLECTS
+
+
+def _only_collects(line: list[dis.Instruction]) -> bool:
+    opnames = [i.opname for i in line]
+    if any("JUMP" in name or name in ("STORE_FAST", "FOR_ITER", "RETURN_VALUE") for name in opnames[:-1]):
+        return False
+    last = line[-1]
+    if last.opname == "STORE_SUBSCR":
+        base = line[0] if "COPY" in opnames else line[-3] if len(line) > 2 else line[0]
+        return base.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR")
+    if last.opname == "STORE_ATTR":
+        return last.argval not in _CONTENTS
+    if last.opname in ("STORE_GLOBAL", "STORE_DEREF"):
+        return True
+    return last.opname in ("POP_TOP", "RETURN_VALUE") and _calls_collector(line)

@@ -12,15 +12,17 @@ from __future__ import annotations
 import functools
 import sys
 import types
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from .bytecode import constant_keys, names_after, uses_of_attribute, variables_around, with_nested
+from .bytecode import constant_keys, names_after, names_used, uses_of_attribute, variables_around, with_nested
 from .code_watch import Names, is_users_code
 from .containers import MISSING
+from .parts import is_users_class
 from .places import PLAIN, Attribute, Cell, Item, Place
 from .python_state import PythonState
 
@@ -28,8 +30,14 @@ __all__ = ["Frame", "Readers", "frames_of_the_step"]
 
 _OURS = __name__.partition(".")[0]
 _PASSED_OVER = (nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader)
+_CONTAINERS = (list, dict, set, tuple, frozenset, deque, torch.Tensor, types.ModuleType)
+_READ_ALL_ATTRIBUTES = ("__dict__", "vars", "asdict", "astuple", "__getstate__", "__reduce__")
 _RUN_BY_TORCH = ("forward", "setup_context")
-_NOT_RECORDED = ("__init__", "backward", "vjp", "__doc__", "__module__", "__qualname__")
+_NOT_RECORDED = (
+    *("__init__", "__post_init__", "__new__", "__repr__", "__str__", "__hash__"),
+    *("__doc__", "__module__", "__qualname__", "backward", "vjp"),
+)
+_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__replace__")
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_CONST")
 
 
@@ -84,6 +92,7 @@ class Readers:
         self._kinds: dict[type, None] = {}
         self._spaces: dict[int, tuple[dict[str, Any], str]] = {}  # of modules of the user's, by id
         self._roots: dict[int, tuple[Any, list[str]]] = {}  # objects and their names, by id
+        self._objects: dict[int, tuple[Any, str]] = {}  # and their names, by id
         self._closures: dict[int, Any] = {}  # functions whose variables are known, by id
         self._places: dict[Any, Place] = {}
         self._modules = list(root.modules()) if root is not None else []
@@ -97,6 +106,27 @@ class Readers:
         """The whole function counts."""
         self._trust(str(getattr(function, "__module__", "")))
         self._found(function, getattr(function, "__name__", "the step function"))
+
+    def add_user(self, function: Any) -> None:
+        """What the function does more with than to collect something there counts."""
+        self._trust(str(getattr(function, "__module__", "")))
+        while isinstance(function, functools.partial):
+            function = function.func
+        if isinstance(function, types.MethodType):
+            self._found(function.__self__, type(function.__self__).__name__)
+        function = getattr(function, "__func__", function)
+        if not isinstance(function, types.FunctionType):
+            self._found(function, "a hook")  # and its methods
+            return
+        code = function.__code__
+        names = set().union(*[names_used(part) for part in with_nested(code)])
+        self.names.attributes |= names
+        for name in names & function.__globals__.keys():
+            self._global(function.__globals__, name)
+        for free, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+            if free in names:
+                self._places.setdefault(id(cell), Cell(cell, free))
+                self._found(_contents(cell), free)
 
     def add(self, frame: Frame) -> None:
         """The whole function counts; what variables around it hold is not known."""
@@ -131,6 +161,8 @@ class Readers:
                 for key, value in module.__dict__.items():
                     if key in self.names.attributes and not isinstance(value, (*PLAIN, *_PASSED_OVER)):
                         self._found(value, f"{type(module).__name__}.{key}")
+            for value, name in list(self._objects.values()):
+                self._attributes(value, name)
         self._narrow()
         return self
 
@@ -220,7 +252,29 @@ class Readers:
             self._add_kind(type(value))
         elif not isinstance(value, (*PLAIN, *_PASSED_OVER)):
             self._add_kind(type(value))
-            self._root(value, name)
+            if self._is_plain_object(value):
+                self._objects.setdefault(id(value), (value, name))
+            else:
+                self._root(value, name)
+
+    def _is_plain_object(self, value: Any) -> bool:
+        """Whether all that it holds are attributes, which code names to read them."""
+        kind = type(value)
+        return (
+            (is_users_class(kind) or kind is types.SimpleNamespace)
+            and type(getattr(value, "__dict__", None)) is dict
+            and not isinstance(value, _CONTAINERS)
+            and not any(vars(base).get("__slots__") for base in kind.__mro__)
+        )
+
+    def _attributes(self, value: Any, name: str) -> None:
+        everything = not self.names.attributes.isdisjoint(_READ_ALL_ATTRIBUTES)
+        for key, held in list(value.__dict__.items()):
+            if everything or key in self.names.attributes:
+                if not isinstance(held, types.FunctionType):
+                    place = Item(value.__dict__, key, f"{name}.{key}")
+                    self._places.setdefault(place.identity, place)
+                self._found(held, f"{name}.{key}")
 
     def _closure(self, function: types.FunctionType, name: str, kind: type | None) -> None:
         """What a function holds: variables around it, among them what a decorator has wrapped; defaults."""
@@ -247,10 +301,11 @@ class Readers:
                 self._kinds.setdefault(base)
 
     def _methods(self, kind: type) -> None:
+        generated = _COMPARISONS if "__dataclass_fields__" in vars(kind) else ()
         for key, value in list(vars(kind).items()):
             # By name, or by an operator.
             runs = key in self.names.attributes or key in _RUN_BY_TORCH or key.startswith("__")
-            if not runs or key in _NOT_RECORDED:
+            if not runs or key in _NOT_RECORDED or key in generated:
                 continue
             if isinstance(value, PLAIN):
                 place = Attribute(kind, key, f"{kind.__name__}.{key}")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ...errors import SMPError
 from .torch_functions import is_metadata
 
 
@@ -117,10 +118,26 @@ def _own_property(func: Any, placed: PlacedTensor) -> Any:
     """What a placed tensor knows better than torch."""
     name = getattr(func.__self__, "__name__", "")
     if name == "is_leaf":
-        return placed.smp_parameter is not None or not placed.smp_meta.requires_grad
+        return _is_leaf(placed)
     if name == "grad" and placed.smp_recorder is not None:
         return placed.smp_recorder.gradient_of(placed)
+    if name == "grad_fn" and placed.smp_recorder is not None:
+        return None if _is_leaf(placed) else _Node()
     return _NONE_OF_OURS
+
+
+def _is_leaf(placed: PlacedTensor) -> bool:
+    return placed.smp_parameter is not None or not placed.smp_meta.requires_grad
+
+
+class _Node:
+    """Stands for the node of autograd's graph that a placed tensor will come from."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise SMPError(
+            f"grad_fn.{name} was asked of a value of a step, whose autograd graph is made later, where the "
+            "value is made: use register_hook() of the value"
+        )
 
 
 def describe(placed: PlacedTensor) -> str:
