@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..record.code.reads import places_read
+from ..record.code.watch import mentioned_in
 from ..record.describe.signature import stable_text
-from ..record.state.code_watch import mentioned_in
-from ..record.state.reads import places_read
 from ..record.values.structure import flatten
 
 __all__ = ["Call", "Key", "StepNotes", "notes_of_state", "print_of", "state_of"]

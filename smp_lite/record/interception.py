@@ -25,6 +25,7 @@ from ..errors import SMPError
 from .apply_function import ApplyFunction
 from .source_line import CHECKPOINT_WITHOUT_EFFECT, warn_once_at_user_line
 from .state.containers import MISSING
+from .state.hearing import attribute_set
 from .values.placed import PlacedTensor
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ __all__ = ["listening", "start_intercepting", "stop_intercepting"]
 
 _active: Recorder | None = None
 _thread: int | None = None
-_hears_attributes: Callable[[nn.Module, str], None] | None = None
 _originals: dict[str, Any] = {}
 _OURS = __name__.partition(".")[0]
 
@@ -77,17 +77,6 @@ def _is_of(function: Any, package: str) -> bool:
     return str(getattr(function, "__module__", "")).startswith(f"{package}.")
 
 
-@contextlib.contextmanager
-def hearing_attributes(listener: Callable[[nn.Module, str], None]) -> Iterator[None]:
-    """Within, while what was recorded runs: the listener hears of each attribute of a module that is set."""
-    global _hears_attributes
-    before, _hears_attributes = _hears_attributes, listener
-    try:
-        yield
-    finally:
-        _hears_attributes = before
-
-
 def start_intercepting() -> None:
     """Replaces the methods; does nothing if they are replaced.
 
@@ -123,8 +112,8 @@ def start_intercepting() -> None:
         recorder = _active
         if recorder is not None and not recorder.not_listening and threading.get_ident() == _thread:
             recorder.attribute_set(module, name, value)
-        elif _hears_attributes is not None:
-            _hears_attributes(module, name)
+        else:
+            attribute_set(module, name)
         original_set(module, name, value)
 
     def delete_attribute(module: nn.Module, name: str) -> None:

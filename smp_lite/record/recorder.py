@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from ..errors import SMPError
-from .backward_state import BackwardState
+from .backward.state import BackwardState
+from .backward.value_hooks import register_hook
 from .command_writer import CommandWriter
 from .describe.descriptions import Descriptions
 from .forced import Forced, Host
@@ -29,7 +30,6 @@ from .recording import Recording
 from .replay import Tape, refuse
 from .state.ambient import FUNCTORCH, Ambient, refuse_transformations
 from .state.draws import Draws
-from .value_hooks import register_hook
 from .values.calls import Arguments
 from .values.placed import PlacedTensor, holds_placed
 from .values.torch_functions import (

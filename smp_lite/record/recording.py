@@ -10,7 +10,7 @@ process.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,6 +128,17 @@ class Recording:
 
     def roots(self) -> list[int]:
         return [value for backward in self.backwards for value in backward.values]
+
+    def ancestors(self, values: Iterable[int]) -> set[int]:
+        """The commands whose results these values' gradients flow to; parameters are not among them."""
+        wanted, found = set(values), set()
+        for command in reversed(self.commands):
+            made = {*command.outputs, *(new for _, new in command.changes)}
+            if command.parameter is None and not wanted.isdisjoint(made):
+                found.add(command.index)
+                wanted.update(v for v in command.values() if self.values[v].meta.requires_grad)
+                wanted.update(old for old, _ in command.changes)
+        return found
 
     def graph(self) -> SegmentGraph:
         """The segment graph of what has been recorded so far."""

@@ -19,11 +19,11 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
 )
 
+from ..code.bytecode import with_nested
+from ..code.reads import places_read
+from ..code.watch import Names, mentioned_in
 from ..state.ambient import Ambient
-from ..state.bytecode import with_nested
-from ..state.code_watch import Names, mentioned_in
 from ..state.places import PlacesRead
-from ..state.reads import places_read
 from ..values.calls import Arguments, Constant, ResultMeta
 from ..values.placed import PlacedTensor
 from .effects import CannotBeRecorded, NeedsOpening

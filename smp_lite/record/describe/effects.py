@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...errors import SMPError
-from ..state.code_watch import CodeWatch, Names
+from ..code.watch import CodeWatch, Names
 from ..state.python_state import (
     NeedsOpening,
     PythonState,

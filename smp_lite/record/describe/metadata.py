@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from ..code.watch import Names
 from ..parameters.tables import plain_table
-from ..state.code_watch import Names
 from ..state.random_state import kept, python_state
 from ..values.calls import Arguments, ChangedArgument, Constant, NewTensor, Repeated, ResultMeta, SameTensor
 from ..values.placed import PlacedTensor, TensorMeta

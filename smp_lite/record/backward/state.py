@@ -6,7 +6,7 @@ globals or dicts for other microbatches. So what the step function changes after
 values are in force while the backward of that microbatch runs. Steps without such code note nothing.
 
 What backward code itself changes (a hook that counts its calls) goes on from one backward to the next, as in
-one process; who could see that too late is looked for in :mod:`.backward_effects`. A place that the step
+one process; who could see that too late is looked for in :mod:`.effects`. A place that the step
 function changes too is an error.
 """
 
@@ -14,21 +14,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from ..errors import SMPError
-from .backward_effects import BACKWARD_CODE, BackwardEffects
-from .describe.descriptions import Descriptions
-from .parameters.placement import Placement
-from .recording import Recording
-from .state.places import ModuleAttribute, Place, PlacesRead, Seen, in_force
-from .state.reads import places_of_class, places_of_functions
+from ...errors import SMPError
+from ..code.reads import places_of_class, places_of_functions
+from ..describe.descriptions import Descriptions
+from ..parameters.placement import Placement
+from ..state.places import ModuleAttribute, Place, PlacesRead, Seen, in_force
+from .effects import BACKWARD_CODE, BackwardEffects
+
+if TYPE_CHECKING:
+    from ..recording import Recording
 
 __all__ = ["BackwardState"]
 
@@ -104,8 +106,8 @@ class BackwardState:
         self.runs_python |= bool(functions)
         self.effects.meet(functions, stage_index)
 
-    def note(self, recording: Recording) -> None:
-        """``model.backward()`` is called now."""
+    def note(self, recording: Recording, values: Sequence[int]) -> None:
+        """``model.backward()`` of these values is called now."""
         if self._of_hooks is None:
             hooks = self._placement.gradient_hooks()
             _refuse_hooks_on_several(hooks)
@@ -120,11 +122,11 @@ class BackwardState:
         if self._heard:
             places.append(places_of_functions(self._heard))
         called = _Called(recording.microbatch_index, _looked_at(places))
-        if recording.backwards:
+        if self._called and self._called[-1].microbatch_index == called.microbatch_index:
             self._check_unchanged_since_last()
         self._called.append(called)
         recording.around_backward = functools.partial(self._as_when_called, called)
-        self.effects.note_backward(recording)
+        self.effects.note_backward(recording, values)
 
     def _check_unchanged_since_last(self) -> None:
         """A second ``model.backward()`` of a microbatch runs together with the first.

@@ -7,20 +7,25 @@ have been the same for years.
 from __future__ import annotations
 
 import dis
+import functools
 import types
 from collections.abc import Collection, Iterable, Iterator
 
 __all__ = [
     "constant_keys",
-    "may_return_more",
     "names_after",
+    "returned_by",
     "uses_of_attribute",
     "variables_around",
     "with_nested",
 ]
 
-_COLLECTS = frozenset(("append", "appendleft", "extend", "insert", "setdefault", "update", "write", "info"))
+_COLLECTS = frozenset(
+    ("append", "appendleft", "extend", "insert", "setdefault", "update", "__setitem__", "write", "info")
+)
 _CONTENTS = ("grad", "data")  # of a tensor
+_VARIABLES = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_FAST")
+_MAX_KNOWN = 4096
 _NO_USES = ("MAKE_CELL", "COPY_FREE_VARS", "LOAD_CLOSURE")  # bookkeeping of variables
 
 
@@ -35,7 +40,8 @@ def with_nested(code: types.CodeType, but: Collection[types.CodeType] = ()) -> l
     return found
 
 
-def names_after(code: types.CodeType, offset: int) -> set[str]:
+@functools.lru_cache(_MAX_KNOWN)
+def names_after(code: types.CodeType, offset: int) -> frozenset[str]:
     """What the code mentions after the instruction at ``offset``."""
     instructions = list(dis.get_instructions(code))
     later = [i for i in instructions if i.offset > offset]
@@ -46,17 +52,18 @@ def names_after(code: types.CodeType, offset: int) -> set[str]:
         if isinstance(instruction.argval, types.CodeType):
             for part in with_nested(instruction.argval):
                 names.update(part.co_names, part.co_freevars)
-    return names
+    return frozenset(names)
 
 
 def variables_around(code: types.CodeType, but: Collection[types.CodeType] = ()) -> set[str]:
     """Names of variables of enclosing functions that a function uses, and does not only pass on."""
-    return {
-        instruction.argval
-        for part in with_nested(code, but)
-        for instruction in dis.get_instructions(part)
-        if instruction.opname in ("LOAD_DEREF", "LOAD_CLASSDEREF")
-    }
+    return set().union(*[_dereferenced(part) for part in with_nested(code, but)])
+
+
+@functools.lru_cache(_MAX_KNOWN)
+def _dereferenced(code: types.CodeType) -> frozenset[str]:
+    loads = ("LOAD_DEREF", "LOAD_CLASSDEREF")
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname in loads)
 
 
 def uses_of_attribute(code: types.CodeType, name: str) -> Iterator[tuple[str, bool]]:
@@ -91,30 +98,51 @@ def constant_keys(codes: Iterable[types.CodeType], names: Collection[str]) -> se
     return keys or None
 
 
-def may_return_more(code: types.CodeType) -> bool:
-    """Whether a function could return something but None, or change what it is given in place."""
+@functools.lru_cache(_MAX_KNOWN)
+def returned_by(code: types.CodeType) -> frozenset[tuple[str, ...]] | None:
+    """By what calls a function returns something that may be other than None.
+
+    Returns:
+        The names up to each such call (``log.add``); None if it returns more, or changes what it is given.
+    """
     if any(name.endswith("_") and not name.endswith("__") for name in code.co_names):
-        return True
+        return None
     lines = _lines(code)
     if any(i.opname == "STORE_ATTR" and i.argval in _CONTENTS for line in lines for i in line):
-        return True
+        return None
+    found = set()
     for line in lines:
-        if line[-1].opname == "RETURN_VALUE" and not _calls_collector(line):
-            value = line[-2] if len(line) > 1 else None
-            if value is None or value.opname != "LOAD_CONST" or value.argval is not None:
-                return True
-    return False
+        if line[-1].opname != "RETURN_VALUE" or _calls_collector(line):
+            continue
+        value = line[-2] if len(line) > 1 else None
+        if value is not None and value.opname == "CALL" and "JUMP" not in "".join(i.opname for i in line):
+            found.add(_first_names(line))
+        elif value is None or value.opname != "LOAD_CONST" or value.argval is not None:
+            return None
+    return frozenset(found)
 
 
-def names_used(code: types.CodeType) -> set[str]:
+def _first_names(line: list[dis.Instruction]) -> tuple[str, ...]:
+    names: list[str] = []
+    for instruction in line:
+        if instruction.opname == "PUSH_NULL":
+            continue
+        if instruction.opname not in (("LOAD_ATTR", "LOAD_METHOD") if names else _VARIABLES):
+            break
+        names.append(instruction.argval)
+    return tuple(names)
+
+
+@functools.lru_cache(_MAX_KNOWN)
+def names_used(code: types.CodeType) -> frozenset[str]:
     """What a function mentions, but for lines that do nothing but collect: ``counts[name] += 1``."""
-    return {
+    return frozenset(
         instruction.argval
         for line in _lines(code)
         if not _only_collects(line)
         for instruction in line
         if isinstance(instruction.argval, str)
-    }
+    )
 
 
 def _lines(code: types.CodeType) -> list[list[dis.Instruction]]:

@@ -19,14 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from .bytecode import constant_keys, names_after, names_used, uses_of_attribute, variables_around, with_nested
-from .code_watch import Names, is_users_code
-from .containers import MISSING
-from .parts import is_users_class
-from .places import PLAIN, Attribute, Cell, Item, Place
-from .python_state import PythonState
+from ..state.containers import MISSING
+from ..state.parts import is_users_class
+from ..state.places import PLAIN, Attribute, Cell, Item, Place
+from ..state.python_state import PythonState
+from .bytecode import constant_keys, names_used, uses_of_attribute, variables_around, with_nested
+from .frames import Frame
+from .watch import Names
 
-__all__ = ["Frame", "Readers", "frames_of_the_step"]
+__all__ = ["Copy", "Readers"]
 
 _OURS = __name__.partition(".")[0]
 _PASSED_OVER = (nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader)
@@ -39,41 +40,6 @@ _NOT_RECORDED = (
 )
 _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__replace__")
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_CONST")
-
-
-class Frame:
-    """A function of the user's within a step function that has called ``model.backward()``.
-
-    Attributes:
-        later: names that its code mentions after ``model.backward()``, which may see what the backward has
-            changed.
-        later_variables: those of them that are local variables, and their values.
-    """
-
-    def __init__(self, frame: types.FrameType) -> None:
-        self.code, self.namespace = frame.f_code, frame.f_globals
-        variables = frame.f_locals
-        self.later = names_after(frame.f_code, frame.f_lasti)
-        self.later_variables = {
-            # To hold a tensor would keep its data until the step ends.
-            name: variables[name]
-            for name in self.later & variables.keys()
-            if not isinstance(variables[name], torch.Tensor)
-        }
-
-
-def frames_of_the_step() -> list[Frame]:
-    """The user's frames between ``model.backward()``, which is running, and the library that called them."""
-    found: list[Frame] = []
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        first = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if is_users_code(frame.f_code, frame.f_globals):
-            found.append(Frame(frame))
-        elif found and first == _OURS:
-            break
-        frame = frame.f_back
-    return found
 
 
 class Readers:
@@ -100,7 +66,7 @@ class Readers:
             self._add_kind(type(module), trusted=True)
             for hooks in (module._forward_hooks, module._forward_pre_hooks):
                 for hook in hooks.values():
-                    self._found(hook, "a forward hook")
+                    self.add_function(hook)
 
     def add_function(self, function: Any) -> None:
         """The whole function counts."""

@@ -10,21 +10,23 @@ code draws, and buffers that a checkpoint's second forward changes between the f
 from __future__ import annotations
 
 import contextlib
-import functools
 import types
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..errors import SMPError
-from .interception import hearing_attributes
-from .parameters.placement import Placement
-from .recording import Recording
-from .state import random_state
-from .state.bytecode import may_return_more
-from .state.readers import Copy, Frame, Readers, frames_of_the_step
+from ...errors import SMPError
+from ..code.frames import Frame, frames_of_the_step
+from ..code.readers import Copy, Readers
+from ..parameters.placement import Placement
+from ..state import random_state
+from ..state.hearing import hearing_attributes
+from .functions import functions_in, may_return_more
+
+if TYPE_CHECKING:
+    from ..recording import Recording
 
 __all__ = ["BACKWARD_CODE", "BackwardEffects"]
 
@@ -72,11 +74,9 @@ class BackwardEffects:
         """These will run within backwards, on that stage; None: on any."""
         for function in functions:
             self.is_possible = True
-            codes = _codes_of(function)
-            if codes <= self._codes and stage_index is None:
-                continue
-            self._codes |= codes
-            if any(map(may_return_more, codes)):
+            called = functions_in(function)
+            self._codes |= {inner.__code__ for inner in called}
+            if any(map(may_return_more, called)):
                 self._changing.setdefault(stage_index, {})[id(function)] = function
 
     def meet_codes(self, codes: set[types.CodeType]) -> None:
@@ -84,9 +84,24 @@ class BackwardEffects:
         self.is_possible |= bool(codes)
         self._codes |= codes
 
-    def note_backward(self, recording: Recording) -> None:
-        """``model.backward()`` is called now."""
+    def note_backward(self, recording: Recording, values: Sequence[int]) -> None:
+        """``model.backward()`` of these values is called now.
+
+        Raises:
+            SMPError: it is not the first one of this microbatch, and code that runs within both would run
+                once, on the sum of their gradients.
+        """
         self._num_backwards += 1
+        if self.is_possible and recording.backwards:
+            hooked = [name for name, _, _ in self._placement.hooked_parameters()]
+            shared = recording.ancestors(values) & recording.ancestors(recording.roots())
+            if hooked or shared:
+                what = f"the parameter {hooked[0]!r}" if hooked else recording.commands[min(shared)].label
+                raise SMPError(
+                    f"model.backward() is called again in one microbatch: both backwards run together here, "
+                    f"and {BACKWARD_CODE}, as on {what}, would see the sum of two gradients, one after the "
+                    "other in one process. Call it once, with the sum of the losses"
+                )
         if self.is_possible:
             self._frames.update({frame.code: frame for frame in frames_of_the_step()})
 
@@ -230,33 +245,3 @@ def _read_too_early(name: str) -> SMPError:
         "be read under another name, which is set between steps, or let the hook read what the step function "
         "sets"
     )
-
-
-def _codes_of(function: Any) -> set[types.CodeType]:
-    """The code of a hook or a backward, without decorators and whatever else stands around it."""
-    found: set[types.CodeType] = set()
-    pending, seen = [function], set()
-    while pending:
-        function = pending.pop()
-        if id(function) in seen:
-            continue
-        seen.add(id(function))
-        if isinstance(function, functools.partial):
-            pending.append(function.func)
-            continue
-        if not isinstance(function, types.FunctionType | types.MethodType | staticmethod | classmethod):
-            kinds = type(function).__mro__
-            function = next((vars(kind)["__call__"] for kind in kinds if "__call__" in vars(kind)), None)
-        function = getattr(function, "__func__", function)
-        if isinstance(function, types.FunctionType):
-            found.add(function.__code__)
-            if function.__globals__.get("__name__", "").partition(".")[0] in _OURS:
-                pending += [cell.cell_contents for cell in function.__closure__ or () if _is_function(cell)]
-    return found
-
-
-def _is_function(cell: Any) -> bool:
-    try:
-        return isinstance(cell.cell_contents, types.FunctionType | types.MethodType)
-    except ValueError:
-        return False

@@ -3,7 +3,7 @@
 The code of a module reads more than its own attributes: globals, class attributes, configs, context
 variables. Which of it a call depends on is found by watching one run: :class:`CodeWatch` notes every function
 of the user's that is entered, and with it the names that its code mentions. What those names mean is copied
-before the function first runs, so that its changes are noticed and undone (:mod:`.python_state`).
+before the function first runs, so that its changes are noticed and undone (:mod:`..state.python_state`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..state.containers import MISSING
+from ..state.places import PLAIN
+from ..state.python_state import NeedsOpening, PythonState
 from .bytecode import with_nested
-from .containers import MISSING
-from .places import PLAIN
-from .python_state import NeedsOpening, PythonState
 
 __all__ = ["CodeWatch", "Names", "is_users_code", "mentioned_in"]
 

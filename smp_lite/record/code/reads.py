@@ -17,9 +17,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from .code_watch import Names
-from .containers import MISSING, contents_of
-from .places import PLAIN, Array, Attribute, Cell, Contents, Item, Place, PlacesRead, Variable, is_plain
+from ..state.containers import MISSING, contents_of
+from ..state.places import (
+    PLAIN,
+    Array,
+    Attribute,
+    Cell,
+    Contents,
+    Item,
+    Place,
+    PlacesRead,
+    Variable,
+    is_plain,
+)
+from .watch import Names
 
 __all__ = ["places_of_class", "places_of_functions", "places_read"]
 

@@ -1,0 +1,1 @@
+"""Python code that runs within backwards: what it reads, what it changes, what it sees."""
