@@ -24,6 +24,7 @@ from torch import nn
 
 from ..errors import SMPError
 from .apply_function import ApplyFunction
+from .backward.checkpoints import refuse_effect
 from .binding import Binder, sharing_memory
 from .describe.descriptions import Description, NeedsData, NotDescribed, Opened, content_token
 from .describe.signature import structure_token, token
@@ -127,6 +128,8 @@ class CommandWriter:
         if not isinstance(described, Description):
             assert type(described) is NotDescribed
             return self._run_for_real(command, described)
+        for buffer in described.meta.buffers:
+            refuse_effect(name, f"changes the buffer {buffer}")
         command.touches = recorder.modules.touched(module, described.meta.buffers)
         result = self._append(command, described)
         recorder.modules.note(command)
@@ -282,6 +285,8 @@ class CommandWriter:
         if found.states:
             assert command.draw is not None
             self.recorder.draws.take_over(found.states, command.draw)
+        for buffer in found.buffers:
+            refuse_effect(command.label, f"changes the buffer {buffer}")
         if command.module is not None:
             command.touches = self.recorder.modules.touched(command.module, found.buffers)
         self.recorder.descriptions.learn(unknown, command.label, command.arguments, found)

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import SMPError
 from .apply_function import ApplyFunction
+from .backward.checkpoints import inside_reentrant, refuse_saved_hooks
 from .source_line import CHECKPOINT_WITHOUT_EFFECT, warn_once_at_user_line
 from .state.containers import MISSING
 from .state.hearing import attribute_set
@@ -157,6 +158,8 @@ def start_intercepting() -> None:
         if _active is not None and _is_of(hooks.pack_hook, "torch"):
             _active.hears_checkpoint()
         elif _active is not None and not _is_of(hooks.pack_hook, _OURS):
+            if not _active.not_listening:
+                refuse_saved_hooks()
             _active.hears_hook(hooks.unpack_hook)
         original_saved(hooks)
 
@@ -215,5 +218,5 @@ def _run_checkpointed(run_function: Callable[..., Any], preserve: bool, *inputs:
     """
     warn_once_at_user_line(CHECKPOINT_WITHOUT_EFFECT)
     wanted = any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and wanted):
+    with torch.set_grad_enabled(torch.is_grad_enabled() and wanted), inside_reentrant():
         return run_function(*inputs)

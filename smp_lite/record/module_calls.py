@@ -29,6 +29,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ..errors import SMPError
+from .backward.checkpoints import refuse_effect
 from .parameters.placement import FOREIGN, SPLIT
 from .parameters.tables import plain_table
 from .recording import Command
@@ -197,6 +198,7 @@ class ModuleCalls:
         if self.recorder.tape is not None and reason != DRAWS:
             raise refuse(f"calls {subtree.name}, which {reason}")
         self._refuse_backward_hooks(subtree.module, reason)
+        refuse_effect(subtree.name, reason)
         with self.at(subtree.home if subtree.home >= 0 else self.home):
             return call(subtree.module, *args, **kwargs)
 
@@ -316,6 +318,7 @@ class ModuleCalls:
         namespace = module.__dict__
         if namespace.get(name, MISSING) is value:
             return
+        refuse_effect(type(module).__name__, f"sets {name}")
         owners = self.placement.owners.get(id(module))
         if owners is None:
             return
@@ -444,6 +447,7 @@ class ModuleCalls:
         """Python code is about to bind a buffer anew, or to delete it."""
         if self.recorder.not_listening:
             return
+        refuse_effect(type(module).__name__, f"sets the buffer {name}")
         self._run_pending(module)
         if type(value) is PlacedTensor:
             if self.recorder.tape is not None:

@@ -1,0 +1,62 @@
+"""Checkpoints in container code, around calls of several stages: what they call is recorded, and runs, once.
+
+Gradients are the same. What the second forward of one process would change again is not: running statistics,
+attributes, lists. That is refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from ...errors import SMPError
+
+__all__ = ["inside_reentrant", "refuse_effect", "refuse_saved_hooks"]
+
+_CHANGES = ("sets ", "changes ", "fills ", "may take ", "may fill ", "adds or removes ", "binds ")
+_depth = 0
+
+
+@contextlib.contextmanager
+def inside_reentrant() -> Iterator[None]:
+    """Within: the function runs that a reentrant checkpoint was given."""
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def refuse_effect(label: str, effect: str) -> None:
+    """A call, or the line that runs now, does something beside computing: ``sets x.count``.
+
+    Raises:
+        SMPError: a checkpoint lies around it.
+    """
+    if effect.startswith(_CHANGES) and torch.is_grad_enabled() and (_depth or _is_checkpointed()):
+        raise SMPError(
+            f"{label} {effect} inside a checkpoint around calls of several stages: these run once here, and "
+            "in one process the second forward does it again. Leave it out of the checkpoint, or call "
+            "checkpoint() inside modules that lie on one stage"
+        )
+
+
+def _is_checkpointed() -> bool:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and str(getattr(hooks[0], "__module__", "")) == "torch.utils.checkpoint"
+
+
+def refuse_saved_hooks() -> None:
+    """``with saved_tensors_hooks(...)`` in recorded code, with functions of the user's.
+
+    Raises:
+        SMPError: what autograd saves of calls that run later would not go through them.
+    """
+    raise SMPError(
+        "torch.autograd.graph.saved_tensors_hooks() around calls of several stages has no effect on them, "
+        "and would change gradients in one process: use it inside a module that lies on one stage, or around "
+        "the call of the step function"
+    )
