@@ -130,6 +130,9 @@ class CommandWriter:
             return self._run_for_real(command, described)
         for buffer in described.meta.buffers:
             refuse_effect(name, f"changes the buffer {buffer}")
+        assert recorder.recording is not None
+        if described.meta.saved_state or described.meta.unguarded:
+            recorder.saved_state.note(name, module, described.meta, recorder.recording)
         command.touches = recorder.modules.touched(module, described.meta.buffers)
         result = self._append(command, described)
         recorder.modules.note(command)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import SMPError
+from .backward.saved_state import SavedState
 from .backward.state import BackwardState
 from .backward.value_hooks import register_hook
 from .command_writer import CommandWriter
@@ -62,6 +63,7 @@ class Recorder:
         self.draws = Draws()
         self.modules = ModuleCalls(self)
         self.backward_state = BackwardState(placement, self.descriptions)
+        self.saved_state = SavedState()
         self.survivors: list[tuple[int, PlacedTensor]] = []
         self.forced = Forced(self)
         self.recordings: dict[int, Recording] = {}
@@ -84,6 +86,7 @@ class Recorder:
         self.modules.begin_step(strict=strict)
         self.draws.begin_step()
         self.backward_state.begin_step(num_microbatches)
+        self.saved_state.begin_step()
         self.recordings.clear()
         self.survivors.clear()
 

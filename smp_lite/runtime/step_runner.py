@@ -70,6 +70,7 @@ class StepRunner:
         self._in_transit: list[Any] = []
         self._inputs: tuple[int, Callable[[], list[str]]] = (0, list)
         self._start_state = 0
+        self._has_failed: SMPError | None = None  # in this step, whatever the script did about it
         self._touched_gradients = False  # by a list of actions that failed
         self.all_know = False  # whether an error that is on its way is raised on all mp ranks
 
@@ -96,6 +97,7 @@ class StepRunner:
         self._inputs = inputs
         self._late.clear()
         self.all_know = self._touched_gradients = False
+        self._has_failed = None
         self._start_state = self.streams.begin_step()
         for executor in self.executors.values():
             executor.gradient_scale = gradient_scale
@@ -298,6 +300,13 @@ class StepRunner:
     # Planning and executing ---------------------------------------------------------------------------------
 
     def _execute(self, *, last_batch: bool) -> None:
+        if self._has_failed is not None:
+            self.all_know = True
+            raise SMPError(
+                "the step function went on after a call had failed whose result it had asked for: what it "
+                f"caught ends the step all the same, since the call belongs to other ranks too: "
+                f"{self._has_failed}"
+            ) from self._has_failed
         batch = self._planner.plan(self._progress, last_batch=last_batch)
         recordings = {m: progress.recording for m, progress in self._progress.items()}
         if last_batch and self.on_planned is not None:
@@ -347,7 +356,8 @@ class StepRunner:
         if failures:
             self.all_know = True
             self._touched_gradients |= any(work.pending_backwards() for work in batch.works)
-            raise step_failure(failures) from next((e.error for e in own if e.failure is mine), None)
+            self._has_failed = step_failure(failures)
+            raise self._has_failed from next((e.error for e in own if e.failure is mine), None)
         self._trained.learn(key, outcomes)
 
     def _undo(self) -> None:

@@ -100,6 +100,21 @@ class FakeTables:
         self._tables.append((prefix, table, dict(table), is_buffers))
         self.storages |= {t.untyped_storage()._cdata for t in table.values() if t is not None}
 
+    def names_in(self, storages: set[int]) -> tuple[str, ...]:
+        """Names of the parameters and buffers whose memory is one of these."""
+        return tuple(name for name, tensor in self._state() if tensor.untyped_storage()._cdata in storages)
+
+    def changed_unnoticed(self, written: set[int]) -> tuple[str, ...]:
+        """Names of those that were written to without a new version."""
+        changed = {tensor.untyped_storage()._cdata for _, tensor in self._state() if tensor._version == 0}
+        return self.names_in(changed & written)
+
+    def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for prefix, _, before, _ in self._tables:
+            for name, tensor in before.items():
+                if tensor is not None:
+                    yield f"{prefix}.{name}" if prefix else name, tensor
+
     def changed_buffers(self, written: set[int]) -> tuple[str, ...]:
         """Names of the buffers that were bound anew or changed in place.
 

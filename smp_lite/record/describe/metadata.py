@@ -14,6 +14,7 @@ for a value of the step that is not among its arguments cannot run later as one 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -152,14 +153,20 @@ class MetadataInference:
         versions = [given._version if not given.is_inference() else 0 for _, given in fakes]
         kept_storages: dict[int, torch.UntypedStorage] = {}
 
-        def pack(tensor: torch.Tensor) -> None:
+        saved_state: list[tuple[weakref.ref[_Saved], int]] = []  # parameters and buffers
+
+        def pack(tensor: torch.Tensor) -> _Saved | None:
             if tensor.layout is not torch.strided:
-                return
+                return None
             # The storage alone: a kept tensor, if it is an output, would be a circle that is never freed,
             # and a freed storage's address would soon be another's.
             storage = tensor.untyped_storage()
             if storage._cdata not in tables.storages:
                 kept_storages[storage._cdata] = storage
+                return None
+            saved = _Saved()  # lives as long as the graph
+            saved_state.append((weakref.ref(saved), storage._cdata))
+            return saved
 
         watch = _Watch()
         with kept():
@@ -187,10 +194,16 @@ class MetadataInference:
             leaves=described,
             changed=changed,
             buffers=tables.changed_buffers(watch.written),
+            unguarded=tables.changed_unnoticed(watch.written),
+            saved_state=tables.names_in({c for saved, c in saved_state if saved()} - watch.only_passed),
             draws=watch.draws or drew,
             flops=watch.flops,
             kept_bytes=sum(storage.nbytes() for storage in kept_storages.values()),
         )
+
+
+class _Saved:
+    """Stands for a parameter or buffer in the graph of a fake run."""
 
 
 class _Given(torch.autograd.Function):
@@ -295,7 +308,8 @@ class _Watch(TorchDispatchMode):
         self.draws = False
         self.flops = 0.0
         self.changes_outside = False
-        self.written: set[int] = set()  # storages that kernels change although their schemas do not say so
+        self.only_passed: set[int] = set()  # to backwards, which do not read them: batch norm in training
+        self.written: set[int] = set()  # storages, whether autograd hears of it (x.add_) or not (x.data.add_)
 
     def __torch_dispatch__(
         self,
@@ -309,10 +323,11 @@ class _Watch(TorchDispatchMode):
         if schema.is_mutable:
             for argument, value in zip(schema.arguments, args):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    self.changes_outside |= any(
-                        isinstance(t, torch.Tensor) and not isinstance(t, FakeTensor)
-                        for t in (value if isinstance(value, list | tuple) else (value,))
-                    )
+                    for tensor in value if isinstance(value, list | tuple) else (value,):
+                        if isinstance(tensor, FakeTensor):
+                            self.written.add(tensor.untyped_storage()._cdata)
+                        elif isinstance(tensor, torch.Tensor):
+                            self.changes_outside = True
         elif "batch_norm" in schema.name and "backward" not in schema.name:
             self._note_statistics(schema, args)
         result = as_kernels_lay_out(func, args, func(*args, **kwargs))
@@ -329,6 +344,7 @@ class _Watch(TorchDispatchMode):
             statistics = given.get(name)
             if isinstance(statistics, torch.Tensor):
                 self.written.add(statistics.untyped_storage()._cdata)
+                self.only_passed.add(statistics.untyped_storage()._cdata)
 
 
 def _really_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

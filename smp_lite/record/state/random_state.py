@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
 import sys
 from collections.abc import Iterator
@@ -40,7 +41,9 @@ def python_state() -> tuple[Any, ...]:
 
 def all_states() -> tuple[Any, ...]:
     """Where all streams are, to compare."""
-    return (torch.default_generator.get_state().numpy().tobytes(), *python_state())
+    state = torch.default_generator.get_state()
+    # Not .numpy(): inside a fake run that is a fake array's memory.
+    return (ctypes.string_at(state.data_ptr(), state.nbytes), *python_state())
 
 
 def _numpy_random() -> Any:

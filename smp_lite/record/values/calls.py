@@ -100,14 +100,17 @@ class ChangedArgument:
 class ResultMeta:
     """Everything that recording needs to know of a call's result.
 
-    ``buffers`` are the module's own that the call changes, by name within it. ``states`` are where the random
-    generators went, if the call ran for real and drew from them.
+    ``buffers`` are the module's own that the call changes, by name within it. ``saved_state`` are parameters
+    and buffers that its backward will read, ``unguarded`` those that it changes without autograd noticing.
+    ``states`` are where the random generators went, if the call ran for real and drew from them.
     """
 
     spec: Spec
     leaves: tuple[NewTensor | SameTensor | Repeated | Constant, ...]
     changed: tuple[ChangedArgument, ...] = ()
     buffers: tuple[str, ...] = ()
+    unguarded: tuple[str, ...] = ()
+    saved_state: tuple[str, ...] = ()
     states: tuple[torch.Tensor, ...] = ()
     draws: bool = False
     flops: float = 0.0
