@@ -22,13 +22,20 @@ if TYPE_CHECKING:
 __all__ = ["SavedState"]
 
 
+_Key = tuple[int, str]  # of a module and a parameter or buffer of its own
+_Moment = tuple[int, int]  # microbatch, and how many backwards it has called
+
+
 class SavedState:
     """Which parameters and buffers the backwards of a step will read."""
 
     def __init__(self) -> None:
-        self._saved: dict[tuple[int, str], tuple[nn.Module, tuple[int, int]]] = {}  # by module and name
+        self._calls: list[tuple[nn.Module, ResultMeta, _Moment]] = []  # not looked through yet
+        self._saved: dict[_Key, _Moment] = {}  # the first call that saves it
+        self._keys: dict[tuple[int, int], tuple[nn.Module, ResultMeta, list[_Key]]] = {}
 
     def begin_step(self) -> None:
+        self._calls.clear()
         self._saved.clear()
 
     def note(self, name: str, module: nn.Module, meta: ResultMeta, recording: Recording) -> None:
@@ -38,21 +45,33 @@ class SavedState:
             SMPError: it changes what a backward reads which in one process has run before.
         """
         moment = (recording.microbatch_index, len(recording.backwards))
-        for own in meta.unguarded if self._saved else ():
-            found = self._saved.get(_key(module, own))
-            if found is not None and found[1] != moment:
-                raise SMPError(
-                    f"{name} changes its {own}, which the backward of an earlier call reads, without "
-                    "autograd noticing (.data, or batch norm that is called in eval mode too): in one "
-                    "process that backward comes first, here it may come later. Call the module in one mode "
-                    "within a step, clone() what backward needs, change it between steps, or train with "
-                    "microbatches=1 and one model.backward()"
-                )
+        if meta.unguarded:
+            self._look_through()
+            for own in meta.unguarded:
+                saved = self._saved.get(_key(module, own))
+                if saved is not None and saved != moment:
+                    raise SMPError(
+                        f"{name} changes its {own}, which the backward of an earlier call reads, without "
+                        "autograd noticing (.data, or batch norm that is called in eval mode too): in one "
+                        "process that backward comes first, here it may come later. Call the module in one "
+                        "mode within a step, clone() what backward needs, change it between steps, or train "
+                        "with microbatches=1 and one model.backward()"
+                    )
         if meta.saved_state and torch.is_grad_enabled():
-            for own in meta.saved_state:
-                self._saved.setdefault(_key(module, own), (module, moment))
+            self._calls.append((module, meta, moment))
+
+    def _look_through(self) -> None:
+        """Only where something is changed unnoticed does anybody need to know what is saved."""
+        for module, meta, moment in self._calls:
+            known = self._keys.get((id(module), id(meta)))
+            if known is None:
+                known = (module, meta, [_key(module, own) for own in meta.saved_state])
+                self._keys[id(module), id(meta)] = known
+            for key in known[2]:
+                self._saved.setdefault(key, moment)
+        self._calls.clear()
 
 
-def _key(module: nn.Module, name: str) -> tuple[int, str]:
+def _key(module: nn.Module, name: str) -> _Key:
     prefix, _, own = name.rpartition(".")
     return id(module.get_submodule(prefix)), own
