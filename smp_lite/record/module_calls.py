@@ -272,6 +272,8 @@ class ModuleCalls:
         if pending is None:
             pending = self._pending[id(module)] = _Pending(self._subtrees[id(module)])
         places = self.recorder.descriptions.read
+        if places is not None and places.objects:
+            self.recorder.read_between.look(places.objects)
         pending.commands.append((command, places, places.seen if places is not None else None))
 
     def note_function(self, command: Command, cls: type[torch.autograd.Function]) -> None:
@@ -283,6 +285,7 @@ class ModuleCalls:
                     state.add(leaf, type(leaf).__name__)
             self._given.append((command, state))
         places = self.recorder.backward_state.meet(cls)
+        self.recorder.read_between.look(places.objects)
         if places.places:
             pending = self._pending.setdefault(id(cls), _Pending(None))
             pending.commands.append((command, places, places.look()))
@@ -356,6 +359,13 @@ class ModuleCalls:
             SMPError: an attribute has changed in a way that was not heard.
         """
         signatures = self.recorder.descriptions.signatures
+        text = self.recorder.read_between.changed()
+        if text is not None:
+            raise SMPError(
+                f"other code {text} after a call was recorded that reads it, and before it could run: it "
+                "would see what comes later. Set it between steps, or keep what changes within a step in "
+                "plain values: attributes of modules, a dict of numbers"
+            )
         for command, state in self._given:
             text = state.changed()
             if text is not None:

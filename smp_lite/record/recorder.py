@@ -30,6 +30,7 @@ from .parameters.placement import Placement
 from .recording import Recording
 from .replay import Tape, refuse
 from .state.ambient import FUNCTORCH, Ambient, refuse_transformations
+from .state.between import ReadBetween
 from .state.draws import Draws
 from .values.calls import Arguments
 from .values.placed import PlacedTensor, holds_placed
@@ -62,7 +63,8 @@ class Recorder:
         self.num_modes = 0  # torch's own modes and ours, without the user's
         self.draws = Draws()
         self.modules = ModuleCalls(self)
-        self.backward_state = BackwardState(placement, self.descriptions)
+        self.read_between = ReadBetween()
+        self.backward_state = BackwardState(placement, self.descriptions, self.read_between)
         self.saved_state = SavedState()
         self.survivors: list[tuple[int, PlacedTensor]] = []
         self.forced = Forced(self)
@@ -85,6 +87,7 @@ class Recorder:
         self.descriptions.signatures.new_step()
         self.modules.begin_step(strict=strict)
         self.draws.begin_step()
+        self.read_between.clear()
         self.backward_state.begin_step(num_microbatches)
         self.saved_state.begin_step()
         self.recordings.clear()

@@ -26,6 +26,7 @@ from ...errors import SMPError
 from ..code.reads import places_of_class, places_of_functions
 from ..describe.descriptions import Descriptions
 from ..parameters.placement import Placement
+from ..state.between import ReadBetween
 from ..state.places import ModuleAttribute, Place, PlacesRead, Seen, in_force
 from .effects import BACKWARD_CODE, BackwardEffects
 
@@ -57,8 +58,9 @@ class BackwardState:
         effects: what it changes.
     """
 
-    def __init__(self, placement: Placement, descriptions: Descriptions) -> None:
+    def __init__(self, placement: Placement, descriptions: Descriptions, read_between: ReadBetween) -> None:
         self._placement = placement
+        self._read_between = read_between
         self._descriptions = descriptions
         self.runs_python = False
         self.effects = BackwardEffects(placement)
@@ -122,6 +124,8 @@ class BackwardState:
         if self._heard:
             places.append(places_of_functions(self._heard))
         called = _Called(recording.microbatch_index, _looked_at(places))
+        for read in places:
+            self._read_between.look(read.objects)
         if self._called and self._called[-1].microbatch_index == called.microbatch_index:
             self._check_unchanged_since_last()
         self._called.append(called)
@@ -169,8 +173,11 @@ class BackwardState:
 
     def after_running(self) -> None:
         """What has changed since :meth:`before_running` is the doing of backward code."""
+        self._read_between.clear()
         for called in self._called:
             called.reads = _looked_at([places for places, _ in called.reads])
+            for places, _ in called.reads:
+                self._read_between.look(places.objects)
 
     # Around each part of a backward -------------------------------------------------------------------------
 

@@ -174,3 +174,26 @@ def _only_collects(line: list[dis.Instruction]) -> bool:
     if last.opname in ("STORE_GLOBAL", "STORE_DEREF"):
         return True
     return last.opname in ("POP_TOP", "RETURN_VALUE") and _calls_collector(line)
+
+
+@functools.lru_cache(_MAX_KNOWN)
+def reads_computed_names(code: types.CodeType) -> bool:
+    """Whether a function reads attributes whose names are not in it: ``vars(x)``, ``getattr(x, name)``."""
+    instructions = list(dis.get_instructions(code))
+    for i, instruction in enumerate(instructions):
+        if instruction.argval in ("__dict__", "vars") and instruction.opname in ("LOAD_ATTR", "LOAD_GLOBAL"):
+            return True
+        asks = instruction.argval == "getattr" and instruction.opname == "LOAD_GLOBAL"
+        if asks and not _has_written_name(instructions[i + 1 :]):
+            return True
+    return False
+
+
+def _has_written_name(arguments: list[dis.Instruction]) -> bool:
+    """Of ``getattr``: a constant, and at most a default that is only loaded, before the call."""
+    constants = [i for i, instruction in enumerate(arguments) if instruction.opname == "LOAD_CONST"]
+    calls = [i for i, instruction in enumerate(arguments) if instruction.opname == "PRECALL"]
+    if not constants or not calls or calls[0] < constants[0]:
+        return False
+    only_loads = all(later.opname.startswith("LOAD_") for later in arguments[constants[0] : calls[0]])
+    return only_loads and arguments[calls[0]].argval in (2, 3)

@@ -23,7 +23,14 @@ from ..state.containers import MISSING
 from ..state.parts import is_users_class
 from ..state.places import PLAIN, Attribute, Cell, Item, Place
 from ..state.python_state import PythonState
-from .bytecode import constant_keys, names_used, uses_of_attribute, variables_around, with_nested
+from .bytecode import (
+    constant_keys,
+    names_used,
+    reads_computed_names,
+    uses_of_attribute,
+    variables_around,
+    with_nested,
+)
 from .frames import Frame
 from .watch import Names
 
@@ -32,7 +39,7 @@ __all__ = ["Copy", "Readers"]
 _OURS = __name__.partition(".")[0]
 _PASSED_OVER = (nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader)
 _CONTAINERS = (list, dict, set, tuple, frozenset, deque, torch.Tensor, types.ModuleType)
-_READ_ALL_ATTRIBUTES = ("__dict__", "vars", "asdict", "astuple", "__getstate__", "__reduce__")
+_READ_ALL_ATTRIBUTES = ("asdict", "astuple", "__getstate__", "__reduce__")
 _RUN_BY_TORCH = ("forward", "setup_context")
 _NOT_RECORDED = (
     *("__init__", "__post_init__", "__new__", "__repr__", "__str__", "__hash__"),
@@ -156,7 +163,7 @@ class Readers:
     def reads(self, module: nn.Module, name: str) -> bool:
         """Whether any of the code reads an attribute of the module that none of it sets."""
         if name not in self.names.attributes:
-            return False
+            return self._reads_all
         loads = stores = False
         for code, kind in self._functions.items():
             for part in with_nested(code, but=self._but):
@@ -223,6 +230,15 @@ class Readers:
             else:
                 self._root(value, name)
 
+    @property
+    def _reads_all(self) -> bool:
+        """Whether attributes may be read whose names are not written anywhere."""
+        return not self.names.attributes.isdisjoint(_READ_ALL_ATTRIBUTES) or any(
+            reads_computed_names(part)
+            for code in self._functions
+            for part in with_nested(code, but=self._but)
+        )
+
     def _is_plain_object(self, value: Any) -> bool:
         """Whether all that it holds are attributes, which code names to read them."""
         kind = type(value)
@@ -234,7 +250,7 @@ class Readers:
         )
 
     def _attributes(self, value: Any, name: str) -> None:
-        everything = not self.names.attributes.isdisjoint(_READ_ALL_ATTRIBUTES)
+        everything = self._reads_all
         for key, held in list(value.__dict__.items()):
             if everything or key in self.names.attributes:
                 if not isinstance(held, types.FunctionType):

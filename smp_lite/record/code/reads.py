@@ -11,6 +11,7 @@ import contextvars
 import sys
 import threading
 import types
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,6 +31,7 @@ from ..state.places import (
     Variable,
     is_plain,
 )
+from .bytecode import constant_keys, reads_computed_names, with_nested
 from .watch import Names
 
 __all__ = ["places_of_class", "places_of_functions", "places_read"]
@@ -37,6 +39,7 @@ __all__ = ["places_of_class", "places_of_functions", "places_read"]
 _MAX_ITEMS = 64
 _MAX_BYTES = 1 << 14
 _MAX_DEPTH = 3
+_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def places_read(module: nn.Module, names: Names) -> PlacesRead:
@@ -55,9 +58,9 @@ def places_read(module: nn.Module, names: Names) -> PlacesRead:
             if finder.is_users(kind):
                 finder.klass(kind)
         for key, value in part.__dict__.items():
-            if key in names.attributes and not isinstance(value, PLAIN):
+            if key in names.attributes and not isinstance(value, PLAIN) and key not in _TABLES:
                 finder.into(value, f"{label}.{key}", 1)
-    return PlacesRead(finder.places)
+    return PlacesRead(finder.places, finder.objects)
 
 
 def places_of_class(cls: type) -> PlacesRead:
@@ -65,7 +68,7 @@ def places_of_class(cls: type) -> PlacesRead:
     finder = _finder_of([getattr(function, "__func__", function) for function in vars(cls).values()])
     if finder.is_users(cls):
         finder.klass(cls)
-    return PlacesRead(finder.places)
+    return PlacesRead(finder.places, finder.objects)
 
 
 def places_of_functions(functions: Iterable[Any]) -> PlacesRead:
@@ -75,7 +78,7 @@ def places_of_functions(functions: Iterable[Any]) -> PlacesRead:
     for function in given:
         if not isinstance(function, types.FunctionType):
             finder.into(function, getattr(function, "__name__", "a hook"), 0)
-    return PlacesRead(finder.places)
+    return PlacesRead(finder.places, finder.objects)
 
 
 def _finder_of(functions: Iterable[Any]) -> _Finder:
@@ -95,7 +98,12 @@ class _Finder:
     def __init__(self, names: Names) -> None:
         self.names = names
         self.places: list[Place] = []
+        self.objects: list[tuple[Any, str]] = []
+        self._codes = [part for code in names.functions for part in with_nested(code)]
+        self._computed = any(map(reads_computed_names, self._codes))
+        self.objects += [(namespace, "globals()") for namespace in names.whole.values()]
         self._seen: dict[Any, Any] = {}
+        self._functions: dict[int, Any] = {}
 
     @staticmethod
     def is_users(kind: type) -> bool:
@@ -115,7 +123,10 @@ class _Finder:
             self.into(value, name, depth)
 
     def into(self, value: Any, name: str, depth: int) -> None:
-        if id(value) in self._seen or isinstance(value, torch.Tensor | nn.Module):
+        if id(value) in self._seen or isinstance(value, nn.Module | nn.Parameter):
+            return
+        if isinstance(value, torch.Tensor):
+            self.objects.append((value, name))
             return
         if isinstance(value, type):
             if self.is_users(value):
@@ -133,11 +144,22 @@ class _Finder:
         elif isinstance(value, list | dict | set):
             held = contents_of(value)
             items = list(held.items()) if isinstance(held, dict) else held
+            keys = constant_keys(self._codes, {name.rpartition(".")[2]}) if type(value) is dict else None
             if len(items) <= _MAX_ITEMS and all(map(is_plain, items)):
                 self.places.append(Contents(value, name))
+            elif keys is not None:
+                for key in keys & value.keys():
+                    self.item(value, key, f"{name}[{key!r}]", depth + 1)
+            else:
+                self.objects.append((value, name))
         elif "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray):
             if value.nbytes <= _MAX_BYTES:
                 self.places.append(Array(value, name))
+            else:
+                self.objects.append((value, name))
+        elif isinstance(value, tuple | frozenset | deque):
+            if not is_plain(value):
+                self.objects.append((value, name))
         elif isinstance(value, types.BuiltinMethodType) and isinstance(
             value.__self__, contextvars.ContextVar
         ):
@@ -160,10 +182,13 @@ class _Finder:
         if isinstance(value, types.ModuleType) and (first == "torch" or first in sys.stdlib_module_names):
             return
         namespace = getattr(value, "__dict__", None)
+        is_module = isinstance(value, types.ModuleType)
+        if not is_module and (not isinstance(namespace, dict) or depth >= _MAX_DEPTH):
+            self.objects.append((value, name))
         if not isinstance(namespace, dict) or depth >= _MAX_DEPTH:
             return
         # Private ones too: a property that the code names reads them.
-        for key in [k for k in namespace if k in self.names.attributes]:
+        for key in [k for k in namespace if k in self.names.attributes or (self._computed and not is_module)]:
             self.item(namespace, key, f"{name}.{key}", depth + 1)
 
     def klass(self, kind: type) -> None:
@@ -171,7 +196,8 @@ class _Finder:
             return
         self._seen[id(kind)] = kind
         for key, value in list(kind.__dict__.items()):
-            if key not in self.names.attributes and key != "forward":
+            is_computed = self._computed and isinstance(value, PLAIN)
+            if key not in self.names.attributes and key != "forward" and not is_computed:
                 continue
             self.places.append(Attribute(kind, key, f"{kind.__name__}.{key}"))
             if isinstance(value, staticmethod | classmethod):
@@ -182,9 +208,9 @@ class _Finder:
     def function(self, function: Any) -> None:
         """Variables around a function that has run."""
         code = getattr(function, "__code__", None)
-        if code not in self.names.functions or id(function) in self._seen:
+        if code not in self.names.functions or id(function) in self._functions:
             return
-        self._seen[id(function)] = function
+        self._functions[id(function)] = function
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             place = Cell(cell, name)
             value = place.value()

@@ -38,16 +38,20 @@ class Names:
         attributes: all names in it.
         globals: (global namespace, name) pairs that are there.
         functions: the code that was entered.
+        whole: global namespaces of functions that call ``globals()``.
     """
 
     def __init__(self) -> None:
         self.attributes: set[str] = set()
         self.globals: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         self.functions: set[types.CodeType] = set()
+        self.whole: dict[int, dict[str, Any]] = {}
 
     def mention(self, code: types.CodeType, namespace: dict[str, Any]) -> list[str]:
         """Adds what one function mentions; returns which globals that are there it does."""
         self.functions.add(code)
+        if any("globals" in part.co_names for part in with_nested(code)):
+            self.whole[id(namespace)] = namespace
         found = dict.fromkeys(
             name for part in with_nested(code) for name in self.mention_part(part, namespace)
         )
@@ -68,6 +72,7 @@ class Names:
         self.attributes |= other.attributes
         self.globals.update(other.globals)
         self.functions |= other.functions
+        self.whole.update(other.whole)
         return True
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "Cached",
     "Items",
     "Part",
+    "TensorVersion",
     "classes_of",
     "is_iterator",
     "is_opaque",
@@ -294,6 +295,17 @@ class _Tensor(Part):
         if self.kept is not None and self.changed() is not None:
             with torch.no_grad():
                 self.value.copy_(self.kept)
+
+
+class TensorVersion(Part):
+    """A tensor that is not put back."""
+
+    def __init__(self, value: torch.Tensor, name: str) -> None:
+        super().__init__(value, name)
+        self.version = _version(value)
+
+    def changed(self) -> str | None:
+        return None if _version(self.value) == self.version else f"changes {self.name}, a tensor, in place"
 
 
 class _Random(Part):

@@ -204,9 +204,14 @@ def _is_entry(place: Place) -> bool:
 
 
 class PlacesRead:
-    """The places that one module's calls read, and what was there at the last look."""
+    """The places that one module's calls read, and what was there at the last look.
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    Attributes:
+        objects: what they read beside, which has no places, with names.
+    """
+
+    def __init__(self, places: Sequence[Place], objects: Sequence[tuple[Any, str]] = ()) -> None:
+        self.objects = objects
         entries = [p for p in places if _is_entry(p)]
         self._others = [p for p in places if not _is_entry(p)]
         self.places = [*entries, *self._others]

@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from .parts import (
@@ -25,6 +26,7 @@ from .parts import (
     Cached,
     Items,
     Part,
+    TensorVersion,
     classes_of,
     is_iterator,
     is_opaque,
@@ -54,13 +56,17 @@ class PythonState:
 
     Args:
         passes_over: tells objects that are not looked into.
+        keeps_tensors: copies small tensors, so that they can be put back.
 
     Attributes:
         opaque: names of what nobody can copy, since to look into it is to take from it.
     """
 
-    def __init__(self, passes_over: Callable[[Any], bool] | None = None) -> None:
+    def __init__(
+        self, passes_over: Callable[[Any], bool] | None = None, *, keeps_tensors: bool = True
+    ) -> None:
         self.opaque: list[str] = []
+        self._keeps_tensors = keeps_tensors
         self._passes_over = passes_over
         self._seen: dict[int, Any] = {}  # keeps them alive, so that ids stay theirs
         self._parts: list[Part] = []
@@ -75,7 +81,10 @@ class PythonState:
             self._seen[id(value)] = value
             if self._passes_over is not None and self._passes_over(value):
                 continue
-            part = part_of(value, name)
+            if isinstance(value, torch.Tensor) and not self._keeps_tensors:
+                part: Part | None = TensorVersion(value, name)
+            else:
+                part = part_of(value, name)
             if part is None:
                 if is_opaque(value):
                     self.opaque.append(f"{name}, a {type(value).__name__}")

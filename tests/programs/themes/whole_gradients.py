@@ -288,3 +288,29 @@ def a_hook_on_the_loss(smp: Any, out: Any) -> None:
         return loss
 
     trained(smp, out, Blocks(), step)
+
+
+@program(stages=(2,), ranks=(2,), refused="is changed between two calls of model.backward")
+def two_backwards_with_a_change_between(smp: Any, out: Any) -> None:
+    """Each call of the function belongs to one of them, and reads what the step function sets."""
+    state = {"scale": 1.0}
+
+    class Scaled(Clamped):
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * state["scale"]
+
+    class Kind(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return Scaled.apply(super().forward(x))
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        state["scale"] = 1.0
+        first = model(x).square().mean()
+        model.backward(first)
+        state["scale"] = 2.0
+        second = model(x).abs().mean()
+        model.backward(second)
+        return first + second
+
+    trained(smp, out, Blocks(Kind), step)

@@ -1,0 +1,253 @@
+"""Blocks read objects outside of the model, which the step function changes for each microbatch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tests.programs import program
+from tests.programs.themes.backward_writes import Block, trained
+
+REFUSED = "after a call was recorded that reads it"
+FACTOR_1 = 1.0
+
+
+def run(smp: Any, out: Any, scaled: Callable[[Tensor, int], Tensor], change: Callable[[], Any]) -> None:
+    """``scaled`` is called by each block with its result and number."""
+
+    class Kind(Block):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self, x: Tensor) -> Tensor:
+            return scaled(super().forward(x), self.number)
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        change()
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    trained(smp, out, nn.Sequential(*(Kind(i) for i in range(4))), step)
+
+
+@program(stages=(2,), ranks=(2,))
+def a_class_around_the_block(smp: Any, out: Any) -> None:
+    """A registry in a variable of an enclosing function."""
+
+    class Registry:
+        table = {"factor": 1.0}  # noqa: RUF012
+
+        @classmethod
+        def get(cls, name: str) -> float:
+            return cls.table[name]
+
+    def change() -> None:
+        Registry.table["factor"] *= 1.3
+
+    run(smp, out, lambda x, i: x * Registry.get("factor"), change)
+
+
+@program(stages=(2,), ranks=(2,))
+def a_property_of_an_object_around(smp: Any, out: Any) -> None:
+    class Settings:
+        def __init__(self) -> None:
+            self._half = 0.5
+
+        @property
+        def factor(self) -> float:
+            return self._half * 2
+
+    settings = Settings()
+
+    def change() -> None:
+        settings._half *= 1.1
+
+    run(smp, out, lambda x, i: x * settings.factor, change)
+
+
+@program(stages=(2,), ranks=(2,))
+def attributes_by_computed_names(smp: Any, out: Any) -> None:
+    settings = SimpleNamespace(factor_0=1.0, factor_1=1.0, factor_2=1.0, factor_3=1.0)
+
+    def change() -> None:
+        settings.factor_1 *= 1.3
+        settings.factor_3 *= 0.8
+
+    run(smp, out, lambda x, i: x * getattr(settings, f"factor_{i}"), change)
+
+
+@program(stages=(2,), ranks=(2,))
+def all_attributes_at_once(smp: Any, out: Any) -> None:
+    settings = SimpleNamespace(first=0.5, second=0.5)
+
+    def change() -> None:
+        settings.second *= 1.1
+
+    run(smp, out, lambda x, i: x * sum(vars(settings).values()), change)
+
+
+@program(stages=(2,), ranks=(2,))
+def entries_by_computed_keys(smp: Any, out: Any) -> None:
+    settings = {"factors": {f"block {i}": 1.0 for i in range(4)}, "other": [object()]}
+
+    def change() -> None:
+        settings["factors"]["block 1"] *= 1.3
+        settings["other"].append(object())
+
+    run(smp, out, lambda x, i: x * settings["factors"][f"block {i}"], change)
+
+
+@program(stages=(2,), refused=REFUSED)
+def globals_by_computed_names(smp: Any, out: Any) -> None:
+    def change() -> None:
+        globals()["FACTOR_1"] *= 1.3
+
+    try:
+        run(smp, out, lambda x, i: x * globals()[f"FACTOR_{min(i, 1) or 1}"], change)
+    finally:
+        globals()["FACTOR_1"] = 1.0
+
+
+@program(stages=(2,), ranks=(2,), refused=REFUSED)
+def deep_in_a_configuration(smp: Any, out: Any) -> None:
+    inner = SimpleNamespace(factor=1.0)
+    settings = SimpleNamespace(a=SimpleNamespace(b=SimpleNamespace(c=SimpleNamespace(d=inner))))
+
+    def change() -> None:
+        inner.factor *= 1.3
+
+    run(smp, out, lambda x, i: x * settings.a.b.c.d.factor, change)
+
+
+@program(stages=(2,), refused=REFUSED)
+def a_list_of_objects(smp: Any, out: Any) -> None:
+    settings = [SimpleNamespace(factor=1.0) for _ in range(4)]
+
+    def change() -> None:
+        settings[1].factor *= 1.3
+
+    run(smp, out, lambda x, i: x * settings[i].factor, change)
+
+
+@program(stages=(2,), refused=REFUSED)
+def a_list_of_dicts(smp: Any, out: Any) -> None:
+    settings = {"blocks": [{"factor": 1.0} for _ in range(4)]}
+
+    def change() -> None:
+        settings["blocks"][1]["factor"] *= 1.3
+
+    run(smp, out, lambda x, i: x * settings["blocks"][i]["factor"], change)
+
+
+@program(stages=(2,), ranks=(2,), refused=REFUSED)
+def a_tensor_is_changed_in_place(smp: Any, out: Any) -> None:
+    offset = torch.ones(6)
+    run(smp, out, lambda x, i: x + offset, lambda: [offset.mul_(1.1)])
+
+
+@program(stages=(2,), ranks=(2,))
+def a_tensor_is_changed_in_place_between_steps(smp: Any, out: Any) -> None:
+    """What it is when a step begins counts."""
+    offset = torch.ones(6)
+
+    class Kind(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + offset
+
+    net = nn.Sequential(*(Kind() for _ in range(4)))
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    for _ in range(3):
+        out.value("loss", step(model, torch.ones(8, 6)).reduce_mean())
+        offset.mul_(1.1)
+    out.model(model)
+
+
+@program(stages=(2,))
+def a_tensor_is_bound_anew(smp: Any, out: Any) -> None:
+    settings = SimpleNamespace(offset=torch.ones(6))
+
+    def change() -> None:
+        settings.offset = settings.offset * 1.1
+
+    run(smp, out, lambda x, i: x + settings.offset, change)
+
+
+@program(stages=(2,), refused=REFUSED)
+def a_tensor_in_a_list(smp: Any, out: Any) -> None:
+    offsets = [torch.ones(6) for _ in range(4)]
+    run(smp, out, lambda x, i: x + offsets[i], lambda: [offsets[1].mul_(1.1)])
+
+
+@program(stages=(2,), refused=REFUSED)
+def a_large_array(smp: Any, out: Any) -> None:
+    factors = np.ones(100_000)
+
+    def change() -> None:
+        factors[3] *= 1.1
+
+    run(smp, out, lambda x, i: x * float(factors[i]), change)
+
+
+@program(stages=(2,), refused=REFUSED)
+def a_long_list(smp: Any, out: Any) -> None:
+    factors = [1.0] * 100
+
+    def change() -> None:
+        factors[71] *= 1.1
+
+    run(smp, out, lambda x, i: x * factors[70 + i], change)
+
+
+@program(stages=(2,), refused=REFUSED)
+def a_deque(smp: Any, out: Any) -> None:
+    factors = deque([1.0, 2.0])
+
+    def change() -> None:
+        factors[1] *= 1.1
+
+    run(smp, out, lambda x, i: x * factors[1], change)
+
+
+@program(stages=(2,), refused=REFUSED)
+def slots(smp: Any, out: Any) -> None:
+    class Settings:
+        __slots__ = ("factor",)
+
+    settings = Settings()
+    settings.factor = 1.0
+
+    def change() -> None:
+        settings.factor *= 1.1
+
+    run(smp, out, lambda x, i: x * settings.factor, change)
+
+
+@program(stages=(2,), refused=REFUSED)
+def a_hook_reads_a_list_of_objects(smp: Any, out: Any) -> None:
+    """Which the step function changes after its backward."""
+    settings = [SimpleNamespace(factor=1.0)]
+    net = nn.Sequential(*(Block() for _ in range(4)))
+    net[0].linear.weight.register_hook(lambda gradient: gradient * settings[0].factor)
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        settings[0].factor *= 1.3
+        return loss
+
+    trained(smp, out, net, step)
