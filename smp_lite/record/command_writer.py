@@ -132,7 +132,7 @@ class CommandWriter:
             refuse_effect(name, f"changes the buffer {buffer}")
         assert recorder.recording is not None
         if described.meta.saved_state or described.meta.unguarded:
-            recorder.saved_state.note(name, module, described.meta, recorder.recording)
+            command.must_stay = recorder.saved_state.note(module, described.meta, recorder.recording)
         command.touches = recorder.modules.touched(module, described.meta.buffers)
         result = self._append(command, described)
         recorder.modules.note(command)

@@ -45,7 +45,8 @@ class Command:
     recording. ``touches`` numbers the modules whose buffers the call changes. ``carried`` is Python state to
     run it with. ``changes`` pairs each value that the call changes in place with its new version; the first
     ``num_targets`` of them are the arguments themselves, the rest views that share their memory. ``on_made``
-    calls get the tensors that were made, where others get leaves of those of earlier segments.
+    calls get the tensors that were made, where others get leaves of those of earlier segments. ``must_stay``
+    names parameters and buffers that the call must not really change.
     """
 
     index: int
@@ -61,6 +62,7 @@ class Command:
     input: torch.Tensor | None = None
     bare: bool = False
     on_made: bool = False
+    must_stay: tuple[str, ...] = ()
     touches: tuple[int, ...] = ()
     carried: list[tuple[Place, Any]] | None = None
     seed_key: tuple[str, int] | None = None

@@ -13,6 +13,7 @@ from torch.nn.modules import module as torch_module
 
 from ..errors import SMPError
 from ..plan.segments import Segment
+from ..record.backward.saved_state import unchanged
 from ..record.describe.effects import Buffers, Effects, NeedsOpening
 from ..record.parameters.placement import Placement
 from ..record.recording import Command, Recording
@@ -238,11 +239,14 @@ def _call(command: Command, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """The call itself, in the Python state that it was recorded under."""
     call = command.module if command.module is not None else command.function
     assert call is not None
-    if not command.carried and not command.bare and command.draw is None:
+    if not command.carried and not command.bare and command.draw is None and not command.must_stay:
         return call(*args, **kwargs)
     with contextlib.ExitStack() as stack:
         if command.carried:
             stack.enter_context(in_force(command.carried))
+        if command.must_stay:
+            assert command.module is not None
+            stack.enter_context(unchanged(command.label, command.module, command.must_stay))
         if command.bare:
             assert command.module is not None
             stack.enter_context(without_forward_hooks(command.module))

@@ -2,12 +2,14 @@
 
 Batch norm in eval mode reads its running statistics again in its backward; what is changed by way of
 ``.data`` (a codebook, a weight that is clipped) may be kept for one. Autograd does not notice. In one process
-a backward comes before the forwards of later microbatches, here it may come after them, so a step that has
-both is refused.
+a backward comes before the forwards of later microbatches, here it may come after them. So a call that could
+change such a thing runs under watch: what it really changes is an error.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +21,7 @@ from ..values.calls import ResultMeta
 if TYPE_CHECKING:
     from ..recording import Recording
 
-__all__ = ["SavedState"]
+__all__ = ["SavedState", "unchanged"]
 
 
 _Key = tuple[int, str]  # of a module and a parameter or buffer of its own
@@ -38,27 +40,23 @@ class SavedState:
         self._calls.clear()
         self._saved.clear()
 
-    def note(self, name: str, module: nn.Module, meta: ResultMeta, recording: Recording) -> None:
+    def note(self, module: nn.Module, meta: ResultMeta, recording: Recording) -> tuple[str, ...]:
         """A closed call is recorded.
 
-        Raises:
-            SMPError: it changes what a backward reads which in one process has run before.
+        Returns:
+            Names of what it must leave as it is: a backward reads it that in one process has run before.
         """
         moment = (recording.microbatch_index, len(recording.backwards))
+        found = []
         if meta.unguarded:
             self._look_through()
             for own in meta.unguarded:
                 saved = self._saved.get(_key(module, own))
                 if saved is not None and saved != moment:
-                    raise SMPError(
-                        f"{name} changes its {own}, which the backward of an earlier call reads, without "
-                        "autograd noticing (.data, or batch norm that is called in eval mode too): in one "
-                        "process that backward comes first, here it may come later. Call the module in one "
-                        "mode within a step, clone() what backward needs, change it between steps, or train "
-                        "with microbatches=1 and one model.backward()"
-                    )
+                    found.append(own)
         if meta.saved_state and torch.is_grad_enabled():
             self._calls.append((module, meta, moment))
+        return tuple(found)
 
     def _look_through(self) -> None:
         """Only where something is changed unnoticed does anybody need to know what is saved."""
@@ -70,6 +68,33 @@ class SavedState:
             for key in known[2]:
                 self._saved.setdefault(key, moment)
         self._calls.clear()
+
+
+@contextlib.contextmanager
+def unchanged(label: str, module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Within: a call runs that must leave these parameters and buffers of its module as they are.
+
+    Raises:
+        SMPError: it has not.
+    """
+    before = [_tensor(module, name).detach().clone() for name in names]
+    yield
+    for name, old in zip(names, before, strict=True):
+        if not torch.equal(_tensor(module, name), old):
+            raise SMPError(
+                f"{label} changes its {name}, which the backward of an earlier call reads, without autograd "
+                "noticing (.data, or batch norm that is called in eval mode too): in one process that "
+                "backward comes first, here it may come later. Call the module in one mode within a step, "
+                "clone() what backward needs, change it between steps, or train with microbatches=1 and one "
+                "model.backward()"
+            )
+
+
+def _tensor(module: nn.Module, name: str) -> torch.Tensor:
+    prefix, _, own = name.rpartition(".")
+    found = getattr(module.get_submodule(prefix), own)
+    assert isinstance(found, torch.Tensor)
+    return found
 
 
 def _key(module: nn.Module, name: str) -> _Key:
