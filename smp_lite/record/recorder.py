@@ -18,7 +18,6 @@ from torch import nn
 from ..errors import SMPError
 from .backward.saved_state import SavedState
 from .backward.state import BackwardState
-from .backward.value_hooks import register_hook
 from .command_writer import CommandWriter
 from .describe.descriptions import Descriptions
 from .forced import Forced, Host
@@ -32,6 +31,7 @@ from .replay import Tape, refuse
 from .state.ambient import FUNCTORCH, Ambient, refuse_transformations
 from .state.between import ReadBetween
 from .state.draws import Draws
+from .value_hooks import register_hook
 from .values.calls import Arguments
 from .values.placed import PlacedTensor, holds_placed
 from .values.torch_functions import (

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..describe.descriptions import Description
-from ..values.placed import PlacedTensor
+from .describe.descriptions import Description
+from .values.placed import PlacedTensor
 
 if TYPE_CHECKING:
-    from ..recorder import Recorder
-    from ..recording import Recording
+    from .recorder import Recorder
+    from .recording import Recording
 
 __all__ = ["ValueHook", "register_hook"]
 
