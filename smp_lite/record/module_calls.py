@@ -39,7 +39,7 @@ from .state.parts import may_change
 from .state.places import ModuleAttribute, Place, PlacesRead, Seen
 from .state.python_state import PythonState
 from .values.calls import Arguments
-from .values.placed import PlacedTensor, storage_of
+from .values.placed import PlacedTensor, has_attributes, storage_of
 from .values.structure import are_plain
 
 if TYPE_CHECKING:
@@ -248,6 +248,10 @@ class ModuleCalls:
             self._write_buffers_of(subtree)
         if arguments is None:
             arguments = recorder.arguments(args, kwargs)
+        if any(map(has_attributes, arguments.tensors)):
+            self._take_over_buffers(subtree.module)
+            reason = "is given a tensor with attributes of its own"
+            return self._call_open(subtree, reason, call, args, kwargs)
         if not are_plain(arguments.leaves):
             for leaf in arguments.leaves:
                 if may_change(leaf):

@@ -21,7 +21,7 @@ from ..record.state.ambient import Ambient
 from ..record.state.draws import at_states
 from ..record.state.places import in_force
 from ..record.values.calls import NewTensor
-from ..record.values.placed import TensorMeta
+from ..record.values.placed import TensorMeta, has_attributes
 from ..record.values.structure import LEAF, flatten
 from .random_streams import RandomStreams
 
@@ -211,6 +211,10 @@ def _run_for_real(
     found = found or effects.found()
     if any(tensor._backward_hooks for tensor, source in zip(tensors, command.sources) if source >= 0):
         found = "puts a hook on the gradient of what it is given"
+    leaves: list[Any] = []
+    flatten((result, tensors), leaves)
+    if any(isinstance(leaf, torch.Tensor) and has_attributes(leaf) for leaf in leaves):
+        found = "sets attributes of tensors"
     if found is None:
         try:
             changed = buffers.changed()

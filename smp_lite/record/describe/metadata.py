@@ -14,6 +14,7 @@ for a value of the step that is not among its arguments cannot run later as one 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,6 +77,8 @@ class MetadataInference:
             reason = effects.found()
             if self.touched_placed:
                 reason = "uses a value of the step that is not among its arguments"
+            if meta.sets_attributes:
+                reason = "sets attributes of tensors"
             if any(given._backward_hooks for _, given in fakes):
                 reason = "puts a hook on the gradient of what it is given"
         finally:
@@ -193,6 +196,7 @@ class MetadataInference:
             spec=spec,
             leaves=described,
             changed=changed,
+            sets_attributes=any(map(_has_attributes, [*leaves, *[given for _, given in fakes]])),
             buffers=tables.changed_buffers(watch.written),
             unguarded=tables.changed_unnoticed(watch.written),
             saved_state=tables.names_in({c for saved, c in saved_state if saved()} - watch.only_passed),
@@ -200,6 +204,17 @@ class MetadataInference:
             flops=watch.flops,
             kept_bytes=sum(storage.nbytes() for storage in kept_storages.values()),
         )
+
+
+def _has_attributes(tensor: Any) -> bool:
+    """Whether Python code has set attributes on a fake tensor."""
+    return isinstance(tensor, FakeTensor) and not tensor.__dict__.keys() <= _attributes_of_fakes()
+
+
+@functools.cache
+def _attributes_of_fakes() -> frozenset[str]:
+    with FakeTensorMode():
+        return frozenset(torch.empty(()).__dict__)
 
 
 class _Saved:

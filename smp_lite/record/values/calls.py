@@ -102,13 +102,15 @@ class ResultMeta:
 
     ``buffers`` are the module's own that the call changes, by name within it. ``saved_state`` are parameters
     and buffers that its backward will read, ``unguarded`` those that it changes without autograd noticing.
-    ``states`` are where the random generators went, if the call ran for real and drew from them.
+    ``sets_attributes`` tells of Python attributes that it sets on tensors. ``states`` are where the random
+    generators went, if the call ran for real and drew from them.
     """
 
     spec: Spec
     leaves: tuple[NewTensor | SameTensor | Repeated | Constant, ...]
     changed: tuple[ChangedArgument, ...] = ()
     buffers: tuple[str, ...] = ()
+    sets_attributes: bool = False
     unguarded: tuple[str, ...] = ()
     saved_state: tuple[str, ...] = ()
     states: tuple[torch.Tensor, ...] = ()

@@ -112,6 +112,7 @@ class PlacedTensor(torch.Tensor):
 
 
 _NONE_OF_OURS = object()
+_OWN_ATTRIBUTES = frozenset(PlacedTensor.__annotations__)
 
 
 def _own_property(func: Any, placed: PlacedTensor) -> Any:
@@ -138,6 +139,13 @@ class _Node:
             f"grad_fn.{name} was asked of a value of a step, whose autograd graph is made later, where the "
             "value is made: use register_hook() of the value"
         )
+
+
+def has_attributes(tensor: torch.Tensor) -> bool:
+    """Whether Python code has set attributes on a tensor, which another tensor would not have."""
+    if type(tensor) is PlacedTensor:
+        return not tensor.__dict__.keys() <= _OWN_ATTRIBUTES
+    return type(tensor) is torch.Tensor and bool(tensor.__dict__)
 
 
 def describe(placed: PlacedTensor) -> str:

@@ -69,7 +69,11 @@ def trained(smp: Any, out: Any, forward: Any, between: Any, make: Any) -> None:
                 between(given)
             return x
 
-    model = smp.DistributedModel(Net())
+    trained_plainly(smp, out, Net())
+
+
+def trained_plainly(smp: Any, out: Any, net: nn.Module) -> None:
+    model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.2))
 
     @smp.step
@@ -198,3 +202,65 @@ def object_in_an_autograd_function(smp: Any, out: Any) -> None:
         return loss
 
     out.value("loss", step(model, torch.ones(8, 6)).reduce_mean())
+
+
+@program(stages=(2,), ranks=(2,))
+def tensors_with_attributes(smp: Any, out: Any) -> None:
+    """Each block reads an attribute of the tensor that it is given, and sets one on its result."""
+
+    def scaled(x: Tensor, given: Any) -> Tensor:
+        factor = getattr(given, "factor", 1.0)
+        y = x * factor
+        y.factor = factor * 1.1  # type: ignore[attr-defined]
+        return y
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return scaled(torch.tanh(self.linear(x)), x)
+
+    trained_plainly(smp, out, nn.Sequential(*(Block() for _ in range(4))))
+
+
+@program(stages=(2,), ranks=(2,))
+def tensors_marked_by_the_container(smp: Any, out: Any) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.linear(x)) * getattr(x, "factor", 0.1)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for i, block in enumerate(self.blocks):
+                x.factor = 1.0 + i  # type: ignore[attr-defined]
+                x = block(x)
+            return x
+
+    trained_plainly(smp, out, Net())
+
+
+@program(stages=(2,), ranks=(2,))
+def tensors_marked_by_a_block_that_looks(smp: Any, out: Any) -> None:
+    """It runs for real, since it looks at its data."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(self.linear(x)) * getattr(x, "factor", 1.0)
+            y.factor = 2.0 if float(y.detach().sum()) > 0 else 0.5  # type: ignore[attr-defined]
+            return y
+
+    trained_plainly(smp, out, nn.Sequential(*(Block() for _ in range(4))))
