@@ -276,8 +276,8 @@ class ModuleCalls:
         if pending is None:
             pending = self._pending[id(module)] = _Pending(self._subtrees[id(module)])
         places = self.recorder.descriptions.read
-        if places is not None and places.objects:
-            self.recorder.read_between.look(places.objects)
+        if places is not None:
+            self.recorder.read_between.look(places)
         pending.commands.append((command, places, places.seen if places is not None else None))
 
     def note_function(self, command: Command, cls: type[torch.autograd.Function]) -> None:
@@ -289,7 +289,7 @@ class ModuleCalls:
                     state.add(leaf, type(leaf).__name__)
             self._given.append((command, state))
         places = self.recorder.backward_state.meet(cls)
-        self.recorder.read_between.look(places.objects)
+        self.recorder.read_between.look(places)
         if places.places:
             pending = self._pending.setdefault(id(cls), _Pending(None))
             pending.commands.append((command, places, places.look()))

@@ -43,6 +43,7 @@ class _Called:
     """A ``model.backward()`` of this step: what was at the places, and at those that have changed since."""
 
     microbatch_index: int
+    of_backward_code: list[PlacesRead]
     reads: list[tuple[PlacesRead, Seen]]
     changed: dict[Hashable, tuple[Place, Any]] = field(default_factory=dict)
 
@@ -120,12 +121,12 @@ class BackwardState:
             self.runs_python |= self.effects.is_possible
         if not self.runs_python:
             return
-        places = [*self._of_classes.values(), self._of_hooks, *self._by_calls()]
+        own = [*self._of_classes.values(), self._of_hooks]
         if self._heard:
-            places.append(places_of_functions(self._heard))
-        called = _Called(recording.microbatch_index, _looked_at(places))
-        for read in places:
-            self._read_between.look(read.objects)
+            own.append(places_of_functions(self._heard))
+        called = _Called(recording.microbatch_index, own, _looked_at([*own, *self._by_calls()]))
+        for read in own:
+            self._read_between.look(read)
         if self._called and self._called[-1].microbatch_index == called.microbatch_index:
             self._check_unchanged_since_last()
         self._called.append(called)
@@ -176,8 +177,8 @@ class BackwardState:
         self._read_between.clear()
         for called in self._called:
             called.reads = _looked_at([places for places, _ in called.reads])
-            for places, _ in called.reads:
-                self._read_between.look(places.objects)
+            for places in called.of_backward_code:
+                self._read_between.look(places)
 
     # Around each part of a backward -------------------------------------------------------------------------
 

@@ -8,11 +8,13 @@ them: setting one is heard.
 from __future__ import annotations
 
 import contextvars
+import functools
+import os
 import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from ..state.places import (
     Cell,
     Contents,
     Item,
+    ModuleAttribute,
     Place,
     PlacesRead,
     Variable,
@@ -49,7 +52,7 @@ def places_read(module: nn.Module, names: Names) -> PlacesRead:
         module: whose calls run the code.
         names: from watching one run of this module, or of one that is built alike.
     """
-    finder = _Finder(names)
+    finder = _Finder(names, {id(part) for part in module.modules()})
     for namespace, name in names.globals.values():
         finder.item(namespace, name, name, 0)
     for part in module.modules():
@@ -60,7 +63,7 @@ def places_read(module: nn.Module, names: Names) -> PlacesRead:
         for key, value in part.__dict__.items():
             if key in names.attributes and not isinstance(value, PLAIN) and key not in _TABLES:
                 finder.into(value, f"{label}.{key}", 1)
-    return PlacesRead(finder.places, finder.objects)
+    return finder.found()
 
 
 def places_of_class(cls: type) -> PlacesRead:
@@ -68,7 +71,7 @@ def places_of_class(cls: type) -> PlacesRead:
     finder = _finder_of([getattr(function, "__func__", function) for function in vars(cls).values()])
     if finder.is_users(cls):
         finder.klass(cls)
-    return PlacesRead(finder.places, finder.objects)
+    return finder.found()
 
 
 def places_of_functions(functions: Iterable[Any]) -> PlacesRead:
@@ -78,7 +81,7 @@ def places_of_functions(functions: Iterable[Any]) -> PlacesRead:
     for function in given:
         if not isinstance(function, types.FunctionType):
             finder.into(function, getattr(function, "__name__", "a hook"), 0)
-    return PlacesRead(finder.places, finder.objects)
+    return finder.found()
 
 
 def _finder_of(functions: Iterable[Any]) -> _Finder:
@@ -95,15 +98,27 @@ def _finder_of(functions: Iterable[Any]) -> _Finder:
 
 
 class _Finder:
-    def __init__(self, names: Names) -> None:
+    """Args:
+    names: what the code mentions.
+    heard: ids of modules whose attributes are known otherwise.
+    """
+
+    def __init__(self, names: Names, heard: Collection[int] = ()) -> None:
         self.names = names
+        self._heard = heard
+        self.bound: list[tuple[dict[str, Any], str]] = []
         self.places: list[Place] = []
         self.objects: list[tuple[Any, str]] = []
         self._codes = [part for code in names.functions for part in with_nested(code)]
         self._computed = any(map(reads_computed_names, self._codes))
         self.objects += [(namespace, "globals()") for namespace in names.whole.values()]
+        if not names.attributes.isdisjoint(("environ", "getenv")):
+            self.objects.append((os.environ, "os.environ"))
         self._seen: dict[Any, Any] = {}
         self._functions: dict[int, Any] = {}
+
+    def found(self) -> PlacesRead:
+        return PlacesRead(self.places, self.objects, self.bound)
 
     @staticmethod
     def is_users(kind: type) -> bool:
@@ -116,14 +131,20 @@ class _Finder:
             return
         self._seen[id(holder), key] = holder
         value = holder[key]
-        # Functions and classes at the top of a module are as good as constant; elsewhere anything may change.
-        if (isinstance(value, PLAIN) or depth > 0) and not key.startswith("__"):
+        if key.startswith("__"):
+            pass
+        elif isinstance(value, PLAIN) or depth > 0:
             self.places.append(Item(holder, key, name))
+        else:  # functions and classes at the top of a module hardly ever change
+            self.bound.append((holder, key))
         if not isinstance(value, PLAIN):
             self.into(value, name, depth)
 
     def into(self, value: Any, name: str, depth: int) -> None:
-        if id(value) in self._seen or isinstance(value, nn.Module | nn.Parameter):
+        if id(value) in self._seen or isinstance(value, nn.Parameter):
+            return
+        if isinstance(value, nn.Module):
+            self.module(value)
             return
         if isinstance(value, torch.Tensor):
             self.objects.append((value, name))
@@ -152,6 +173,10 @@ class _Finder:
                     self.item(value, key, f"{name}[{key!r}]", depth + 1)
             else:
                 self.objects.append((value, name))
+                for item in items[:_MAX_ITEMS]:
+                    for part in item if isinstance(item, tuple) else (item,):
+                        if isinstance(part, nn.Module):
+                            self.module(part)
         elif "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray):
             if value.nbytes <= _MAX_BYTES:
                 self.places.append(Array(value, name))
@@ -166,6 +191,11 @@ class _Finder:
             self.places.append(Variable(value.__self__, name))
         elif isinstance(value, types.FunctionType):
             self.function(value)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self.into(part, name, depth)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self.objects.append((value, name))
         elif isinstance(value, types.MethodType):
             self.function(value.__func__)
             self.into(value.__self__, name, depth)
@@ -176,6 +206,18 @@ class _Finder:
                 if self.is_users(kind):
                     self.klass(kind)
             self.members(value, name, depth)
+
+    def module(self, module: nn.Module) -> None:
+        """Attributes of a module that the code reads although it is another's."""
+        if id(module) in self._heard or id(module) in self._seen:
+            return
+        self._seen[id(module)] = module
+        for key, value in list(module.__dict__.items()):
+            if key in _TABLES or not (key in self.names.attributes or self._computed):
+                continue
+            self.places.append(ModuleAttribute(module, key))
+            if not isinstance(value, PLAIN):
+                self.into(value, f"{type(module).__name__}.{key}", 1)
 
     def members(self, value: Any, name: str, depth: int) -> None:
         first = getattr(value, "__name__", "").partition(".")[0]
@@ -211,6 +253,10 @@ class _Finder:
         if code not in self.names.functions or id(function) in self._functions:
             return
         self._functions[id(function)] = function
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self.into(value, f"a default of {function.__name__}", 1)
+        for key in [key for key in function.__dict__ if key in self.names.attributes]:
+            self.item(function.__dict__, key, f"{function.__name__}.{key}", 1)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             place = Cell(cell, name)
             value = place.value()

@@ -254,7 +254,8 @@ class Cached(Part):
 
     def changed(self) -> str | None:
         now = self.value.cache_info()
-        if (now.currsize, now.misses) == (self.kept.currsize, self.kept.misses):
+        is_same = (now.currsize, now.misses) == (self.kept.currsize, self.kept.misses)
+        if is_same and now.hits >= self.kept.hits:  # they only fall when it is cleared
             return None
         return f"fills {self.name}, a cache"
 
@@ -403,16 +404,16 @@ def part_of(value: Any, name: str) -> Part | None:
 
 
 def may_change(value: Any) -> bool:
-    """Whether a call that is given the value could find something else in it later. Modules are heard."""
-    if isinstance(value, torch.Tensor | nn.Module) or (
-        isinstance(value, ATOMS) and not is_users_class(value)
-    ):
+    """Whether a call that is given the value could find something else in it later."""
+    if isinstance(value, nn.Module):
+        return True
+    if isinstance(value, torch.Tensor) or (isinstance(value, ATOMS) and not is_users_class(value)):
         return False
     kind = type(value)
     if kind is types.FunctionType:
         return bool(value.__closure__ or value.__dict__ or value.__defaults__ or value.__kwdefaults__)
     if kind is types.MethodType:
-        return isinstance(value.__self__, nn.Module) or may_change(value.__self__)
+        return may_change(value.__self__)
     if kind is functools.partial:
         return any(map(may_change, (value.func, *value.args, *value.keywords.values())))
     if isinstance(value, tuple | frozenset):

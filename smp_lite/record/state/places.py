@@ -208,10 +208,16 @@ class PlacesRead:
 
     Attributes:
         objects: what they read beside, which has no places, with names.
+        functions: functions and classes that they call by a global name: (namespace, name).
     """
 
-    def __init__(self, places: Sequence[Place], objects: Sequence[tuple[Any, str]] = ()) -> None:
-        self.objects = objects
+    def __init__(
+        self,
+        places: Sequence[Place],
+        objects: Sequence[tuple[Any, str]] = (),
+        functions: Sequence[tuple[dict[str, Any], str]] = (),
+    ) -> None:
+        self.objects, self.functions = objects, functions
         entries = [p for p in places if _is_entry(p)]
         self._others = [p for p in places if not _is_entry(p)]
         self.places = [*entries, *self._others]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -251,3 +253,129 @@ def a_hook_reads_a_list_of_objects(smp: Any, out: Any) -> None:
         return loss
 
     trained(smp, out, net, step)
+
+
+class Settings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+
+def grown(settings: Settings) -> None:
+    settings.factor *= 1.1
+
+
+@program(stages=(2,), ranks=(2,))
+def a_module_that_is_not_the_models(smp: Any, out: Any) -> None:
+    settings = Settings()
+    run(smp, out, lambda x, i: x * settings.factor, lambda: grown(settings))
+
+
+@program(stages=(2,), ranks=(2,))
+def a_module_in_a_list(smp: Any, out: Any) -> None:
+    settings = [Settings()]
+    run(smp, out, lambda x, i: x * settings[0].factor, lambda: grown(settings[0]))
+
+
+@program(stages=(2,), ranks=(2,))
+def another_module_of_the_model(smp: Any, out: Any) -> None:
+    """The container sets its attribute between the blocks, which hold it in a list, or get it."""
+
+    class Kind(Block):
+        def __init__(self, settings: Settings) -> None:
+            super().__init__()
+            self.held = [settings]
+
+        def forward(self, x: Tensor, given: Settings) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * self.held[0].factor / given.factor**0.5
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.settings = Settings()
+            self.blocks = nn.ModuleList(Kind(self.settings) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.settings.factor = 1.0
+            for block in self.blocks:
+                x = block(x, self.settings)
+                grown(self.settings)
+            return x
+
+    trained(smp, out, Net())
+
+
+@program(stages=(2,), ranks=(2,))
+def a_partial_and_a_default(smp: Any, out: Any) -> None:
+    settings = {"factor": 1.0}
+
+    def first(held: dict[str, float], x: Tensor) -> Tensor:
+        return x * held["factor"]
+
+    def second(x: Tensor, i: int, held: dict[str, float] = settings) -> Tensor:
+        return partial(first, held)(x) * held["factor"]
+
+    def change() -> None:
+        settings["factor"] *= 1.1
+
+    run(smp, out, second, change)
+
+
+@program(stages=(2,), ranks=(2,))
+def an_attribute_of_a_function(smp: Any, out: Any) -> None:
+    def scaled(x: Tensor, i: int) -> Tensor:
+        return x * scaled.factor  # type: ignore[attr-defined]
+
+    def change() -> None:
+        scaled.factor *= 1.1  # type: ignore[attr-defined]
+
+    scaled.factor = 1.0  # type: ignore[attr-defined]
+    run(smp, out, scaled, change)
+
+
+@program(stages=(2,), refused=REFUSED)
+def a_cache_is_cleared(smp: Any, out: Any) -> None:
+    settings = {"factor": 1.0}
+
+    @lru_cache
+    def factor(i: int) -> float:
+        return settings["factor"]
+
+    def change() -> None:
+        settings["factor"] *= 1.1
+        factor.cache_clear()
+
+    run(smp, out, lambda x, i: x * factor(0), change)
+
+
+def activation(x: Tensor) -> Tensor:
+    return torch.tanh(x)
+
+
+@program(stages=(2,), ranks=(2,), refused=REFUSED)
+def a_global_function_is_exchanged(smp: Any, out: Any) -> None:
+    first = activation
+
+    def change() -> None:
+        globals()["activation"] = torch.sigmoid if activation is first else first
+
+    try:
+        run(smp, out, scaled_globally, change)
+    finally:
+        globals()["activation"] = first
+
+
+def scaled_globally(x: Tensor, i: int) -> Tensor:
+    return activation(x)
+
+
+@program(stages=(2,), refused=REFUSED)
+def environment_variables(smp: Any, out: Any) -> None:
+    def change() -> None:
+        os.environ["SMP_LITE_TEST_FACTOR"] = str(float(os.environ["SMP_LITE_TEST_FACTOR"]) * 1.1)
+
+    os.environ["SMP_LITE_TEST_FACTOR"] = "1"
+    try:
+        run(smp, out, lambda x, i: x * float(os.environ["SMP_LITE_TEST_FACTOR"]), change)
+    finally:
+        del os.environ["SMP_LITE_TEST_FACTOR"]
