@@ -214,17 +214,19 @@ def test_fewer_steps_than_asked(tmp_path: Path) -> None:
 
 
 def test_a_difference_names_the_call_and_its_line(tmp_path: Path) -> None:
-    """What the library cannot see: blocks read the environment, which changes after they were called."""
+    """What the library cannot see: blocks read a file, which changes after they were called."""
+    number = tmp_path / "number.txt"
+    number.write_text("1")
     code, text = run_check(
         tmp_path,
         "0.1",
         "5",
-        scale='float(__import__("os").environ.get("NUMBER", "1"))',
-        before='__import__("os").environ["NUMBER"] = "3"',
+        scale=f"float(open({str(number)!r}).read())",
+        before=f"n = float(open({str(number)!r}).read()); open({str(number)!r}, 'w').write(str(4 - n))",
     )
     assert code == 1
     assert "step 0 differs from one process" in text
-    assert "blocks.0 in microbatch 0 at" in text
+    assert "blocks.0 in microbatch 1 at" in text
     line = (tmp_path / "train.py").read_text().splitlines().index("            x = block(x)") + 1
     assert f"train.py:{line} gives another result" in text
     assert "reads something else that has changed since (a file" in text
