@@ -322,6 +322,52 @@ def a_partial_and_a_default(smp: Any, out: Any) -> None:
 
 
 @program(stages=(2,), ranks=(2,))
+def a_module_that_is_given(smp: Any, out: Any) -> None:
+    class Kind(Block):
+        def forward(self, x: Tensor, given: Settings) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * given.factor
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.settings = Settings()
+            self.blocks = nn.ModuleList(Kind() for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x, self.settings)
+                grown(self.settings)
+            return x
+
+    trained(smp, out, Net())
+
+
+@program(stages=(2,), ranks=(2,))
+def a_partial_that_a_block_holds(smp: Any, out: Any) -> None:
+    settings = {"factor": 1.0}
+
+    class Kind(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scaled = partial(by_factor, settings)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scaled(super().forward(x))
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        settings["factor"] *= 1.1
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    trained(smp, out, nn.Sequential(*(Kind() for _ in range(4))), step)
+
+
+def by_factor(settings: dict[str, float], x: Tensor) -> Tensor:
+    return x * settings["factor"]
+
+
+@program(stages=(2,), ranks=(2,))
 def an_attribute_of_a_function(smp: Any, out: Any) -> None:
     def scaled(x: Tensor, i: int) -> Tensor:
         return x * scaled.factor  # type: ignore[attr-defined]
