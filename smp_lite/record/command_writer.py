@@ -169,7 +169,7 @@ class CommandWriter:
             if not moved:
                 return self._run_for_real(command, NotDescribed(None))[1]
         if described.meta.changed:
-            command.touches = self._changed_parameters(name, described, arguments)
+            self._note_changed_parameters(command, described, arguments)
         if type(func) is ApplyFunction:
             self.recorder.modules.note_function(command, func.cls)
         return self._append(command, described)
@@ -193,26 +193,24 @@ class CommandWriter:
                     (self.recorder.recording.structure_digest, command.index, number)
                 )
 
-    def _changed_parameters(self, name: str, described: Any, arguments: Arguments) -> tuple[int, ...]:
-        """Numbers for the state of modules whose parameters a torch function changes in place.
+    def _note_changed_parameters(self, command: Command, described: Any, arguments: Arguments) -> None:
+        """A torch function changes parameters in place: calls of modules that use them keep their order.
 
-        Raises:
-            SMPError: a parameter that is trained, which other microbatches' backwards still need as it is.
+        Other microbatches' backwards still need a parameter that is trained as it was for the first.
         """
         touched: dict[int, None] = {}
+        recording = self.recorder.recording
+        assert recording is not None
         for changed in described.meta.changed:
             target = arguments.tensors[changed.argument]
             for member in sharing_memory(target) if type(target) is PlacedTensor else ():
                 full = member.smp_parameter
                 if full is None:
                     continue
-                if member.smp_meta.requires_grad and self.recorder.num_microbatches > 1:
-                    raise SMPError(
-                        f"{name} changes the parameter {full!r} in place inside an smp.step, while other "
-                        "microbatches use it: change it between steps"
-                    )
+                if member.smp_meta.requires_grad and recording.microbatch_index > 0:
+                    command.must_stay = (full,)  # to clip it again is no change
                 touched.update(dict.fromkeys(self.recorder.modules.note_parameter(full)))
-        return tuple(touched)
+        command.touches = tuple(touched)
 
     def _command(
         self, label: str, arguments: Arguments, described: Any, ambient: Ambient, home: int

@@ -13,7 +13,7 @@ from torch.nn.modules import module as torch_module
 
 from ..errors import SMPError
 from ..plan.segments import Segment
-from ..record.backward.saved_state import unchanged
+from ..record.backward.saved_state import unchanged, unchanged_parameter
 from ..record.describe.effects import Buffers, Effects, NeedsOpening
 from ..record.parameters.placement import Placement
 from ..record.recording import Command, Recording
@@ -248,9 +248,11 @@ def _call(command: Command, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     with contextlib.ExitStack() as stack:
         if command.carried:
             stack.enter_context(in_force(command.carried))
-        if command.must_stay:
-            assert command.module is not None
+        if command.must_stay and command.module is not None:
             stack.enter_context(unchanged(command.label, command.module, command.must_stay))
+        elif command.must_stay:
+            target = args[0] if args else kwargs["out"]
+            stack.enter_context(unchanged_parameter(command.label, command.must_stay[0], target))
         if command.bare:
             assert command.module is not None
             stack.enter_context(without_forward_hooks(command.module))

@@ -21,7 +21,7 @@ from ..values.calls import ResultMeta
 if TYPE_CHECKING:
     from ..recording import Recording
 
-__all__ = ["SavedState", "unchanged"]
+__all__ = ["SavedState", "unchanged", "unchanged_parameter"]
 
 
 _Key = tuple[int, str]  # of a module and a parameter or buffer of its own
@@ -88,6 +88,18 @@ def unchanged(label: str, module: nn.Module, names: Sequence[str]) -> Iterator[N
                 "clone() what backward needs, change it between steps, or train with microbatches=1 and one "
                 "model.backward()"
             )
+
+
+@contextlib.contextmanager
+def unchanged_parameter(label: str, name: str, tensor: torch.Tensor) -> Iterator[None]:
+    """The same for a torch function of container code or the step function, and what it writes to."""
+    before = tensor.detach().clone()
+    yield
+    if not torch.equal(tensor, before):
+        raise SMPError(
+            f"{label} changes the parameter {name!r} in place inside an smp.step, while other microbatches "
+            "use it: change it between steps"
+        )
 
 
 def _tensor(module: nn.Module, name: str) -> torch.Tensor:

@@ -161,3 +161,29 @@ def an_error_is_caught(smp: Any, out: Any) -> None:
             return x
 
     trained(smp, out, Net())
+
+
+class Clipped(nn.Module):
+    """The container clips, or shrinks, the weights of its blocks."""
+
+    def __init__(self, clip: Any) -> None:
+        super().__init__()
+        self.blocks = blocks(Block)
+        self.clip = clip
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            self.clip(block.linear.weight.data)
+            x = block(x)
+        return x
+
+
+@program(stages=(2,), ranks=(2,))
+def a_container_clips_weights(smp: Any, out: Any) -> None:
+    """For the second microbatch there is nothing left to clip."""
+    trained(smp, out, Clipped(lambda weight: weight.clamp_(-0.2, 0.2)))
+
+
+@program(stages=(2,), ranks=(2,), refused="while other microbatches use it")
+def a_container_shrinks_weights(smp: Any, out: Any) -> None:
+    trained(smp, out, Clipped(lambda weight: weight.mul_(0.99)))
