@@ -47,6 +47,7 @@ def backward(recorder: Recorder, tensors: Any, grad_tensors: Any = None) -> None
         elif recorder.tape is not None and recorder.tape.slot(gradient) is not None:
             raise refuse("gives model.backward() a gradient made from its inputs")
         values.append(recorder.writer.value_of(loss))
+    recorder.ordinary.before_backward()
     recorder.backward_state.note(recorder.recording, values)
     recorder.recording.backwards.append(Backward(tuple(values), tuple(gradients)))
 

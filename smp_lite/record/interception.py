@@ -11,6 +11,7 @@ changed in place. Placed tensors are recognised by the mode too, so each call co
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import SMPError
 from .apply_function import ApplyFunction
-from .backward.checkpoints import inside_reentrant, refuse_saved_hooks
+from .backward.checkpoints import Region, inside_reentrant, refuse_saved_hooks
 from .source_line import CHECKPOINT_WITHOUT_EFFECT, warn_once_at_user_line
 from .state.containers import MISSING
 from .state.hearing import attribute_set
@@ -37,6 +38,7 @@ __all__ = ["listening", "start_intercepting", "stop_intercepting"]
 _active: Recorder | None = None
 _thread: int | None = None
 _originals: dict[str, Any] = {}
+_regions: dict[int, Region] = {}  # checkpoints that are entered, by the hooks of each
 _OURS = __name__.partition(".")[0]
 
 
@@ -90,11 +92,13 @@ def start_intercepting() -> None:
     original_apply = torch.autograd.Function.__dict__["apply"]
     original_convert = nn.Module._apply
     original_hook = torch.Tensor.register_hook
+    original_saved_exit = torch.autograd.graph.saved_tensors_hooks.__exit__
     original_saved = torch.autograd.graph.saved_tensors_hooks.__enter__
     _originals.update(
         convert=original_convert,
         hook=original_hook,
         saved=original_saved,
+        saved_exit=original_saved_exit,
         call=original_call,
         set=original_set,
         delete=original_delete,
@@ -157,14 +161,24 @@ def start_intercepting() -> None:
     def enter_saved_hooks(hooks: Any) -> None:
         if _active is not None and _is_of(hooks.pack_hook, "torch"):
             _active.hears_checkpoint()
+            function = sys._getframe(1).f_locals.get("fn")  # of torch's checkpoint()
+            if function is not None and not _active.not_listening:
+                _regions[id(hooks)] = Region(function)
         elif _active is not None and not _is_of(hooks.pack_hook, _OURS):
             if not _active.not_listening:
                 refuse_saved_hooks()
             _active.hears_hook(hooks.unpack_hook)
         original_saved(hooks)
 
+    def exit_saved_hooks(hooks: Any, *error: Any) -> None:
+        original_saved_exit(hooks, *error)
+        region = _regions.pop(id(hooks), None)
+        if region is not None and error[:1] == (None,):
+            region.leave()
+
     torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
     torch.autograd.graph.saved_tensors_hooks.__enter__ = enter_saved_hooks  # type: ignore[method-assign]
+    torch.autograd.graph.saved_tensors_hooks.__exit__ = exit_saved_hooks  # type: ignore[method-assign]
     nn.Module._apply = convert  # type: ignore[method-assign]
     nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
     nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
@@ -178,6 +192,7 @@ def stop_intercepting() -> None:
         nn.Module._apply = _originals["convert"]  # type: ignore[method-assign]
         torch.Tensor.register_hook = _originals["hook"]  # type: ignore[method-assign]
         torch.autograd.graph.saved_tensors_hooks.__enter__ = _originals["saved"]  # type: ignore[method-assign]
+        torch.autograd.graph.saved_tensors_hooks.__exit__ = _originals["saved_exit"]  # type: ignore[method-assign]
         nn.Module.__call__ = _originals["call"]  # type: ignore[method-assign]
         nn.Module.__setattr__ = _originals["set"]  # type: ignore[method-assign]
         nn.Module.__delattr__ = _originals["delete"]  # type: ignore[method-assign]
@@ -218,5 +233,5 @@ def _run_checkpointed(run_function: Callable[..., Any], preserve: bool, *inputs:
     """
     warn_once_at_user_line(CHECKPOINT_WITHOUT_EFFECT)
     wanted = any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and wanted), inside_reentrant():
+    with torch.set_grad_enabled(torch.is_grad_enabled() and wanted), inside_reentrant(run_function):
         return run_function(*inputs)

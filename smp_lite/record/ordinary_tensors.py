@@ -9,7 +9,7 @@ runs, the command keeps what it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ from .parameters.away import AwayParameter
 from .replay import refuse
 from .twins import Twins
 from .values.calls import Arguments
-from .values.placed import PlacedTensor, storage_of
+from .values.placed import PlacedTensor, is_shared, storage_of
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -38,13 +38,15 @@ class OrdinaryTensors:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.twins = Twins()
-        self._captured: dict[int, list[tuple[Arguments, int]]] = {}
+        # Of this step, by memory: arguments, which, and the microbatch whose backward reads it.
+        self._captured: dict[int, list[tuple[Arguments, int, int | None]]] = {}
+        self._kept: list[tuple[torch.Tensor, int, torch.Tensor]] = []  # of this microbatch: version, copy
         self._inputs: dict[int, tuple[torch.Tensor, PlacedTensor]] = {}
 
     def forget(self) -> None:
         """The microbatch is over."""
         self.twins = Twins()
-        self._captured.clear()
+        self._kept.clear()
         self._inputs.clear()
 
     # What stands in for them --------------------------------------------------------------------------------
@@ -166,19 +168,28 @@ class OrdinaryTensors:
         return None
 
     def forget_captured(self) -> None:
-        """All commands so far have run."""
+        """All commands so far have run, or never will."""
         self._captured.clear()
+        self._kept.clear()
 
-    def capture(self, arguments: Arguments, sources: list[int]) -> None:
-        """Remembers ordinary tensors that a command will read later."""
+    def capture(self, arguments: Arguments, sources: list[int], saved: Sequence[int] = ()) -> None:
+        """Remembers ordinary tensors that a command will read later, and takes those that numpy may change.
+
+        Args:
+            saved: the arguments that the command's backward will read again.
+        """
         for i, source in enumerate(sources):
-            if source < 0 and (storage := storage_of(arguments.tensors[i])) is not None:
-                self._captured.setdefault(storage, []).append((arguments, i))
+            tensor = arguments.tensors[i]
+            if source < 0 and (storage := storage_of(tensor)) is not None:
+                reader = self.recorder.serial if i in saved and torch.is_grad_enabled() else None
+                self._captured.setdefault(storage, []).append((arguments, i, reader))
+                if self.recorder.tape is None and is_shared(tensor):
+                    self.keep_captured(tensor)
 
     def keep_captured(self, target: Any) -> None:
         """Before an ordinary tensor changes: commands that captured it keep its present value."""
         storage = storage_of(target) if isinstance(target, torch.Tensor) else None
-        for arguments, i in self._captured.pop(storage, ()):  # type: ignore[arg-type]
+        for arguments, i, reader in self._captured.pop(storage, ()):  # type: ignore[arg-type]
             with torch.no_grad():
                 present = arguments.tensors[i]
                 copy = (
@@ -186,7 +197,27 @@ class OrdinaryTensors:
                     if self.recorder.tape
                     else present.clone()
                 )
+                if reader == self.recorder.serial:
+                    self._kept.append((present, present._version, copy))
                 arguments.replace(i, copy)
+
+    def before_backward(self) -> None:
+        """``model.backward()`` is called: in one process it reads what was saved as it is by now.
+
+        Raises:
+            SMPError: something has changed, and autograd has not noticed: there it would compute with the
+                new numbers, here it has a copy of the old ones.
+        """
+        for tensor, version, copy in self._kept:
+            with torch._C.DisableTorchFunction():
+                is_changed = tensor._version == version and not torch.equal(tensor, copy)
+            if is_changed:
+                raise SMPError(
+                    f"a tensor of shape {tuple(tensor.shape)} was changed by way of .data or numpy after a "
+                    "call had read it whose backward reads it again: in one process that would silently give "
+                    "another gradient. Change it with a torch function (x.mul_), which autograd notices, or "
+                    "give the call a clone()"
+                )
 
 
 def _requires_grad(tensor: torch.Tensor) -> bool:

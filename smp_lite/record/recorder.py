@@ -39,6 +39,7 @@ from .values.torch_functions import (
     FROM_NUMBERS,
     LOOKS_AT_DATA,
     REFUSED,
+    SHARES_MEMORY,
     changes_first,
     function_name,
 )
@@ -88,6 +89,7 @@ class Recorder:
         self.modules.begin_step(strict=strict)
         self.draws.begin_step()
         self.read_between.clear()
+        self.ordinary.forget_captured()
         self.backward_state.begin_step(num_microbatches)
         self.saved_state.begin_step()
         self.recordings.clear()
@@ -124,6 +126,7 @@ class Recorder:
         """Forgets the step; it may have failed in the midst of a microbatch."""
         self.recording = None
         self.ordinary.forget()
+        self.ordinary.forget_captured()
         self.modules.end_step()
         self.recordings.clear()
         self.writer.end_microbatch()
@@ -207,7 +210,7 @@ class Recorder:
             return self.forced.call(func, args, kwargs)
         if name == "__set__" and type(args[1]) is PlacedTensor:
             return set_attribute(self, func, args)
-        if changes_first(name, kwargs):
+        if changes_first(name, kwargs) or name in SHARES_MEMORY:
             target = kwargs.get("out", args[0] if args else None)
             self.modules.before_change(target)
             self.ordinary.keep_captured(target)
@@ -222,6 +225,11 @@ class Recorder:
     def gradient_of(self, placed: PlacedTensor) -> torch.Tensor | None:
         """``placed.grad``: of a parameter, what earlier steps have left."""
         return gradient_of(self, placed)
+
+    def attributes_of(self, full: str) -> dict[str, Any]:
+        """What Python code has set on a parameter."""
+        found = self.placement.parameter(full).__dict__
+        return {name: value for name, value in found.items() if not name.startswith("smp_")}
 
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, detached: bool = False

@@ -8,26 +8,57 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import nn
 
 from ...errors import SMPError
+from ..code.readers import Readers
 
-__all__ = ["inside_reentrant", "refuse_effect", "refuse_saved_hooks"]
+__all__ = ["Region", "inside_reentrant", "refuse_effect", "refuse_saved_hooks"]
 
 _CHANGES = ("sets ", "changes ", "fills ", "may take ", "may fill ", "adds or removes ", "binds ")
 _depth = 0
 
 
 @contextlib.contextmanager
-def inside_reentrant() -> Iterator[None]:
+def inside_reentrant(function: Any) -> Iterator[None]:
     """Within: the function runs that a reentrant checkpoint was given."""
     global _depth
+    region = Region(function) if torch.is_grad_enabled() else None
     _depth += 1
     try:
         yield
     finally:
         _depth -= 1
+    if region is not None:
+        region.leave()
+
+
+class Region:
+    """What a checkpointed function is given to run once more: what it could change, before it runs.
+
+    Args:
+        function: a function, a method or a module.
+    """
+
+    def __init__(self, function: Any) -> None:
+        owner = getattr(function, "__self__", function)
+        readers = Readers(owner if isinstance(owner, nn.Module) else None, ())
+        readers.add_function(function)
+        self._label = getattr(function, "__name__", type(function).__name__)
+        self._copy = readers.complete().copy()
+
+    def leave(self) -> None:
+        """It has run.
+
+        Raises:
+            SMPError: something has changed, as the second run would change it again.
+        """
+        text = self._copy.changed()
+        if text is not None:
+            raise _again(self._label, text)
 
 
 def refuse_effect(label: str, effect: str) -> None:
@@ -37,11 +68,15 @@ def refuse_effect(label: str, effect: str) -> None:
         SMPError: a checkpoint lies around it.
     """
     if effect.startswith(_CHANGES) and torch.is_grad_enabled() and (_depth or _is_checkpointed()):
-        raise SMPError(
-            f"{label} {effect} inside a checkpoint around calls of several stages: these run once here, and "
-            "in one process the second forward does it again. Leave it out of the checkpoint, or call "
-            "checkpoint() inside modules that lie on one stage"
-        )
+        raise _again(label, effect)
+
+
+def _again(label: str, effect: str) -> SMPError:
+    return SMPError(
+        f"{label} {effect} inside a checkpoint around calls of several stages: these run once here, and in "
+        "one process the second forward does it again. Leave it out of the checkpoint, or call checkpoint() "
+        "inside modules that lie on one stage"
+    )
 
 
 def _is_checkpointed() -> bool:

@@ -156,7 +156,8 @@ class MetadataInference:
         versions = [given._version if not given.is_inference() else 0 for _, given in fakes]
         kept_storages: dict[int, torch.UntypedStorage] = {}
 
-        saved_state: list[tuple[weakref.ref[_Saved], int]] = []  # parameters and buffers
+        arguments = {given.untyped_storage()._cdata for _, given in fakes if given.layout is torch.strided}
+        saved_state: list[tuple[weakref.ref[_Saved], int]] = []  # parameters, buffers and arguments
 
         def pack(tensor: torch.Tensor) -> _Saved | None:
             if tensor.layout is not torch.strided:
@@ -166,7 +167,8 @@ class MetadataInference:
             storage = tensor.untyped_storage()
             if storage._cdata not in tables.storages:
                 kept_storages[storage._cdata] = storage
-                return None
+                if storage._cdata not in arguments:
+                    return None
             saved = _Saved()  # lives as long as the graph
             saved_state.append((weakref.ref(saved), storage._cdata))
             return saved
@@ -182,6 +184,7 @@ class MetadataInference:
                 raise NeedsOpening("seeds the random generator")
         if watch.changes_outside:
             raise NeedsOpening("changes a tensor in place that is neither an argument nor a buffer")
+        saved = {storage for token, storage in saved_state if token() is not None}
         leaves: list[Any] = []
         spec = flatten(result, leaves)
         describe = _Describer(fakes)
@@ -199,7 +202,12 @@ class MetadataInference:
             sets_attributes=any(map(_has_attributes, [*leaves, *[given for _, given in fakes]])),
             buffers=tables.changed_buffers(watch.written),
             unguarded=tables.changed_unnoticed(watch.written),
-            saved_state=tables.names_in({c for saved, c in saved_state if saved()} - watch.only_passed),
+            saved_state=tables.names_in(saved - watch.only_passed),
+            saved_arguments=tuple(
+                i
+                for i, (_, given) in enumerate(fakes)
+                if given.layout is torch.strided and given.untyped_storage()._cdata in saved
+            ),
             draws=watch.draws or drew,
             flops=watch.flops,
             kept_bytes=sum(storage.nbytes() for storage in kept_storages.values()),
@@ -218,7 +226,7 @@ def _attributes_of_fakes() -> frozenset[str]:
 
 
 class _Saved:
-    """Stands for a parameter or buffer in the graph of a fake run."""
+    """Stands for a parameter, buffer or argument in the graph of a fake run."""
 
 
 class _Given(torch.autograd.Function):

@@ -140,6 +140,8 @@ def send_away(parameter: nn.Parameter, stage: int, name: str) -> nn.Parameter:
         The object; another one if the object cannot be changed (somebody has weak references to it).
     """
     away = away_parameter(parameter, stage, name)
+    for key, value in parameter.__dict__.items():  # what the script has set on it
+        away.__dict__.setdefault(key, value)
     try:
         torch.utils.swap_tensors(parameter, away)
     except RuntimeError:

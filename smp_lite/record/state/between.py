@@ -41,7 +41,7 @@ class ReadBetween:
         self._known[id(places)] = places
         for value, name in places.objects:
             if id(value) not in self._copies:
-                state = PythonState(lambda found: isinstance(found, _PASSED_OVER), keeps_tensors=False)
+                state = PythonState(lambda found: isinstance(found, _PASSED_OVER), only_compares=True)
                 state.add(value, name)
                 self._copies[id(value)] = (value, state)
         for namespace, name in places.functions:

@@ -6,6 +6,7 @@ the state of a random generator. :func:`part_of` chooses.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import functools
 import queue
@@ -13,12 +14,14 @@ import random
 import sys
 import threading
 import types
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .containers import MISSING, base_of, contents_of, refill
 
@@ -27,8 +30,8 @@ __all__ = [
     "Attributes",
     "Cached",
     "Items",
+    "Numbers",
     "Part",
-    "TensorVersion",
     "classes_of",
     "is_iterator",
     "is_opaque",
@@ -287,10 +290,14 @@ class _Tensor(Part):
         super().__init__(value, name)
         self.version = _version(value)
         small = value.numel() * value.element_size() <= MAX_ARRAY_BYTES and type(value) is torch.Tensor
-        self.kept = value.detach().clone() if small and not value.is_meta else None
+        with _disable_current_modes():  # a fake run may be on
+            self.kept = value.detach().clone() if small and not value.is_meta else None
 
     def changed(self) -> str | None:
-        return None if _version(self.value) == self.version else f"changes {self.name}, a tensor, in place"
+        is_same = _version(self.value) == self.version
+        if is_same and self.kept is not None and not self.value.untyped_storage().resizable():
+            is_same = _digest(self.value) == _digest(self.kept)  # numpy may have changed it
+        return None if is_same else f"changes {self.name}, a tensor, in place"
 
     def restore(self) -> None:
         if self.kept is not None and self.changed() is not None:
@@ -298,15 +305,39 @@ class _Tensor(Part):
                 self.value.copy_(self.kept)
 
 
-class TensorVersion(Part):
-    """A tensor that is not put back."""
+class Numbers(Part):
+    """A tensor or a numpy array of any size, to compare; it is not put back."""
 
-    def __init__(self, value: torch.Tensor, name: str) -> None:
+    def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
-        self.version = _version(value)
+        self.seen = self._look()
+
+    def _look(self) -> tuple[int, int]:
+        if isinstance(self.value, torch.Tensor):
+            return _version(self.value), _digest(self.value)
+        return 0, zlib.crc32(self.value.tobytes())
 
     def changed(self) -> str | None:
-        return None if _version(self.value) == self.version else f"changes {self.name}, a tensor, in place"
+        if self._look() == self.seen:
+            return None
+        what = "a tensor, in place" if isinstance(self.value, torch.Tensor) else "an array"
+        return f"changes {self.name}, {what}"
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    """Of the numbers of an ordinary tensor, which may have changed without a new version; else 0."""
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
+        return 0
+    # By address: inside a fake run torch would compare fake tensors.
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        torch.no_grad(),
+    ):
+        if tensor.layout is not torch.strided or not tensor.numel():
+            return 0
+        tensor = tensor.detach().contiguous()
+        return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 class _Random(Part):

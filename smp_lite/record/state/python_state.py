@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,8 +27,8 @@ from .parts import (
     Attributes,
     Cached,
     Items,
+    Numbers,
     Part,
-    TensorVersion,
     classes_of,
     is_iterator,
     is_opaque,
@@ -56,17 +58,17 @@ class PythonState:
 
     Args:
         passes_over: tells objects that are not looked into.
-        keeps_tensors: copies small tensors, so that they can be put back.
+        only_compares: nothing will be put back, so what is long or large is looked at too.
 
     Attributes:
         opaque: names of what nobody can copy, since to look into it is to take from it.
     """
 
     def __init__(
-        self, passes_over: Callable[[Any], bool] | None = None, *, keeps_tensors: bool = True
+        self, passes_over: Callable[[Any], bool] | None = None, *, only_compares: bool = False
     ) -> None:
         self.opaque: list[str] = []
-        self._keeps_tensors = keeps_tensors
+        self._only_compares = only_compares
         self._passes_over = passes_over
         self._seen: dict[int, Any] = {}  # keeps them alive, so that ids stay theirs
         self._parts: list[Part] = []
@@ -81,9 +83,8 @@ class PythonState:
             self._seen[id(value)] = value
             if self._passes_over is not None and self._passes_over(value):
                 continue
-            if isinstance(value, torch.Tensor) and not self._keeps_tensors:
-                part: Part | None = TensorVersion(value, name)
-            else:
+            part = self._long(value, name) if self._only_compares else None
+            if part is None:
                 part = part_of(value, name)
             if part is None:
                 if is_opaque(value):
@@ -96,6 +97,13 @@ class PythonState:
                     (inner, label, 0 if isinstance(inner, nn.Module) else depth + 1)
                     for label, inner in part.inner()
                 ]
+
+    @staticmethod
+    def _long(value: Any, name: str) -> Part | None:
+        if isinstance(value, list | dict | set | deque):
+            return Items(value, name)
+        is_array = "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
+        return Numbers(value, name) if is_array or isinstance(value, torch.Tensor) else None
 
     def changed(self) -> str | None:
         """The first thing that is no longer as it was, in words; None if all is."""

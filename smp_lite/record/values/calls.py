@@ -101,9 +101,10 @@ class ResultMeta:
     """Everything that recording needs to know of a call's result.
 
     ``buffers`` are the module's own that the call changes, by name within it. ``saved_state`` are parameters
-    and buffers that its backward will read, ``unguarded`` those that it changes without autograd noticing.
-    ``sets_attributes`` tells of Python attributes that it sets on tensors. ``states`` are where the random
-    generators went, if the call ran for real and drew from them.
+    and buffers that its backward will read, ``saved_arguments`` the tensor arguments of that kind,
+    ``unguarded`` what it changes of its own state without autograd noticing. ``sets_attributes`` tells of
+    Python attributes that it sets on tensors. ``states`` are where the random generators went, if the call
+    ran for real and drew from them.
     """
 
     spec: Spec
@@ -113,6 +114,7 @@ class ResultMeta:
     sets_attributes: bool = False
     unguarded: tuple[str, ...] = ()
     saved_state: tuple[str, ...] = ()
+    saved_arguments: tuple[int, ...] = ()
     states: tuple[torch.Tensor, ...] = ()
     draws: bool = False
     flops: float = 0.0

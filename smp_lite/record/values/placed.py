@@ -52,6 +52,8 @@ class Listener(Protocol):
 
     def gradient_of(self, placed: PlacedTensor) -> torch.Tensor | None: ...
 
+    def attributes_of(self, full: str) -> dict[str, Any]: ...
+
 
 class PlacedTensor(torch.Tensor):
     """A tensor of one stage, seen from every rank. Made by the recorder only."""
@@ -79,6 +81,14 @@ class PlacedTensor(torch.Tensor):
 
     def __init__(self, meta: TensorMeta) -> None:
         self.smp_meta = meta
+
+    def __getattr__(self, name: str) -> Any:
+        """What the user's code has set on the parameter that it stands for."""
+        if not name.startswith("smp_") and self.smp_parameter is not None and self.smp_recorder is not None:
+            found = self.smp_recorder.attributes_of(self.smp_parameter)
+            if name in found:
+                return found[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @classmethod
     def __torch_function__(
@@ -144,6 +154,8 @@ class _Node:
 def has_attributes(tensor: torch.Tensor) -> bool:
     """Whether Python code has set attributes on a tensor, which another tensor would not have."""
     if type(tensor) is PlacedTensor:
+        if tensor.smp_parameter is not None and tensor.smp_recorder is not None:
+            return bool(tensor.smp_recorder.attributes_of(tensor.smp_parameter))
         return not tensor.__dict__.keys() <= _OWN_ATTRIBUTES
     return type(tensor) is torch.Tensor and bool(tensor.__dict__)
 
@@ -180,3 +192,9 @@ def storage_of(tensor: torch.Tensor) -> int | None:
     """Identifies the memory of an ordinary tensor."""
     with torch._C.DisableTorchFunction():  # no call of the user's
         return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether somebody beside torch may hold an ordinary tensor's memory: numpy, which changes it unheard."""
+    with torch._C.DisableTorchFunction():
+        return tensor.layout is torch.strided and not tensor.untyped_storage().resizable()

@@ -51,6 +51,9 @@ IN_PLACE_OPERATORS = _words(
 )
 """Operators that change their first argument; so do names that end in one underscore."""
 
+SHARES_MEMORY = _words("numpy __array__ __dlpack__ data_ptr untyped_storage storage")
+"""Functions whose result lets Python change an ordinary tensor without torch hearing of it."""
+
 DETACHES = _words("detach")
 """Functions whose result has no gradient."""
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.programs import program
+from tests.programs.small import trained as small_trained
 
 SETTINGS = {"strength": 1.0}
 
@@ -262,21 +263,10 @@ def hooks_read_what_is_set_between_steps(smp: Any, out: Any) -> None:
             return y
 
     net = nn.Sequential(*(Kind() for _ in range(4)))
-    model = smp.DistributedModel(net)
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.2))
 
-    @smp.step
-    def step(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(4):
-        optimizer.zero_grad()
-        out.value("loss", step(model, torch.randn(8, 6, generator=generator)).reduce_mean())
-        optimizer.step()
+    def advance() -> None:
         schedule["strength"] *= 0.5
         for block in net:
             block.strength *= 1.5
-    out.model(model)
+
+    small_trained(smp, out, net, steps=4, after_step=advance)

@@ -11,17 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.programs import program
+from tests.programs.small import TanhBlock as Block
+from tests.programs.small import trained
 
 READ = "and read by forward or the step function"
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
 
 
 class Net(nn.Module):
@@ -42,24 +35,6 @@ class Net(nn.Module):
 
 def same(x: Tensor) -> Tensor:
     return x
-
-
-def trained(smp: Any, out: Any, net: nn.Module, function: Any = None, steps: int = 2) -> None:
-    model = smp.DistributedModel(net)
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.2))
-
-    def plainly(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
-    step = smp.step(function or plainly)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        out.value("loss", step(model, torch.randn(8, 6, generator=generator)).reduce_mean())
-        optimizer.step()
-    out.model(model)
 
 
 @program(stages=(2,), ranks=(2,), refused=READ)

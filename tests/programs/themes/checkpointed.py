@@ -10,7 +10,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from tests.programs import program
-from tests.programs.themes.backward_writes import Block, trained
+from tests.programs.small import TanhBlock as Block
+from tests.programs.small import trained
 
 REFUSED = "inside a checkpoint around calls of several stages"
 
@@ -141,19 +142,46 @@ def what_blocks_save_is_rounded(smp: Any, out: Any) -> None:
 def what_a_whole_step_saves_is_rounded(smp: Any, out: Any) -> None:
     """The hooks are around the call of the step function, where the work is done."""
     net = nn.Sequential(*(Block() for _ in range(4)))
-    model = smp.DistributedModel(net)
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.2))
+    trained(smp, out, net, around=lambda: saved_tensors_hooks(coarse, Tensor.float))
 
-    @smp.step
-    def step(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
 
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        with saved_tensors_hooks(coarse, Tensor.float):
-            out.value("loss", step(model, torch.randn(8, 6, generator=generator)).reduce_mean())
-        optimizer.step()
-    out.model(model)
+@program(stages=(2,), refused=REFUSED)
+def a_list_of_the_containers(smp: Any, out: Any) -> None:
+    """What is checkpointed is container code, which counts its calls."""
+    calls: list[int] = []
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+        def two(self, first: int, x: Tensor) -> Tensor:
+            calls.append(1)
+            return self.blocks[first + 1](self.blocks[first](x)) / len(calls)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for first in (0, 2):
+                x = checkpoint(self.two, first, x, use_reentrant=False)
+            return x
+
+    trained(smp, out, Net())
+
+
+@program(stages=(2,), refused=REFUSED)
+def a_list_of_the_containers_reentrant(smp: Any, out: Any) -> None:
+    calls: list[int] = []
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = Block()
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+        def both(self, x: Tensor) -> Tensor:
+            calls.append(1)
+            return self.blocks[1](self.blocks[0](x)) / len(calls)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.both, self.stem(x), use_reentrant=True)
+
+    trained(smp, out, Net())

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.programs import program
+from tests.programs.small import TanhBlock
+from tests.programs.small import trained as small_trained
 
 
 class Settings:
@@ -69,25 +71,7 @@ def trained(smp: Any, out: Any, forward: Any, between: Any, make: Any) -> None:
                 between(given)
             return x
 
-    trained_plainly(smp, out, Net())
-
-
-def trained_plainly(smp: Any, out: Any, net: nn.Module) -> None:
-    model = smp.DistributedModel(net)
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.2))
-
-    @smp.step
-    def step(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        out.value("loss", step(model, torch.randn(8, 6, generator=generator)).reduce_mean())
-        optimizer.step()
-    out.model(model)
+    small_trained(smp, out, Net())
 
 
 def grown(settings: Any) -> None:
@@ -222,7 +206,7 @@ def tensors_with_attributes(smp: Any, out: Any) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return scaled(torch.tanh(self.linear(x)), x)
 
-    trained_plainly(smp, out, nn.Sequential(*(Block() for _ in range(4))))
+    small_trained(smp, out, nn.Sequential(*(Block() for _ in range(4))))
 
 
 @program(stages=(2,), ranks=(2,))
@@ -246,7 +230,7 @@ def tensors_marked_by_the_container(smp: Any, out: Any) -> None:
                 x = block(x)
             return x
 
-    trained_plainly(smp, out, Net())
+    small_trained(smp, out, Net())
 
 
 @program(stages=(2,), ranks=(2,))
@@ -263,4 +247,33 @@ def tensors_marked_by_a_block_that_looks(smp: Any, out: Any) -> None:
             y.factor = 2.0 if float(y.detach().sum()) > 0 else 0.5  # type: ignore[attr-defined]
             return y
 
-    trained_plainly(smp, out, nn.Sequential(*(Block() for _ in range(4))))
+    small_trained(smp, out, nn.Sequential(*(Block() for _ in range(4))))
+
+
+def tagged(net: nn.Module) -> nn.Module:
+    for i, parameter in enumerate(net.parameters()):
+        parameter.factor = 1.0 + i  # type: ignore[attr-defined]
+    return net
+
+
+@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+def parameters_with_attributes(smp: Any, out: Any) -> None:
+    """The step function weighs its penalty by what the script has set on each parameter."""
+    net = tagged(nn.Sequential(*(TanhBlock() for _ in range(4))))
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        penalty = sum(getattr(p, "factor", 0.0) * p.square().sum() for p in net.parameters())
+        loss = model(x).square().mean() + 0.01 * penalty
+        model.backward(loss)
+        return loss
+
+    small_trained(smp, out, net, step)
+
+
+@program(stages=(2,), ranks=(2,))
+def parameters_with_attributes_in_blocks(smp: Any, out: Any) -> None:
+    class Block(TanhBlock):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.linear.weight.factor / 4
+
+    small_trained(smp, out, tagged(nn.Sequential(*(Block() for _ in range(4)))))

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.programs import program
-from tests.programs.themes.backward_writes import Block, trained
+from tests.programs.small import TanhBlock as Block
+from tests.programs.small import trained
 
 REFUSED = "after a call was recorded that reads it"
 FACTOR_1 = 1.0
@@ -165,18 +166,7 @@ def a_tensor_is_changed_in_place_between_steps(smp: Any, out: Any) -> None:
             return super().forward(x) + offset
 
     net = nn.Sequential(*(Kind() for _ in range(4)))
-    model = smp.DistributedModel(net)
-
-    @smp.step
-    def step(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
-    for _ in range(3):
-        out.value("loss", step(model, torch.ones(8, 6)).reduce_mean())
-        offset.mul_(1.1)
-    out.model(model)
+    trained(smp, out, net, steps=3, after_step=lambda: offset.mul_(1.1))
 
 
 @program(stages=(2,))
@@ -425,3 +415,99 @@ def environment_variables(smp: Any, out: Any) -> None:
         run(smp, out, lambda x, i: x * float(os.environ["SMP_LITE_TEST_FACTOR"]), change)
     finally:
         del os.environ["SMP_LITE_TEST_FACTOR"]
+
+
+class Scaled(nn.Module):
+    """Container code multiplies by an ordinary tensor."""
+
+    def __init__(self, factor: Tensor) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * self.factor
+        return x
+
+
+def changing(change: Callable[[], Any]) -> Callable[[Any, Tensor], Tensor]:
+    def step(model: Any, x: Tensor) -> Tensor:
+        change()
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    return step
+
+
+@program(stages=(2,), ranks=(2,))
+def a_tensor_of_the_container_is_changed_in_place(smp: Any, out: Any) -> None:
+    """Before each microbatch, when the last one's calls have not run."""
+    factor = torch.ones(6)
+    trained(smp, out, Scaled(factor), changing(lambda: factor.mul_(1.1)))
+
+
+@program(stages=(2,), ranks=(2,))
+def a_tensor_of_the_container_is_changed_by_data(smp: Any, out: Any) -> None:
+    factor = torch.ones(6)
+    trained(smp, out, Scaled(factor), changing(lambda: factor.data.mul_(1.1)))
+
+
+@program(stages=(2,), ranks=(2,))
+def a_tensor_of_the_container_is_changed_by_numpy(smp: Any, out: Any) -> None:
+    array = np.ones(6, dtype=np.float32)
+
+    def change() -> None:
+        array[:] *= 1.1
+
+    trained(smp, out, Scaled(torch.from_numpy(array)), changing(change))
+
+
+@program(stages=(2,), ranks=(2,))
+def a_buffer_is_changed_by_numpy(smp: Any, out: Any) -> None:
+    class Kind(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("factor", torch.ones(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.factor
+
+    net = nn.Sequential(*(Kind() for _ in range(4)))
+
+    def change() -> None:
+        net[1].factor.numpy()[:] *= 1.1
+
+    trained(smp, out, net, changing(change))
+
+
+@program(stages=(2,), refused=REFUSED)
+def an_array_of_megabytes(smp: Any, out: Any) -> None:
+    factors = np.ones(1_000_000)
+
+    def change() -> None:
+        factors[3] *= 1.1
+
+    run(smp, out, lambda x, i: x * float(factors[i]), change)
+
+
+@program(stages=(2,), refused=REFUSED)
+def a_list_of_thousands(smp: Any, out: Any) -> None:
+    factors = [1.0] * 10_000
+
+    def change() -> None:
+        factors[9_003] *= 1.1
+
+    run(smp, out, lambda x, i: x * factors[9_000 + i], change)
+
+
+@program(stages=(2,), refused=REFUSED)
+def a_tensor_shared_with_numpy(smp: Any, out: Any) -> None:
+    array = np.ones(6, dtype=np.float32)
+    offset = torch.from_numpy(array)
+
+    def change() -> None:
+        array[:] *= 1.1
+
+    run(smp, out, lambda x, i: x + offset, change)

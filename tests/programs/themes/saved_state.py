@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tests.programs import program
-from tests.programs.themes.backward_writes import Block, trained
+from tests.programs.small import TanhBlock as Block
+from tests.programs.small import trained
 
 REFUSED = "without autograd noticing"
 
@@ -187,3 +189,35 @@ def a_container_clips_weights(smp: Any, out: Any) -> None:
 @program(stages=(2,), ranks=(2,), refused="while other microbatches use it")
 def a_container_shrinks_weights(smp: Any, out: Any) -> None:
     trained(smp, out, Clipped(lambda weight: weight.mul_(0.99)))
+
+
+INPUT = "was changed by way of .data or numpy after a call had read it"
+
+
+def halving(halve: Any) -> Any:
+    """The batch is changed after the model has read it, and before the backward, which reads it again."""
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        y = model(x)
+        halve(x)
+        loss = (y - x).square().mean()
+        model.backward(loss)
+        return loss
+
+    return step
+
+
+@program(stages=(2,), ranks=(2,), refused=INPUT)
+def the_batch_is_changed_by_data(smp: Any, out: Any) -> None:
+    trained(smp, out, blocks(Block), halving(lambda x: x.data.mul_(0.5)))
+
+
+@program(stages=(2,), refused=INPUT)
+def the_batch_is_changed_by_numpy(smp: Any, out: Any) -> None:
+    trained(smp, out, blocks(Block), halving(lambda x: np.multiply(x.numpy(), 0.5, out=x.numpy())))
+
+
+@program(stages=(2,), ranks=(2,))
+def the_batch_is_looked_at_by_numpy(smp: Any, out: Any) -> None:
+    means: list[float] = []
+    trained(smp, out, blocks(Block), halving(lambda x: means.append(float(x.numpy().mean()))))

@@ -10,7 +10,8 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.modules.module import register_module_full_backward_hook
 
 from tests.programs import program
-from tests.programs.themes.backward_writes import Block, trained
+from tests.programs.small import TanhBlock as Block
+from tests.programs.small import trained
 
 PARTS = "has hooks on its gradient, which arises in several parts here"
 TWICE = "model.backward\\(\\) is called again in one microbatch"
