@@ -59,6 +59,8 @@ def init(config: Mapping[str, Any] | str | None = None) -> None:
     _install_excepthook(transport)
     validated = load_config(config, os.environ)
     validated.check_world_size(transport.size)
+    if transport.rank == 0 and (hints := validated.hints_text()) is not None:
+        print(f"smp_lite: {hints}", flush=True)
     _check_needs_of_mpi(validated, transport)
     topology = Topology.from_placement(transport.size, validated.partitions, 1, validated.placement_strategy)
     session = Session(validated, topology, World(topology, transport))

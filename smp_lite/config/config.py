@@ -14,15 +14,15 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 
 from smp_lite.config.errors import ConfigError, complaint
-from smp_lite.config.keys import OFF_VALUES, is_off, refuse_later_keys, unknown_keys_text
+from smp_lite.config.keys import is_private_hint, refuse_v2_keys, unknown_keys_text
 from smp_lite.config.messages import default_text, explain, type_text
-from smp_lite.config.parameters import Parameters
 from smp_lite.config.rules import check_across_fields, check_world_size
+from smp_lite.config.v1_parameters import HINTS, LaterParameters
 
 __all__ = ["Config"]
 
 
-class Config(Parameters):
+class Config(LaterParameters):
     """The parameters of one job. Frozen; every default is filled in.
 
     Raises:
@@ -68,32 +68,14 @@ class Config(Parameters):
         """Raises ConfigError unless ``world_size`` processes hold whole replicas of the model."""
         check_world_size(self, world_size)
 
-    # Scripts and trainers read these from ``smp.state.cfg`` whether or not they use the feature.
-
-    @property
-    def fp16(self) -> bool:
-        """False: half-precision training is not supported yet."""
-        return bool(OFF_VALUES["fp16"])
-
-    @property
-    def prescaled_batch(self) -> bool:
-        """False: tensor-parallel ranks that share one batch are not supported yet."""
-        return bool(OFF_VALUES["prescaled_batch"])
-
-    @property
-    def shard_optimizer_state(self) -> bool:
-        """False: a sharded optimizer state is not supported yet."""
-        return bool(OFF_VALUES["shard_optimizer_state"])
-
-    @property
-    def sharded_data_parallel_degree(self) -> int:
-        """1: sharded data parallelism is not supported yet."""
-        return int(OFF_VALUES["sharded_data_parallel_degree"])
-
-    @property
-    def tensor_parallel_degree(self) -> int:
-        """1: tensor parallelism is not supported yet."""
-        return int(OFF_VALUES["tensor_parallel_degree"])
+    def hints_text(self) -> str | None:
+        """One line about the hints that were given; None if there are none."""
+        fields = type(self).model_fields
+        given = [key for key, off in HINTS.items() if getattr(self, key) != off]
+        if not given:
+            return None
+        said = [f"{key}: {str(fields[key].description).removeprefix('Hint: ')}" for key in given]
+        return f"taken as hints: {' '.join(said)}"
 
 
 def _settle(parameters: Mapping[str, Any], supported: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,9 +86,9 @@ def _settle(parameters: Mapping[str, Any], supported: Mapping[str, Any]) -> dict
         raise ConfigError(f"'partitions' is a required parameter. Got none: {way_out}")
     if unknown:
         raise ConfigError(unknown)
-    refuse_later_keys(parameters)
+    refuse_v2_keys(parameters)
 
-    settled = {key: value for key, value in parameters.items() if not is_off(key, value)}
+    settled = {key: value for key, value in parameters.items() if not is_private_hint(key, value)}
     settled.setdefault("partitions", settled.get("pipeline_parallel_degree"))
     settled.setdefault("pipeline_parallel_degree", settled["partitions"])
     if isinstance(settled["partitions"], int):

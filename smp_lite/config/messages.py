@@ -73,6 +73,10 @@ def _text_and_way_out(name: str, value: object, field: FieldInfo) -> tuple[str, 
             f"{name} must be a value in: {list(get_args(field.annotation))}.",
             "write one of these",
         )
+    if field.annotation is float:
+        return (f"{name} must be a number of 0 or more.", "write a number, without quotes")
+    if any(isinstance(bound, Ge) and bound.ge == 0 for bound in field.metadata):
+        return (f"{name} must be a whole number of 0 or more.", "write it without quotes")
     if field.annotation is bool:
         return (
             f"{name} must be a value in: [True, False].",

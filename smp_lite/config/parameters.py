@@ -2,17 +2,24 @@
 
 One pydantic field is one parameter. Fields are declared in the order in which the SageMaker SDK checks
 them (pipeline, placement_strategy, optimize, counts, switches ...), because the first failure is the one
-that is told. A count of one does not take ``True``, nor a switch ``1``: pydantic's strict mode.
+that is told. A count of one does not take ``True`` (pydantic's strict mode); a switch takes 1 and 0.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-__all__ = ["Parameters"]
+__all__ = ["Count", "Parameters", "Switch"]
 
+
+def _switch(value: object) -> object:
+    """Scripts write ``"ddp": 1``, and the SageMaker SDK lets it pass."""
+    return bool(value) if type(value) is int and value in (0, 1) else value
+
+
+Switch = Annotated[bool, BeforeValidator(_switch)]
 Count = Annotated[int, Field(ge=1)]
 Placement = Literal["spread", "cluster", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"]
 
@@ -52,41 +59,41 @@ class Parameters(BaseModel):
     active_microbatches: Count = Field(
         description="Largest number of microbatches in flight at once.",
     )
-    auto_partition: bool = Field(
+    auto_partition: Switch = Field(
         True,
         description="Let the library assign modules to partitions, ignoring smp.partition "
         "contexts. False: the contexts decide, and default_partition must be given.",
     )
-    contiguous: bool = Field(
+    contiguous: Switch = Field(
         True,
         description="Each partition holds modules that are adjacent in execution order. False: "
         "its pieces may be apart where that balances better.",
     )
-    load_partition: bool = Field(
+    load_partition: Switch = Field(
         False,
         description="Reuse the partition decision stored in partition_file.",
     )
-    horovod: bool = Field(
+    horovod: Switch = Field(
         False,
         description="Average gradients over the data-parallel group as a Horovod script expects. "
         "Never with ddp.",
     )
-    ddp: bool = Field(
+    ddp: Switch = Field(
         False,
         description="Average gradients over the data-parallel group. Needed when there are more "
         "processes than partitions.",
     )
-    deterministic_server: bool = Field(
+    deterministic_server: Switch = Field(
         False,
         description="Execute in the same order on all data-parallel ranks. Always so here; "
         "accepted for SMP scripts.",
     )
-    skip_tracing: bool = Field(
+    skip_tracing: Switch = Field(
         False,
         description="Partition by parameter counts in order of registration, without tracing the "
         "model first.",
     )
-    static_mode: bool = Field(
+    static_mode: Switch = Field(
         False,
         description="Record the step once for each kind of input, and replay that: the step "
         "function itself does not run again.",

@@ -8,14 +8,14 @@ above the largest, and ``load_partition`` without a file.
 from __future__ import annotations
 
 from smp_lite.config.errors import ConfigError, complaint
-from smp_lite.config.parameters import Parameters
+from smp_lite.config.v1_parameters import REFUSED, LaterParameters
 
 __all__ = ["check_across_fields", "check_world_size"]
 
 _LARGEST_PORT = 65535
 
 
-def check_across_fields(config: Parameters) -> None:
+def check_across_fields(config: LaterParameters) -> None:
     """Raises ConfigError for the first rule that ``config``, whose types are right, breaks."""
     if config.partitions != config.pipeline_parallel_degree:
         raise ConfigError(
@@ -33,9 +33,12 @@ def check_across_fields(config: Parameters) -> None:
             "0.0 balances computation only, 1.0 memory only",
         )
     _check_data_parallel(config)
+    for key, later in REFUSED.items():
+        if getattr(config, key) > later.off:
+            _fail(f"{key!r} is not supported yet.", config, key, later.way_out)
 
 
-def _check_partition_file(config: Parameters) -> None:
+def _check_partition_file(config: LaterParameters) -> None:
     if "partition_file" in config.model_fields_set and config.partition_file is None:
         _fail("'partition_file' must be a str.", config, "partition_file", "write a path")
     if config.load_partition and not config.partition_file:
@@ -47,7 +50,7 @@ def _check_partition_file(config: Parameters) -> None:
         )
 
 
-def _check_default_partition(config: Parameters) -> None:
+def _check_default_partition(config: LaterParameters) -> None:
     if not config.auto_partition and "default_partition" not in config.model_fields_set:
         _fail(
             "default_partition must be supplied if auto_partition is set to False!",
@@ -67,7 +70,7 @@ def _check_default_partition(config: Parameters) -> None:
         )
 
 
-def _check_data_parallel(config: Parameters) -> None:
+def _check_data_parallel(config: LaterParameters) -> None:
     given = config.model_fields_set
     for key in ("ddp_port", "ddp_dist_backend"):
         if key in given and "ddp" not in given:
@@ -94,11 +97,11 @@ def _check_data_parallel(config: Parameters) -> None:
         )
 
 
-def _fail(text: str, config: Parameters, key: str, way_out: str) -> None:
+def _fail(text: str, config: LaterParameters, key: str, way_out: str) -> None:
     raise ConfigError(complaint(text, key, getattr(config, key), way_out))
 
 
-def check_world_size(config: Parameters, world_size: int) -> None:
+def check_world_size(config: LaterParameters, world_size: int) -> None:
     """Raises ConfigError unless ``world_size`` processes hold a whole number of model replicas.
 
     Args:

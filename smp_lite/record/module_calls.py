@@ -39,7 +39,8 @@ from .state.parts import may_change
 from .state.places import ModuleAttribute, Place, PlacesRead, Seen
 from .state.python_state import PythonState
 from .values.calls import Arguments
-from .values.placed import PlacedTensor, has_attributes, storage_of
+from .values.memory import storage_of
+from .values.placed import PlacedTensor, has_attributes
 from .values.structure import are_plain
 
 if TYPE_CHECKING:

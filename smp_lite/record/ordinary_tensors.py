@@ -9,7 +9,7 @@ runs, the command keeps what it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,8 @@ from .parameters.away import AwayParameter
 from .replay import refuse
 from .twins import Twins
 from .values.calls import Arguments
-from .values.placed import PlacedTensor, is_shared, storage_of
+from .values.memory import digest_of, is_shared, storage_of
+from .values.placed import PlacedTensor
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -41,7 +42,16 @@ class OrdinaryTensors:
         # Of this step, by memory: arguments, which, and the microbatch whose backward reads it.
         self._captured: dict[int, list[tuple[Arguments, int, int | None]]] = {}
         self._kept: list[tuple[torch.Tensor, int, torch.Tensor]] = []  # of this microbatch: version, copy
+        # Of the batch, what numpy may change; storage, version, digest. Copying it would double its memory.
+        self._watched: dict[int, tuple[torch.Tensor, int, int]] = {}
+        self._batch: frozenset[int | None] = frozenset()
+        self._is_strict = False
         self._inputs: dict[int, tuple[torch.Tensor, PlacedTensor]] = {}
+
+    def begin_step(self, batch: Iterable[torch.Tensor], *, strict: bool) -> None:
+        """The arguments of the step function; ``strict``: see whether code changes them unheard."""
+        self._batch = frozenset(map(storage_of, batch))
+        self._is_strict = strict
 
     def forget(self) -> None:
         """The microbatch is over."""
@@ -171,6 +181,17 @@ class OrdinaryTensors:
         """All commands so far have run, or never will."""
         self._captured.clear()
         self._kept.clear()
+        self._watched.clear()
+
+    def before_running(self) -> None:
+        """The commands are about to read what they have captured.
+
+        Raises:
+            SMPError: the batch has changed, and torch did not hear of it.
+        """
+        for tensor, version, digest in self._watched.values():
+            if tensor._version == version and digest_of(tensor) != digest:
+                raise _changed_unheard(tensor)
 
     def capture(self, arguments: Arguments, sources: list[int], saved: Sequence[int] = ()) -> None:
         """Remembers ordinary tensors that a command will read later, and takes those that numpy may change.
@@ -184,11 +205,21 @@ class OrdinaryTensors:
                 reader = self.recorder.serial if i in saved and torch.is_grad_enabled() else None
                 self._captured.setdefault(storage, []).append((arguments, i, reader))
                 if self.recorder.tape is None and is_shared(tensor):
-                    self.keep_captured(tensor)
+                    self._guard(tensor, storage)
+
+    def _guard(self, tensor: torch.Tensor, storage: int) -> None:
+        if storage not in self._batch:
+            self.keep_captured(tensor)
+        elif self._is_strict and id(tensor) not in self._watched:
+            self._watched[id(tensor)] = (tensor, tensor._version, digest_of(tensor))
 
     def keep_captured(self, target: Any) -> None:
         """Before an ordinary tensor changes: commands that captured it keep its present value."""
         storage = storage_of(target) if isinstance(target, torch.Tensor) else None
+        if self._watched:
+            self._watched = {
+                key: kept for key, kept in self._watched.items() if storage_of(kept[0]) != storage
+            }
         for arguments, i, reader in self._captured.pop(storage, ()):  # type: ignore[arg-type]
             with torch.no_grad():
                 present = arguments.tensors[i]
@@ -210,14 +241,17 @@ class OrdinaryTensors:
         """
         for tensor, version, copy in self._kept:
             with torch._C.DisableTorchFunction():
-                is_changed = tensor._version == version and not torch.equal(tensor, copy)
+                is_changed = tensor._version == version and digest_of(tensor) != digest_of(copy)
             if is_changed:
-                raise SMPError(
-                    f"a tensor of shape {tuple(tensor.shape)} was changed by way of .data or numpy after a "
-                    "call had read it whose backward reads it again: in one process that would silently give "
-                    "another gradient. Change it with a torch function (x.mul_), which autograd notices, or "
-                    "give the call a clone()"
-                )
+                raise _changed_unheard(tensor)
+
+
+def _changed_unheard(tensor: torch.Tensor) -> SMPError:
+    return SMPError(
+        f"a tensor of shape {tuple(tensor.shape)} was changed by way of .data or numpy after a call had read "
+        "it, whose backward may read it again: in one process that would silently give another gradient. "
+        "Change it with a torch function (x.mul_), which autograd notices, or give the call a clone()"
+    )
 
 
 def _requires_grad(tensor: torch.Tensor) -> bool:

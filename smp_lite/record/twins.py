@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from .values.calls import Arguments
-from .values.placed import PlacedTensor, storage_of
+from .values.memory import storage_of
+from .values.placed import PlacedTensor
 
 __all__ = ["Twins"]
 

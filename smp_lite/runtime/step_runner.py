@@ -313,6 +313,7 @@ class StepRunner:
             self.on_planned(batch, recordings)
         assert self._recorder is not None
         self._recorder.modules.before_running()
+        self._recorder.ordinary.before_running()
         self._recorder.backward_state.before_running()
         observer = self.observer()
         if observer is not None:

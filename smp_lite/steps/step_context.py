@@ -60,7 +60,10 @@ class StepContext:
         """From here on, module calls and torch functions are recorded."""
         self.runtime = runtime
         runtime.recorder.backward_state.effects.step_function = self._function
-        runtime.begin_step(len(self.inputs), self._checked_inputs())
+        checked = self._checked_inputs()
+        runtime.begin_step(len(self.inputs), checked)
+        tensors = (tensor for _, _, tensor in _input_tensors(self.inputs))
+        runtime.recorder.ordinary.begin_step(tensors, strict=checked[0] != 0)
         self._stack.enter_context(listening(runtime.recorder))
         self._begin_microbatch()
 

@@ -6,7 +6,6 @@ the state of a random generator. :func:`part_of` chooses.
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import functools
 import queue
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..values.memory import digest_of
 from .containers import MISSING, base_of, contents_of, refill
 
 __all__ = [
@@ -296,7 +296,7 @@ class _Tensor(Part):
     def changed(self) -> str | None:
         is_same = _version(self.value) == self.version
         if is_same and self.kept is not None and not self.value.untyped_storage().resizable():
-            is_same = _digest(self.value) == _digest(self.kept)  # numpy may have changed it
+            is_same = digest_of(self.value) == digest_of(self.kept)  # numpy may have changed it
         return None if is_same else f"changes {self.name}, a tensor, in place"
 
     def restore(self) -> None:
@@ -314,7 +314,7 @@ class Numbers(Part):
 
     def _look(self) -> tuple[int, int]:
         if isinstance(self.value, torch.Tensor):
-            return _version(self.value), _digest(self.value)
+            return _version(self.value), digest_of(self.value)
         return 0, zlib.crc32(self.value.tobytes())
 
     def changed(self) -> str | None:
@@ -322,22 +322,6 @@ class Numbers(Part):
             return None
         what = "a tensor, in place" if isinstance(self.value, torch.Tensor) else "an array"
         return f"changes {self.name}, {what}"
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    """Of the numbers of an ordinary tensor, which may have changed without a new version; else 0."""
-    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
-        return 0
-    # By address: inside a fake run torch would compare fake tensors.
-    with (
-        torch._C.DisableTorchFunction(),
-        _disable_current_modes(),
-        torch.no_grad(),
-    ):
-        if tensor.layout is not torch.strided or not tensor.numel():
-            return 0
-        tensor = tensor.detach().contiguous()
-        return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 class _Random(Part):

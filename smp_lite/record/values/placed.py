@@ -186,15 +186,3 @@ def _recorder_of(args: Any, kwargs: Any) -> Listener | None:
         elif isinstance(item, dict):
             pending.extend(item.values())
     return None
-
-
-def storage_of(tensor: torch.Tensor) -> int | None:
-    """Identifies the memory of an ordinary tensor."""
-    with torch._C.DisableTorchFunction():  # no call of the user's
-        return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
-
-
-def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether somebody beside torch may hold an ordinary tensor's memory: numpy, which changes it unheard."""
-    with torch._C.DisableTorchFunction():
-        return tensor.layout is torch.strided and not tensor.untyped_storage().resizable()

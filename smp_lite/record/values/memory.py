@@ -1,0 +1,39 @@
+"""The memory of ordinary tensors: which it is, who else may change it, what is in it."""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = ["digest_of", "is_shared", "storage_of"]
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """Identifies the memory of an ordinary tensor."""
+    with torch._C.DisableTorchFunction():  # no call of the user's
+        return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether somebody beside torch may hold an ordinary tensor's memory: numpy, which changes it unheard."""
+    with torch._C.DisableTorchFunction():
+        return tensor.layout is torch.strided and not tensor.untyped_storage().resizable()
+
+
+def digest_of(tensor: torch.Tensor) -> int:
+    """Of the numbers of an ordinary tensor, which may have changed without a new version; else 0."""
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
+        return 0
+    # By address: inside a fake run torch would compare fake tensors.
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        torch.no_grad(),
+    ):
+        if tensor.layout is not torch.strided or not tensor.numel():
+            return 0
+        tensor = tensor.detach().contiguous()
+        return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
