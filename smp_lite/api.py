@@ -237,10 +237,18 @@ def partition(index: int) -> Iterator[None]:
 
 
 def set_partition(module: nn.Module, index: int) -> None:
-    """Puts a module with everything in it on a partition; before the first step, with manual placement."""
+    """Puts a module with everything in it on a partition; before the first step.
+
+    Honoured with ``auto_partition: False`` only, like :func:`partition`, since AWS's scripts call it also
+    where the launcher has decided otherwise.
+
+    Raises:
+        SMPError: the model is partitioned already.
+        ValueError: there is no such partition.
+    """
     session = current()
     if session.cfg.auto_partition:
-        raise SMPError("smp.set_partition needs auto_partition: False in the parameters")
+        return
     if session.model is not None and session.model.partitioned and session.num_stages > 1:
         raise SMPError("smp.set_partition was called after the first step: the model is partitioned already")
     if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < session.num_stages:

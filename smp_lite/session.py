@@ -28,6 +28,18 @@ WIRE_VARIABLE = "SMP_LITE_WIRE"
 """``mpi`` (the default in an MPI job) or ``c10d``: what tensors travel over between stages."""
 
 
+class ModuleManager:
+    """What ``smp.state.module_manager`` has to say; transformers asks it in every ``save_pretrained``.
+
+    Attributes:
+        translate_functions: pairs (ours to Hugging Face's, back) of functions on state dicts; empty, since
+            names are the model's own without tensor parallelism.
+    """
+
+    def __init__(self) -> None:
+        self.translate_functions: list[tuple[Callable[[Any], Any], Callable[[Any], Any]]] = []
+
+
 class Session:
     """One job's configuration, ranks and model.
 
@@ -44,6 +56,7 @@ class Session:
         self.device = torch.device("cpu")
         # What the layers above put here; their types are theirs.
         self.model: Any = None
+        self.module_manager = ModuleManager()
         self.optimizer: Any = None
         self.unread_optimizer: str | None = None  # the file of a state that was saved, while there was none
         self.step: Any = None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .amp import overflows_of_the_whole_model
-from .config import Config, load_config
+from .config import PARAMETERS_VARIABLE, Config, load_config
 from .errors import PeerFailed, SMPError
 from .errors_record import record_failure
 from .optim.norms import norms_of_the_whole_model
@@ -39,10 +39,12 @@ def init(config: Mapping[str, Any] | str | None = None) -> None:
 
     Raises:
         ConfigError: a parameter is wrong; the text names it.
-        SMPError: it was called before.
+        SMPError: it was called before, with other parameters. (With the same ones it does nothing:
+            transformers calls it while it is imported, and then the script does.)
     """
     if is_initialized():
-        raise SMPError("smp.init() was called twice: call it once, first thing in the script")
+        _check_again(config)
+        return
     if _rehearsal is not None:
         given, prepare = _rehearsal
         session = _in_memory(
@@ -74,6 +76,19 @@ def init(config: Mapping[str, Any] | str | None = None) -> None:
             session.world, backend=validated.ddp_dist_backend, port=validated.ddp_port
         )
     set_current(_open(session))
+
+
+def _check_again(given: Mapping[str, Any] | str | None) -> None:
+    """A second call of :func:`init`: the first one counts, so it may not ask for anything else."""
+    if given is None or PARAMETERS_VARIABLE in os.environ or _rehearsal is not None:
+        return  # what counts does not come from this call
+    asked, has = load_config(given, {}).model_dump(), current().cfg.model_dump()
+    differ = [f"{key}={asked[key]!r} (is {has[key]!r})" for key in asked if asked[key] != has[key]]
+    if differ:
+        raise SMPError(
+            f"smp.init() was called again, with other parameters: {', '.join(differ)}. The first call "
+            "counts: give it these, or call smp.reset() between (in notebooks and tests)"
+        )
 
 
 def _check_needs_of_mpi(config: Config, transport: Transport) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,31 +21,47 @@ from .. import session as session_module
 from ..errors import SMPError
 from ..record.parameters.away import is_away, needed
 from .closures import step_with_closure
+from .inner import check_around, check_methods, torch_optimizer
+from .names_of_fp16 import MISSING, NamesOfFP16
 from .norms import refuse_inside_step
 from .optimizer_check import check_optimizer
 from .own_parameters import PARTIAL_KEY
+from .state_here import StateHere
+
+_OWN = frozenset(
+    [
+        *("optimizer", "_torchs", "_session", "_names", "_whole", "_pending", "_some_away", "_step_took"),
+        "_opt_called",  # a learning rate scheduler's note
+    ]
+)
+"""Attributes of a DistributedOptimizer; others are the inner optimizer's."""
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
     """Wraps an optimizer that was built with the model's parameters.
 
     It is an ``Optimizer`` by type, so that learning rate schedulers accept it, but holds nothing of its own:
     parameter groups and state are the inner optimizer's.
 
     Args:
-        optimizer: a ``torch.optim.Optimizer`` over parameters of the (wrapped or plain) model. Over several
-            partitions it must treat each parameter by itself; see :mod:`.optimizer_check`.
-        static_loss_scale, dynamic_loss_scale, dynamic_loss_args: for fp16, which is not supported yet; only
-            their defaults are accepted.
+        optimizer: a ``torch.optim.Optimizer`` over parameters of the (wrapped or plain) model, or an object
+            around one that has its methods (:class:`.inner.OptimizerLike`). Over several partitions it must
+            treat each parameter by itself; see :mod:`.optimizer_check`.
+        static_loss_scale, dynamic_loss_scale, dynamic_loss_args: of fp16; without it they mean nothing, and
+            scripts pass them all the same.
 
     Attributes:
-        optimizer: the inner optimizer; everything not defined here is asked of it.
+        optimizer: the inner optimizer; what is not defined here is read from it and set on it.
+
+    Raises:
+        SMPError: there is no DistributedModel yet, or the optimizer cannot be used over several partitions.
+        TypeError: it is no optimizer.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        static_loss_scale: float = 1.0,
+        static_loss_scale: float | None = 1.0,
         dynamic_loss_scale: bool = False,
         dynamic_loss_args: dict[str, Any] | None = None,
         **more_dynamic_loss_args: Any,
@@ -56,19 +71,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise SMPError("wrap the model with smp.DistributedModel before the optimizer")
         if isinstance(optimizer, DistributedOptimizer):
             raise SMPError("the optimizer is a DistributedOptimizer already")
-        if static_loss_scale != 1.0 or dynamic_loss_scale or dynamic_loss_args or more_dynamic_loss_args:
-            raise SMPError(
-                "loss scaling belongs to fp16, which is not supported yet: leave static_loss_scale, "
-                "dynamic_loss_scale and dynamic_loss_args at their defaults"
-            )
+        check_methods(optimizer)
         if session.unread_optimizer is not None:
             raise SMPError(
                 f"resume_from_checkpoint found the optimizer's state, {session.unread_optimizer!r}, before "
                 "there was an optimizer: call it after both wrappers exist, or with load_optimizer=False"
             )
+        torchs = torch_optimizer(optimizer)
         if session.num_stages > 1:
-            check_optimizer(optimizer)
+            check_optimizer(torchs)
+            check_around(optimizer, torchs)
         self.optimizer = optimizer
+        self._torchs = torchs
         self._session = session
         self._pending: dict[str, Any] | None = None
         self._some_away = False  # whether parameters of the groups lie on other ranks
@@ -81,6 +95,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if session.model.partitioned:
             self.after_partition()
 
+    def is_around(self, optimizer: Any) -> bool:
+        """Whether it is the one that this wraps, or that is inside."""
+        return optimizer is self.optimizer or optimizer is self._torchs
+
     @property
     def names_in_groups(self) -> list[list[str | None]]:
         """For each group the model's names of its parameters, here and away; None: not the model's."""
@@ -92,7 +110,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._whole is not None:
             return self._whole
         keys = ("params", "param_names")
-        return [{key: group[key] for key in keys if key in group} for group in self.optimizer.param_groups]
+        return [{key: group[key] for key in keys if key in group} for group in self._torchs.param_groups]
 
     def _positions(self) -> list[list[int]]:
         """For each group the numbers, over all groups, of this rank's parameters."""
@@ -109,7 +127,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model = self._session.model
         assert model is not None
         live = dict(model.module.named_parameters())
-        for group in self.optimizer.param_groups:
+        for group in self._torchs.param_groups:
             before = group["params"]
             names = [self._names.get(id(parameter)) for parameter in before]
             group["params"] = [
@@ -117,7 +135,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ]
             for old, new in zip(before, group["params"], strict=True):
                 if old is not new or is_away(new):
-                    self.optimizer.state.pop(old, None)
+                    self._torchs.state.pop(old, None)
         self._names.clear()
         self._some_away = any(is_away(p) for lists in self._lists() for p in lists["params"])
         self._mark_state()
@@ -125,8 +143,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._whole = None
             self._take_out()
         # For who calls the inner optimizer's step(), as wrappers around optimizers do.
-        self.optimizer.register_step_pre_hook(lambda *_: self._before_step())
-        self.optimizer.register_step_post_hook(lambda *_: self._after_step())
+        self._torchs.register_step_pre_hook(lambda *_: self._before_step())
+        self._torchs.register_step_post_hook(lambda *_: self._after_step())
 
     def _before_step(self) -> None:
         # A step that has failed has left them out.
@@ -141,7 +159,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Whether it was this call that did so."""
         if self._whole is None and self._session.num_stages > 1:
             whole = self._lists()
-            for group, lists in zip(self.optimizer.param_groups, whole, strict=True):
+            for group, lists in zip(self._torchs.param_groups, whole, strict=True):
                 kept = [i for i, parameter in enumerate(lists["params"]) if not is_away(parameter)]
                 if len(kept) < len(lists["params"]):
                     group.update({key: [items[i] for i in kept] for key, items in lists.items()})
@@ -151,7 +169,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _put_back(self) -> None:
         if self._whole is not None:
-            for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
+            for group, whole in zip(self._torchs.param_groups, self._whole, strict=True):
                 group.update(whole)
             self._whole = None
             self._mark_state()  # loading binds it anew
@@ -170,25 +188,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.optimizer.param_groups
+        return self._torchs.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
+        return self._torchs.state
 
     @state.setter
     def state(self, value: Any) -> None:
-        self.optimizer.state = value
+        self._torchs.state = value
         self._mark_state()
 
     def _mark_state(self) -> None:
         """Whoever asks for the state of another stage's parameter is told, and not that there is none."""
-        if self._some_away and not isinstance(self.optimizer.state, _StateHere):
-            self.optimizer.state = _StateHere(dict, self.optimizer.state)
+        if self._some_away and not isinstance(self._torchs.state, StateHere):
+            self._torchs.state = StateHere(dict, self._torchs.state)
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.optimizer.defaults
+        return self._torchs.defaults
 
     # What a GradScaler leaves here for an optimizer that unscales by itself (fused=True).
 
@@ -235,7 +253,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         refuse_inside_step(self._session, "optimizer.step()")
         with self._here():
-            has_parameters = any(group["params"] for group in self.optimizer.param_groups)
+            has_parameters = any(group["params"] for group in self._torchs.param_groups)
             self._check_options()
             if closure is None:
                 return self.optimizer.step() if has_parameters else None
@@ -243,7 +261,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _check_options(self) -> None:
         """A rate made of one stage's gradients is a number on that stage's rank alone."""
-        for place, group in enumerate(self.optimizer.param_groups):
+        for place, group in enumerate(self._torchs.param_groups):
             for key, value in group.items():
                 if is_away(value):
                     raise needed(f"optimizer.step() needs param_groups[{place}][{key!r}]", [value])
@@ -273,7 +291,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         with self._here():
             state = self.optimizer.state_dict()
-        if self._session.model.partitioned:
+        if self._session.model.partitioned and "param_groups" in state:
             flat = [position for order in self._positions() for position in order]
             renumber = dict(enumerate(flat))
             state = {
@@ -293,6 +311,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         local = self.local_state_dict()
         local.pop(PARTIAL_KEY)
+        if self._session.num_stages > 1 and "param_groups" not in local:
+            raise SMPError(
+                f"{type(self.optimizer).__name__}.state_dict() is not that of an optimizer of torch, so the "
+                "stages' parts cannot be put together: save local_state_dict()"
+            )
         world = self._session.world
         if world is None or not self._session.model.partitioned:
             return local if world is None or not gather_to_rank0 or world.group_rank("MP") == 0 else {}
@@ -311,17 +334,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
             start += size
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], gather_if_shard: bool = True) -> None:
         """Loads a whole state, or this rank's own part of the same partition; also before partition.
 
         Before partition, which parameters a part is for is not known yet: its state waits, but the settings
         of its groups count at once, so that learning rate schedulers built next start from them.
+
+        Args:
+            state_dict: from :meth:`state_dict`, :meth:`local_state_dict` or a plain optimizer.
+            gather_if_shard: of sharded optimizer state; means nothing without it.
 
         Raises:
             ValueError: it is for other parameter groups, or a part of another partition.
         """
         model = self._session.model
         assert model is not None
+        if "param_groups" not in state_dict:
+            self._load_own(state_dict)
+            return
         saved = [list(group["params"]) for group in state_dict["param_groups"]]
         sizes = [len(positions) for positions in saved]
         own_sizes = [len(lists["params"]) for lists in self._lists()]
@@ -341,15 +371,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elif not is_part:
             self.optimizer.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         else:
-            for group, settings in zip(self.optimizer.param_groups, state_dict["param_groups"], strict=True):
+            for group, settings in zip(self._torchs.param_groups, state_dict["param_groups"], strict=True):
                 kept = settings.keys() - {"params", "param_names"}
                 group.update({key: settings[key] for key in kept})
             self._pending = {"state": state_dict["state"], "positions": saved}
+
+    def _load_own(self, state: dict[str, Any]) -> None:
+        """Of an object that is no optimizer of torch, whose state has a form of its own."""
+        if not self._session.model.partitioned:
+            self._pending = state
+            return
+        with self._here():
+            self.optimizer.load_state_dict({key: value for key, value in state.items() if key != PARTIAL_KEY})
 
     def load_pending(self) -> None:
         """Puts a part that was loaded before partition in place; called once by the model."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
+            if "positions" not in pending:
+                self._load_own(pending)
+                return
             with self._here():
                 own = self.optimizer.state_dict()["param_groups"]
             now = [{**g, "params": positions} for g, positions in zip(own, pending["positions"], strict=True)]
@@ -372,7 +413,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _load_here(self, state_dict: dict[str, Any], number: dict[int, int]) -> None:
         start = 0
         local_groups = []
-        for group, own in zip(state_dict["param_groups"], self.optimizer.param_groups, strict=True):
+        for group, own in zip(state_dict["param_groups"], self._torchs.param_groups, strict=True):
             count = len(own["params"])
             names = {"param_names": own["param_names"]} if "param_names" in own else {}
             local_groups.append({**group, **names, "params": list(range(start, start + count))})
@@ -381,9 +422,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict({"state": state, "param_groups": local_groups})
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not set yet: unpickling, copying
+        if name in ("optimizer", "_torchs"):  # not set yet: unpickling, copying
             raise AttributeError(name)
+        if name in MISSING and not hasattr(self.optimizer, name):
+            raise SMPError(f"optimizer.{name} belongs to {MISSING[name]}, which is not supported yet")
         return getattr(self.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.optimizer, name, value)
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
@@ -397,73 +446,3 @@ def _to_cpu(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_to_cpu(item) for item in value)
     return value
-
-
-class _StateHere(defaultdict[Any, Any]):
-    """An optimizer's state, of this rank's parameters.
-
-    What a script does to all states (to empty them, to set them anew) each rank does to its own; what it
-    wants to know of another stage's is an error, and not as if there were none.
-    """
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._away: dict[Any, _Elsewhere] = {}
-
-    def __getitem__(self, key: Any) -> Any:
-        if is_away(key):
-            return self._away.setdefault(key, _Elsewhere(key))
-        return super().__getitem__(key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if is_away(key):
-            self[key].clear()
-            self[key].update(value)
-        else:
-            super().__setitem__(key, value)
-
-    def __contains__(self, key: Any) -> bool:
-        if is_away(key):
-            raise _elsewhere(key)
-        return super().__contains__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return self[key] if is_away(key) else super().get(key, default)
-
-    def __len__(self) -> int:
-        raise SMPError(
-            "len(optimizer.state): this rank holds the state of its own stage's parameters alone. "
-            "optimizer.state_dict() is the whole state"
-        )
-
-    def __bool__(self) -> bool:
-        return any(True for _ in self)
-
-
-class _Elsewhere(dict[str, Any]):
-    """The state of another stage's parameter: what a script itself has put there, and no more."""
-
-    def __init__(self, parameter: Any) -> None:
-        super().__init__()
-        self._parameter = parameter
-
-    def __missing__(self, key: str) -> Any:
-        raise _elsewhere(self._parameter)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[key]
-
-    def __contains__(self, key: object) -> bool:
-        if super().__contains__(key):
-            return True
-        raise _elsewhere(self._parameter)
-
-    def __len__(self) -> int:
-        raise _elsewhere(self._parameter)
-
-
-def _elsewhere(parameter: Any) -> SMPError:
-    return SMPError(
-        f"optimizer.state of the parameter {parameter.smp_name!r} is on stage {parameter.smp_stage}, in "
-        "another process: go by model.local_parameters(), or take optimizer.state_dict(), the whole state"
-    )

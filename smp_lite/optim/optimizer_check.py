@@ -106,7 +106,7 @@ def other_optimizers_checked(session: Session) -> Iterator[None]:
             return
         own = {id(parameter) for parameter in model.module.parameters()}
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        is_wrapped = session.optimizer is not None and session.optimizer.optimizer is optimizer
+        is_wrapped = session.optimizer is not None and session.optimizer.is_around(optimizer)
         if not is_wrapped and (
             any(id(parameter) in own for parameter in given)
             or (model.own_parameters is not None and model.own_parameters.holds_any_of(given))

@@ -43,7 +43,8 @@ class DistributedModel(ModelWithState):
         module: any eager ``nn.Module``, built alike on all ranks.
         trace_device: accepted for SMP scripts ("cpu" or "gpu"); tracing runs on fake tensors.
         trace_execution_times: partition by measured times instead of flops.
-        overlapping_allreduce: start the data-parallel reduction while backward still runs.
+        overlapping_allreduce: start the data-parallel reduction while backward still runs; None: as the
+            parameter of that name says, which is True by default.
         backward_passes_per_step: reduce only in every n-th step; gradients of the others add up (a sum).
         average_grads_across_microbatches: mean over microbatches; False: sum.
         bucket_cap_mb: size of a reduction bucket in MiB.
@@ -62,7 +63,7 @@ class DistributedModel(ModelWithState):
         module: nn.Module,
         trace_device: str = "gpu",
         trace_execution_times: bool = False,
-        overlapping_allreduce: bool = True,
+        overlapping_allreduce: bool | None = None,
         backward_passes_per_step: int = 1,
         average_grads_across_microbatches: bool = True,
         bucket_cap_mb: float = 25,
@@ -81,8 +82,11 @@ class DistributedModel(ModelWithState):
                 f"backward_passes_per_step must be a positive integer, got {backward_passes_per_step}"
             )
         self.module = module
+        _end_hops(session, module)
         self._options = ReductionOptions(
-            overlapping_allreduce=overlapping_allreduce,
+            overlapping_allreduce=(
+                session.cfg.overlapping_allreduce if overlapping_allreduce is None else overlapping_allreduce
+            ),
             bucket_cap_mb=bucket_cap_mb,
             gradient_as_bucket_view=gradient_as_bucket_view,
             broadcast_buffers=broadcast_buffers,
@@ -310,6 +314,17 @@ class DistributedModel(ModelWithState):
             self._runtime.reducer.hook = self._comm_hook
 
     _register_comm_hook = register_comm_hook
+
+
+def _end_hops(session: session_module.Session, module: nn.Module) -> None:
+    """Lets any number of ``.module`` end at the user's module.
+
+    Scripts write ``model.module.module.transformer``: SMP, and their own wrappers for fp16, had more layers.
+    The attribute is no submodule, so it changes no names.
+    """
+    if not hasattr(module, "module"):
+        module.__dict__["module"] = module
+        session.overrides.callback(module.__dict__.pop, "module", None)
 
 
 def _check_wrapping(session: session_module.Session, module: nn.Module) -> None:

@@ -22,6 +22,38 @@ class LocalParts(nn.Module):
         """The user's own module."""
         return self.module
 
+    # Tensor parallelism, for one tensor-parallel rank -------------------------------------------------------
+
+    def distributed_modules(self) -> Iterator[nn.Module]:
+        """Modules whose parameters are cut over tensor-parallel ranks: none."""
+        return iter(())
+
+    def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is cut over tensor-parallel ranks: none is."""
+        return False
+
+    def is_distributed_buffer(self, buffer: torch.Tensor) -> bool:
+        """Whether a buffer is cut over tensor-parallel ranks: none is."""
+        return False
+
+    def is_scaled_batch_parameter(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter sees the batches of all tensor-parallel ranks: none does."""
+        return False
+
+    def is_scaled_batch_buffer(self, buffer: torch.Tensor) -> bool:
+        """Whether a buffer sees the batches of all tensor-parallel ranks: none does."""
+        return False
+
+    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters whose gradients are averaged over the dp group: all of this rank's."""
+        return self.local_named_parameters()
+
+    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters whose gradients are averaged over the rdp group in another way: none."""
+        return iter(())
+
+    # This rank's part ---------------------------------------------------------------------------------------
+
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of this rank's stage; all of them before partition."""
         for name, parameter in self.module.named_parameters():

@@ -142,7 +142,7 @@ def mistakes() -> dict[str, str]:
         "itself": error_of(lambda: smp.send(1, smp.rank())),
         "group": error_of(lambda: smp.allgather(1, wrong)),
         "rank type": error_of(lambda: smp.send(1, 0, wrong)),
-        "twice": error_of(smp.init),
+        "again": error_of(lambda: smp.init({"partitions": 99})),
     }
 
 

@@ -106,7 +106,7 @@ def test_wrong_arguments_name_themselves() -> None:
     assert seen["itself"] == "SMPError: rank 0 cannot send to itself"
     assert seen["group"].startswith("TypeError: group must be one of smp.WORLD")
     assert seen["rank type"].startswith("TypeError: rank_type must be an smp.RankType")
-    assert "twice" in seen["twice"]
+    assert seen["again"] == ""  # what the launcher gives wins
 
 
 def test_one_process_is_a_world_too() -> None:

@@ -270,6 +270,14 @@ def test_init_twice_and_calls_before_init() -> None:
     assert smp.is_initialized()
     with pytest.raises(smp.SMPError, match="twice"):
         in_memory()
+    has = smp.state.cfg.model_dump()
+    for again in (None, {"partitions": 2, "microbatches": has["microbatches"]}):
+        smp.init(again)  # transformers calls it before the script does
+    with pytest.raises(
+        smp.SMPError, match=r"other parameters: microbatches=3 \(is \d\). The first call counts"
+    ):
+        smp.init({"partitions": 2, "microbatches": 3})
+    assert smp.state.cfg.model_dump() == has
     smp.reset()
     assert not smp.is_initialized()
     assert not smp.is_tracing()

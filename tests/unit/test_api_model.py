@@ -284,3 +284,50 @@ def test_gradients_are_a_sum_over_microbatches_on_request() -> None:
     plain_train(plain, *batch())
     for mine, wanted in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, wanted.grad * 2)
+
+
+def test_any_number_of_hops_ends_at_the_users_module() -> None:
+    """Scripts of several versions of SMP write ``model.module.module.transformer``."""
+    net = build()
+    names = list(net.state_dict())
+    model = smp.DistributedModel(net)
+    assert model.module.module.module.module is net
+    assert model.get_module() is net
+    train(model, *batch())
+    assert model.module.module is net
+    assert list(model.state_dict()) == list(net.state_dict()) == names
+    twin = copy.deepcopy(net)
+    assert twin.module is twin
+    smp.reset()
+    assert not hasattr(net, "module")
+
+
+def test_a_module_of_that_name_is_the_users() -> None:
+    net = nn.Module()
+    net.module = build()
+    model = smp.DistributedModel(net)
+    assert model.module.module is net.module
+
+
+def test_nothing_is_distributed_over_tensor_parallel_ranks() -> None:
+    net = build()
+    model = smp.DistributedModel(net)
+    parameter = next(net.parameters())
+    assert list(model.distributed_modules()) == []
+    assert model.is_distributed_parameter(parameter) is False
+    assert model.is_scaled_batch_parameter(parameter) is False
+    assert dict(model.default_reducer_named_parameters()) == dict(net.named_parameters())
+    assert list(model.scaled_batch_reducer_named_parameters()) == []
+
+
+def test_what_transformers_asks_of_the_state() -> None:
+    assert list(smp.state.module_manager.translate_functions) == []
+    assert smp.state.cfg.prescaled_batch is False
+
+
+def test_step_outputs_are_detached_microbatch_by_microbatch() -> None:
+    output = smp.StepOutput([torch.ones(2, requires_grad=True) * m for m in range(2)])
+    detached = output.detach()
+    assert isinstance(detached, smp.StepOutput)
+    assert not any(part.requires_grad for part in detached.outputs)
+    assert torch.equal(detached.concat().cpu(), torch.tensor([0.0, 0.0, 1.0, 1.0]))

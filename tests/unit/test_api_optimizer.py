@@ -232,15 +232,141 @@ def test_an_optimizer_of_all_frozen_but_one_parameters() -> None:
     "options",
     [
         {"static_loss_scale": 128.0},
-        {"dynamic_loss_scale": True},
-        {"dynamic_loss_args": {"init_scale": 2.0}},
+        {"static_loss_scale": None, "dynamic_loss_scale": True, "dynamic_loss_args": {"scale_window": 1000}},
         {"init_scale": 2.0},
     ],
 )
-def test_loss_scaling_is_refused(options: dict[str, Any]) -> None:
+def test_loss_scaling_means_nothing_without_fp16(options: dict[str, Any]) -> None:
+    net, reference = plain(MOMENTUM)
+    run(net, reference, range(3))
     model = smp.DistributedModel(build())
-    with pytest.raises(smp.SMPError, match="fp16, which is not supported yet"):
-        smp.DistributedOptimizer(SGD(model.parameters()), **options)
+    optimizer = smp.DistributedOptimizer(MOMENTUM(model.parameters()), **options)
+    run(model, optimizer, range(3))
+    assert same(model.state_dict(), net.state_dict())
+    assert optimizer.overflow is False
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_clip_master_grads_clips_by_the_norm_of_the_whole_model(norm_type: float) -> None:
+    net, reference = plain(SGD)
+    plain_train(net, *batch(0))
+    expected = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01, norm_type)
+    model, optimizer = wrap(build(), SGD)
+    train(model, *batch(0))
+    found = optimizer.clip_master_grads(0.01, norm_type)
+    assert isinstance(found, float)
+    assert found == float(expected)
+    optimizer.reload_model_params()  # the same tensors, without fp16
+    reference.step()
+    optimizer.step()
+    assert same(model.state_dict(), net.state_dict())
+
+
+@pytest.mark.parametrize("name", ["loss_scaler", "_global_grad_norm", "_param_id_to_index", "fp16_groups"])
+def test_what_belongs_to_features_that_are_not_there_is_refused(name: str) -> None:
+    _, optimizer = wrap(build(), SGD)
+    with pytest.raises(smp.SMPError, match=f"optimizer.{name} belongs to .*, which is not supported yet"):
+        getattr(optimizer, name)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_states_under_names_of_older_versions(before: int) -> None:
+    model, optimizer = wrap(build(), ADAMW)
+    run(model, optimizer, range(2))
+    own = optimizer.orig_state_dict()
+    assert own["state"].keys() == set(range(8))
+    state = pickle.loads(pickle.dumps(optimizer.save_optimizer_backcompat(gather_if_shard=True)))
+    weights = model.state_dict()
+    run(model, optimizer, range(2, 4))
+    expected = model.state_dict()
+    smp.reset()
+    in_memory()
+    model, optimizer = wrap(build(), ADAMW)
+    run(model, optimizer, range(before))
+    model.load_state_dict(weights)
+    optimizer.load_optimizer_backcompat(state, True)
+    run(model, optimizer, range(2, 4))
+    assert same(model.state_dict(), expected)
+
+
+class Around:
+    """A script's own object around an optimizer, as AWS's older scripts have."""
+
+    def __init__(self, inner: Any) -> None:
+        self.optimizer = inner
+        self.steps = 0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        self.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.optimizer.state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+        self.optimizer.load_state_dict(state["inner"])
+
+
+def test_an_object_around_an_optimizer_is_read_and_set_through() -> None:
+    net, reference = plain(MOMENTUM)
+    run(net, reference, range(3))
+    model = smp.DistributedModel(build())
+    around = Around(MOMENTUM(model.parameters()))
+    with pytest.warns(
+        UserWarning, match="Around.step.. treats each parameter by itself could not be found out"
+    ):
+        optimizer = smp.DistributedOptimizer(around)
+    run(model, optimizer, range(3))
+    assert same(model.state_dict(), net.state_dict())
+    assert optimizer.steps == 3
+    optimizer.fp32_from_fp16 = "set by the script"
+    assert around.fp32_from_fp16 == "set by the script"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_the_state_of_an_object_around_an_optimizer_is_its_own(before: int) -> None:
+    model = smp.DistributedModel(build())
+    optimizer = smp.DistributedOptimizer(Around(MOMENTUM(model.parameters())))
+    run(model, optimizer, range(2))
+    state, weights = pickle.loads(pickle.dumps(optimizer.local_state_dict())), model.state_dict()
+    assert state["steps"] == 2
+    with pytest.raises(smp.SMPError, match="save local_state_dict"):
+        optimizer.state_dict()
+    run(model, optimizer, range(2, 4))
+    expected = model.state_dict()
+    smp.reset()
+    in_memory()
+    model = smp.DistributedModel(build())
+    optimizer = smp.DistributedOptimizer(Around(MOMENTUM(model.parameters())))
+    run(model, optimizer, range(before))
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    run(model, optimizer, range(2, 4))
+    assert same(model.state_dict(), expected)
+
+
+def test_what_is_no_optimizer_is_told() -> None:
+    model = smp.DistributedModel(build())
+    with pytest.raises(TypeError, match="got list, which has no param_groups, step"):
+        smp.DistributedOptimizer([])
+    with pytest.raises(TypeError, match=r"no torch\.optim\.Optimizer and has none"):
+        smp.DistributedOptimizer(type("Bare", (Around,), {"param_groups": []})(None))
+    of_its_own = Around(SGD(model.parameters()))
+    of_its_own.__class__ = type("Own", (Around,), {"param_groups": [{"params": list(model.parameters())}]})
+    with pytest.raises(smp.SMPError, match=r"Own.param_groups are not those of the SGD inside it"):
+        smp.DistributedOptimizer(of_its_own)
 
 
 def test_the_order_of_wrapping_is_told() -> None:

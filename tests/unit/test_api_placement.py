@@ -156,7 +156,7 @@ def test_set_partition_wins_over_a_context() -> None:
     assert stages_of(nn.Sequential(first, last)) == {"": 0, "0": 0, "1": 1}
 
 
-def test_set_partition_refuses_a_wrong_index_auto_partition_and_a_partitioned_model() -> None:
+def test_set_partition_refuses_a_wrong_index_and_a_partitioned_model() -> None:
     in_memory(**MANUAL)
     net = Chain()
     with pytest.raises(ValueError, match=r"partitions=2, so the index must be an int from 0 to 1"):
@@ -164,10 +164,20 @@ def test_set_partition_refuses_a_wrong_index_auto_partition_and_a_partitioned_mo
     stages_of(net)
     with pytest.raises(smp.SMPError, match="after the first step"):
         smp.set_partition(net, 1)
-    smp.reset()
+
+
+def test_set_partition_means_nothing_with_auto_partition_or_one_partition() -> None:
+    """AWS's scripts call it after wrapping, whatever the launcher has made of the parameters."""
     in_memory()
-    with pytest.raises(smp.SMPError, match="auto_partition: False"):
-        smp.set_partition(net, 1)
+    net = Chain()
+    smp.set_partition(net, 1)
+    assert 0 in stages_of(net).values()
+    smp.reset()
+    in_memory(**{**MANUAL, "partitions": 1})
+    net = nn.Linear(4, 1)
+    model = smp.DistributedModel(net)
+    assert model.partitioned
+    smp.set_partition(net, 0)
 
 
 def test_tied_weights_on_two_stages_are_an_error_that_names_both_modules() -> None:

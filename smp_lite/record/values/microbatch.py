@@ -46,6 +46,10 @@ class StepOutput:
         """The microbatches one after another along dimension 0."""
         return torch.cat(self.outputs, dim=0)
 
+    def detach(self) -> StepOutput:
+        """Without gradients, microbatch by microbatch; transformers writes ``.detach().concat()``."""
+        return StepOutput([output.detach() for output in self.outputs])
+
     def stack(self) -> torch.Tensor:
         """A new dimension 0 over microbatches."""
         return torch.stack(self.outputs, dim=0)

@@ -1,0 +1,71 @@
+"""What scripts ask an SMP optimizer for, whether or not they train in fp16 or with shards."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from .norms import clip_grad_norm_
+
+__all__ = ["MISSING", "NamesOfFP16"]
+
+MISSING = {
+    **dict.fromkeys(("loss_scaler", "loss_scale", "_global_grad_norm"), "fp16 and sharded data parallelism"),
+    **dict.fromkeys(("redefined_params", "_param_id_to_index"), "sharded optimizer state"),
+    **dict.fromkeys(
+        ("fp16_groups", "fp32_partitioned_groups_flat", "ds_param_shard_group"), "sharded data parallelism"
+    ),
+}
+"""Attribute -> the feature that it belongs to."""
+
+
+class NamesOfFP16:
+    """Methods that mean something without master weights too."""
+
+    optimizer: Any
+    param_groups: list[dict[str, Any]]
+
+    def _here(self) -> contextlib.AbstractContextManager[None]:
+        raise NotImplementedError("the optimizer's own: its groups without other stages' parameters")
+
+    def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
+        raise NotImplementedError("the optimizer's own")
+
+    def load_state_dict(self, state_dict: dict[str, Any], gather_if_shard: bool = True) -> None:
+        raise NotImplementedError("the optimizer's own")
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite: never, without fp16."""
+        return False
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Clips the optimizer's gradients by the norm of all of them. Collective over the mp group.
+
+        Without fp16 there are no master gradients beside the parameters' own.
+
+        Args:
+            max_norm: they are scaled down to it.
+            norm_type: of the norm; may be ``inf``.
+
+        Returns:
+            The norm before clipping, the same on every rank of the group.
+        """
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return float(clip_grad_norm_(parameters, max_norm, norm_type))
+
+    def reload_model_params(self) -> None:
+        """Masters become what the parameters are; without fp16 they are the same tensors."""
+
+    def orig_state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's own state, of this rank's parameters, numbered from 0."""
+        with self._here():
+            return self.optimizer.state_dict()
+
+    def save_optimizer_backcompat(self, gather_if_shard: bool = True) -> dict[str, Any]:
+        """:meth:`local_state_dict` under the name of SMP 1.10."""
+        return self.local_state_dict(gather_if_shard)
+
+    def load_optimizer_backcompat(self, state_dict: dict[str, Any], gather_if_shard: bool = True) -> None:
+        """:meth:`load_state_dict` under the name of SMP 1.10."""
+        self.load_state_dict(state_dict, gather_if_shard)
