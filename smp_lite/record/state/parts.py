@@ -294,7 +294,10 @@ class _Tensor(Part):
             self.kept = value.detach().clone() if small and not value.is_meta else None
 
     def changed(self) -> str | None:
-        return None if _version(self.value) == self.version else f"changes {self.name}, a tensor, in place"
+        is_same = _version(self.value) == self.version
+        if is_same and self.kept is not None and not self.value.untyped_storage().resizable():
+            is_same = digest_of(self.value) == digest_of(self.kept)  # numpy may have changed it
+        return None if is_same else f"changes {self.name}, a tensor, in place"
 
     def restore(self) -> None:
         if self.kept is not None and self.changed() is not None:

@@ -502,6 +502,26 @@ def a_list_of_thousands(smp: Any, out: Any) -> None:
     run(smp, out, lambda x, i: x * factors[9_000 + i], change)
 
 
+@program(stages=(2,))
+def a_tensor_that_the_container_holds_as_numpy_too(smp: Any, out: Any) -> None:
+    """Its own forward, all of it, could run as one call, but for what it leaves behind."""
+    offset = torch.ones(6)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            array = offset.numpy()
+            for block in self.blocks:
+                x = block(x) + offset
+                array *= 1.1
+            return x
+
+    trained(smp, out, Net())
+
+
 @program(stages=(2,), refused=REFUSED)
 def a_tensor_shared_with_numpy(smp: Any, out: Any) -> None:
     array = np.ones(6, dtype=np.float32)

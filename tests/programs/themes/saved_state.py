@@ -217,6 +217,23 @@ def the_batch_is_changed_by_numpy(smp: Any, out: Any) -> None:
     trained(smp, out, blocks(Block), halving(lambda x: np.multiply(x.numpy(), 0.5, out=x.numpy())))
 
 
+@program(stages=(2,), ranks=(2,), refused=INPUT)
+def the_batch_is_in_an_array_that_changes(smp: Any, out: Any) -> None:
+    """As a ring buffer would: torch hears nothing of it."""
+    model = smp.DistributedModel(blocks(Block))
+    array = torch.linspace(-1, 1, 24).reshape(4, 6).numpy()
+
+    @smp.step
+    def train_step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        array[:] *= 0.5
+        model.backward(loss)
+        return loss
+
+    out.value("loss", train_step(torch.from_numpy(array)).reduce_mean())
+    out.model(model)
+
+
 @program(stages=(2,), ranks=(2,))
 def the_batch_is_looked_at_by_numpy(smp: Any, out: Any) -> None:
     means: list[float] = []
