@@ -60,6 +60,7 @@ class Session:
         self.optimizer: Any = None
         self.unread_optimizer: str | None = None  # the file of a state that was saved, while there was none
         self.step: Any = None
+        self.batch_owner: Any = None
         self.steps_run = 0
         self.is_tracing = False
         self.is_stopping = False  # agreed by all ranks

@@ -8,6 +8,7 @@ from typing import Any
 from .. import session as session_module
 from ..errors import SMPError
 from ..record.values.microbatch import Splitter
+from .batch_owner import BatchOwner
 from .step_context import StaticSteps, StepContext
 
 
@@ -43,7 +44,12 @@ class StepFunction:
             raise SMPError("a step function was called inside smp.gathered(): leave it first")
         if session.model is not None:
             session.model.put_away()
-        inputs = self._splitter.split(args, kwargs, session.cfg.microbatches)
+        bound = self._splitter.bind(args, kwargs)
+        if session.world is not None and session.num_stages > 1:
+            if session.batch_owner is None:
+                session.batch_owner = BatchOwner(session.world)
+            bound.arguments = session.batch_owner.settle(bound.arguments)
+        inputs = self._splitter.split(bound, session.cfg.microbatches)
         context = StepContext(session, inputs, session.steps_run)
         session.step = context
         try:
@@ -77,7 +83,8 @@ def step(
     """Decorates a function that runs the model on one batch; it then runs once for each microbatch.
 
     ``@smp.step``, ``@smp.step()`` and ``@smp.step(...)`` all work. Collective over the mp group: all its
-    ranks must call the function with the same batch.
+    ranks must call the function with the same batch, or those that load none with tensors of other shapes
+    in its place; then it is that of pp rank 0 (:mod:`.batch_owner`).
 
     Args:
         function: called once for each microbatch with that part of the batch.

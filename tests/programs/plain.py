@@ -63,7 +63,7 @@ class Plain:
                 self._share_buffers()
                 if self.wrapped is not None:
                     self.wrapped.had_backward = False
-                for part_args, part_kwargs in splitter.split(args, kwargs, self.microbatches):
+                for part_args, part_kwargs in splitter.split(splitter.bind(args, kwargs), self.microbatches):
                     result = found(*part_args, **part_kwargs)
                     outputs.append(map_leaves(result, _detached) if detach_outputs else result)
                 self._reduce()

@@ -89,8 +89,16 @@ class Splitter:
                         f"smp.step: {function.__name__}() has no argument {name!r}; it has {sorted(names)}"
                     )
 
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+        """The arguments of one call by their names.
+
+        Raises:
+            TypeError: the function does not take them.
+        """
+        return self.signature.bind(*args, **kwargs)
+
     def split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int
+        self, bound: inspect.BoundArguments, num_microbatches: int
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """(args, kwargs) for each microbatch.
 
@@ -98,7 +106,6 @@ class Splitter:
             ValueError: a batch is not divisible.
             TypeError: an argument is a data loader or an iterator.
         """
-        bound = self.signature.bind(*args, **kwargs)
         pieces: dict[str, list[Any]] = {}
         for name, value in bound.arguments.items():
             kind = self.signature.parameters[name].kind

@@ -1,0 +1,175 @@
+"""What the tests of the batch's owner run in the ranks: pp rank 0 loads data, the others have dummies."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import smp_lite as smp
+from tests.launch.api_cases import error_of
+
+VOCABULARY, LENGTH = 11, 5
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(6, VOCABULARY)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        x = self.embedding(tokens) * mask.unsqueeze(-1)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def _build() -> nn.Module:
+    torch.manual_seed(3)
+    return Net()
+
+
+def _data(index: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(index)
+    length = LENGTH + index % 2  # sequences of several lengths
+    return torch.randint(VOCABULARY, (4, length), generator=g), torch.ones(4, length)
+
+
+def _dummy(index: int) -> tuple[Tensor, Tensor]:
+    """As AWS's data pipelines collate ``torch.Tensor(0)``."""
+    return torch.stack([torch.Tensor(0)] * 4), torch.stack([torch.Tensor(0)] * 4)
+
+
+def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def _plain(steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    net = _build()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    for i in range(steps):
+        optimizer.zero_grad()
+        tokens, mask = _data(i)
+        parts = [_loss(net(t, m), t) for t, m in zip(tokens.chunk(2), mask.chunk(2))]
+        for part in parts:
+            (part / 2).backward()
+        losses.append(float(sum(parts) / 2))
+        optimizer.step()
+    return losses, net.state_dict()
+
+
+def _start() -> tuple[Any, Any]:
+    warnings.filterwarnings("ignore", message="Stage ")
+    smp.init()
+    model = smp.DistributedModel(_build())
+    return model, smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+class Pair(NamedTuple):
+    tokens: Tensor
+    mask: Tensor
+
+
+_SHAPES: dict[str, tuple[Callable[..., Any], Callable[[Tensor, Tensor], Any]]] = {
+    "positional": (lambda tokens, mask: (tokens, mask), lambda t, m: ((t, m), {})),
+    "keywords": (lambda tokens, mask: (tokens, mask), lambda t, m: ((), {"tokens": t, "mask": m})),
+    "dict": (lambda given: (given["tokens"], given["mask"]), lambda t, m: (({"tokens": t, "mask": m},), {})),
+    "nested": (lambda given: (given[0][0], given[1].mask), lambda t, m: (([(t,), Pair(t, m)],), {})),
+}
+
+
+def trained(shape: str = "positional", dummies: str = "always", steps: int = 4) -> dict[str, Any]:
+    """Losses and weights, and one process's."""
+    model, optimizer = _start()
+    take, give = _SHAPES[shape]
+    owns = smp.pp_rank() == 0
+
+    def function(model: Any, options: Any, *args: Any, **kwargs: Any) -> Tensor:
+        tokens, mask = take(*args, **kwargs)
+        loss = _loss(model(tokens, mask), tokens)
+        model.backward(loss)
+        options.seen.append(tuple(tokens.shape))
+        return loss
+
+    train_step = smp.step(function)
+    losses = []
+    options = SimpleNamespace(seen=[], rank=smp.rank())  # stays the rank's own
+    for i in range(steps):
+        optimizer.zero_grad()
+        real = owns or (dummies == "later" and i == 0) or (dummies == "between" and i != 1)
+        args, kwargs = give(*(_data if real else _dummy)(i))
+        losses.append(float(train_step(model, options, *args, **kwargs).reduce_mean()))
+        optimizer.step()
+    expected_losses, expected = _plain(steps)
+    state = model.state_dict()
+    return {
+        "losses": losses,
+        "plain losses": expected_losses,
+        "same": all(torch.equal(state[name], value) for name, value in expected.items()),
+        "seen": options.seen[:2],
+    }
+
+
+def evaluated() -> tuple[list[float], list[float]]:
+    """A model that is never trained here, and results that every rank uses."""
+    model, _ = _start()
+    model.eval()
+
+    @smp.step
+    def test_step(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
+        return _loss(model(tokens, mask), tokens)
+
+    net = _build()
+    found, expected = [], []
+    with torch.no_grad():
+        for i in range(2):
+            tokens, mask = (_data if smp.pp_rank() == 0 else _dummy)(i)
+            found.append(float(test_step(model, tokens, mask).reduce_mean()))
+            tokens, mask = _data(i)
+            parts = [_loss(net(t, m), t) for t, m in zip(tokens.chunk(2), mask.chunk(2))]
+            expected.append(float(sum(parts) / 2))
+    return found, expected
+
+
+def _step(*args: Any, **kwargs: Any) -> Callable[[], Any]:
+    model, _ = _start()
+
+    def function(model: Any, tokens: Any, mask: Any = None) -> Tensor:
+        loss = _loss(model(tokens, mask), tokens)
+        model.backward(loss)
+        return loss
+
+    return lambda: smp.step(function)(model, *args, **kwargs)
+
+
+def owner_has_the_dummy() -> str:
+    smp.init()
+    data = (_dummy if smp.pp_rank() == 0 else _data)(0)
+    return error_of(_step(*data))
+
+
+def another_nesting() -> str:
+    smp.init()
+    tokens, mask = (_data if smp.pp_rank() == 0 else _dummy)(0)
+    return error_of(_step(tokens, mask) if smp.pp_rank() == 0 else _step(tokens))
+
+
+def same_shape_other_numbers() -> str:
+    smp.init()
+    tokens, mask = _data(0)
+    return error_of(_step((tokens + smp.pp_rank()) % VOCABULARY, mask))
+
+
+def goes_on_after_an_error() -> dict[str, Any]:
+    """The step that could not be run leaves nothing behind."""
+    found = owner_has_the_dummy()
+    smp.reset()
+    return {"error": found, **trained()}

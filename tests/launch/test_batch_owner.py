@@ -1,0 +1,80 @@
+"""A step's batch is pp rank 0's where the other ranks bring dummies, as in AWS's data pipelines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.harness import run_distributed
+
+CASES = "tests.launch.api_batch_cases:"
+TWO = {"partitions": 2, "microbatches": 2}
+
+
+def check(found: list[Any], world_size: int) -> None:
+    assert len(found) == world_size
+    for rank in found:
+        assert rank["losses"] == rank["plain losses"]
+        assert rank["same"]
+        assert rank["seen"] == [(2, 5), (2, 5)]
+
+
+@pytest.mark.parametrize("shape", ["positional", "keywords", "dict", "nested"])
+def test_dummies_of_other_ranks_are_replaced(shape: str) -> None:
+    check(run_distributed(f"{CASES}trained", 2, kwargs={"shape": shape}, parameters=TWO), 2)
+
+
+@pytest.mark.parametrize("dummies", ["later", "between"])
+def test_a_rank_may_bring_data_in_some_steps(dummies: str) -> None:
+    check(run_distributed(f"{CASES}trained", 2, kwargs={"dummies": dummies}, parameters=TWO), 2)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"partitions": 3}, {"static_mode": True}, {"skip_tracing": True, "pipeline": "simple"}],
+    ids=["three", "static", "simple"],
+)
+def test_whatever_the_pipeline(parameters: dict[str, Any]) -> None:
+    parameters = {**TWO, **parameters}
+    check(
+        run_distributed(f"{CASES}trained", parameters["partitions"], parameters=parameters),
+        parameters["partitions"],
+    )
+
+
+def test_each_replica_has_an_owner_of_its_own() -> None:
+    check(run_distributed(f"{CASES}trained", 4, parameters={**TWO, "ddp": True}), 4)
+
+
+def test_ranks_that_lie_apart_find_their_owner() -> None:
+    parameters = {**TWO, "ddp": True, "placement_strategy": "spread"}
+    check(run_distributed(f"{CASES}trained", 4, parameters=parameters), 4)
+
+
+def test_evaluation_before_any_training() -> None:
+    for found, expected in run_distributed(f"{CASES}evaluated", 2, parameters=TWO):
+        assert found == expected
+
+
+def test_a_dummy_on_the_owner_is_an_error_that_says_where_to_load() -> None:
+    for text in run_distributed(f"{CASES}owner_has_the_dummy", 2, parameters=TWO):
+        assert "that of rank 0 is empty: tokens is float32[4, 0] there" in text
+        assert "has shape [4, 5] on rank 1" in text
+        assert "Load the data where smp.pp_rank() is 0" in text
+
+
+def test_another_nesting_is_an_error_that_names_the_argument() -> None:
+    for text in run_distributed(f"{CASES}another_nesting", 2, parameters=TWO):
+        assert "rank 1 has no place for it: the tensor mask is among the arguments on rank 0 only" in text
+
+
+def test_other_numbers_of_the_same_shape_are_still_an_error() -> None:
+    for text in run_distributed(f"{CASES}same_shape_other_numbers", 2, parameters=TWO):
+        assert text.startswith("SMPMismatch: the batch of a step differs")
+
+
+def test_training_goes_on_after_such_an_error() -> None:
+    for rank in run_distributed(f"{CASES}goes_on_after_an_error", 2, parameters=TWO):
+        assert "is empty" in rank["error"]
+        assert rank["same"]
