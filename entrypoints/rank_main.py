@@ -1,12 +1,13 @@
 """What each process of a local launch runs before it becomes the script.
 
-It does five things and then gets out of the way:
+It does six things and then gets out of the way:
 
 * It moves its standard output and error onto this rank's own channels (the launcher's named pipes,
   or for rank 0 a terminal), so the launcher knows who wrote what, and a script that asks whether it
   writes to a terminal gets the right answer.
 * It listens for the notice that the job is about to be stopped, which `smp.should_stop()` tells.
 * It takes the environment of its host where one machine plays several.
+* It makes the package `smdistributed` importable, for scripts of SMP v1.
 * It runs the script so that it sees what `python script.py args` gives.
 * If the script fails it leaves a failure record and ends at once. It must not leave the normal way:
   on exit mpi4py calls MPI_Finalize, which waits for peers that in turn wait for this rank.
@@ -27,6 +28,7 @@ from pathlib import Path
 
 from smp_lite import stop_notice
 from smp_lite.errors_record import ERROR_DIR_VARIABLE, headline_of, record_failure
+from smp_lite.smp_v1.before_script import prepare
 
 from .hosts.one_machine import enter_host
 from .mpi.rank_command import decode_words
@@ -52,6 +54,7 @@ def main(argv: list[str]) -> None:
     process = os.getpid()
     try:
         enter_host(rank)
+        prepare(os.environ)
         if argv[0] == "-m":
             _run_module(argv[1], argv[2:])
         else:

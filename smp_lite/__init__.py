@@ -24,6 +24,9 @@ _HOMES = {
     "stopping": "should_stop",
     "wrapper.gathering": "gathered",
     "wrapper.distributed_model": "DistributedModel",
+    "wrapper.creation": """model_creation tensor_parallelism set_tensor_parallelism
+        delay_param_initialization""",
+    "wrapper.activation_checkpointing": "set_activation_checkpointing",
     "optim.optimizer": "DistributedOptimizer",
     "optim.norms": "clip_grad_norm_",
     "record.values.microbatch": "StepOutput",
@@ -34,20 +37,32 @@ _HOMES = {
     "errors": "SMPError SMPMismatch SMPTimeout",
     "progress": "progress",
 }
-_MODULES = ("amp",)
+_MODULES = {
+    "amp": "amp",
+    "nn": "nn",
+    # Below, modules of SMP v1 whose contents have other homes here; scripts know them by these names.
+    "exceptions": "errors",
+    "model": "wrapper.distributed_model",
+    "optimizers": "optim.fused",
+    "state_mod": "session_state",
+    "utils": "smp_v1.utils",
+}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = sorted([*_HOME_OF, *_MODULES, "state"])
+# Not the other modules: after `from smp_lite import *` a script's `nn` is still torch's.
+__all__ = sorted([*_HOME_OF, "amp", "state"])
 
 
 def __getattr__(name: str) -> Any:
     if name == "state":
-        return importlib.import_module(".session_state", __name__).STATE
+        return importlib.import_module(".session_state", __name__).state
     if name in _MODULES:
-        return importlib.import_module(f".{name}", __name__)
+        return importlib.import_module(f".{_MODULES[name]}", __name__)
+    if name == "patches":
+        return importlib.import_module(".smp_v1.missing", __name__).Submodule(name)
     home = _HOME_OF.get(name)
     if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return importlib.import_module(".smp_v1.missing", __name__).missing_in("", __name__)(name)
     found = getattr(importlib.import_module(f".{home}", __name__), name)
     # Importing smp_lite.progress has put that module under the function's name.
     globals()[name] = found
@@ -55,4 +70,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted({*__all__, *_MODULES, "patches"})

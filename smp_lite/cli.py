@@ -64,6 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, required=True, metavar="N", help="how many ranks to start")
+    parser.add_argument(
+        "--cuda-as-cpu",
+        action="store_true",
+        help="for scripts that speak of CUDA: its functions do nothing, and its devices mean the CPU",
+    )
     _add_script_arguments(parser)
 
 
@@ -102,12 +107,15 @@ def _add_script_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from smp_lite.config import Config
+    from smp_lite.entrypoints.container.environment import environment_without_job
     from smp_lite.entrypoints.mpi.launch_plan import plan_launch
     from smp_lite.entrypoints.mpi.mpirun import find_mpirun
     from smp_lite.entrypoints.this_machine.launcher import run_local
+    from smp_lite.smp_v1.alias import refuse_original
 
     if not args.module and not Path(args.script).is_file():
         raise ValueError(f"script {args.script!r} is not a file (working directory: {os.getcwd()})")
+    refuse_original(sys.path)
     parameters = None if args.parameters is None else _read_parameters(args.parameters)
     plan = plan_launch(
         processes=args.processes,
@@ -115,6 +123,10 @@ def _run(args: argparse.Namespace) -> int:
         script=args.script,
         args=args.args,
         module=args.module,
+        cuda_as_cpu=args.cuda_as_cpu,
+        defaults=environment_without_job(
+            os.getcwd(), num_cpus=os.cpu_count() or 1, num_gpus=args.processes if args.cuda_as_cpu else 0
+        ),
         python=sys.executable,
         mpirun=find_mpirun(),
         is_root=os.geteuid() == 0,

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from . import session as session_module
+from .smp_v1.missing import refusal
+from .smp_v1.names import under
 
-__all__ = ["STATE"]
+__all__ = ["state"]
+
+_MISSING = under("state_mod.state")
 
 
 class State:
@@ -15,6 +19,8 @@ class State:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in _MISSING:
+            raise refusal(_MISSING[name])
         return getattr(session_module.current(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -28,4 +34,4 @@ class State:
         )
 
 
-STATE = State()
+state = State()

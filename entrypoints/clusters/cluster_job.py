@@ -80,7 +80,7 @@ class ClusterJob:
     def command(self) -> tuple[str, ...]:
         """What each rank runs."""
         target = ("-m", self.script) if self.module else (self.script,)
-        return ("python", "-m", "mpi4py", *target, *self.args)
+        return ("python", "-m", "smp_lite.smp_v1", *target, *self.args)
 
     @property
     def parameters_json(self) -> str | None:

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smp_lite.config import PARAMETERS_VARIABLE
+from smp_lite.smp_v1.before_script import CUDA_AS_CPU_VARIABLE
 
 from ..container.job import Job
 from .options import MpiOption, export, flag, mca, merge_options, parse_options
@@ -82,12 +83,15 @@ def plan_launch(
     args: Sequence[str] = (),
     parameters: Mapping[str, Any] | None = None,
     module: bool = False,
+    cuda_as_cpu: bool = False,
+    defaults: Mapping[str, str] | None = None,
     is_root: bool = False,
 ) -> LaunchPlan:
     """Plan `processes` ranks on this machine, each running `python script args...`.
 
     `module` says that `script` is a module name, as after `python -m`. `parameters` of None leaves
-    the parameters variable to whatever the user's environment holds.
+    the parameters variable to whatever the user's environment holds. With `cuda_as_cpu`, "cuda" means
+    the CPU. `defaults` are variables that hold where the user has set none.
 
     Raises ValueError where `processes` is below 1.
     """
@@ -95,11 +99,14 @@ def plan_launch(
     environment = dict(_RANK_ENVIRONMENT)
     if parameters is not None:
         environment[PARAMETERS_VARIABLE] = json.dumps(parameters)
+    if cuda_as_cpu:
+        environment[CUDA_AS_CPU_VARIABLE] = "1"
     return plan_mpirun(
         processes=processes,
         command=rank_command(python, (*target, *args)),
         mpirun=mpirun,
         environment=environment,
+        defaults=defaults,
         is_root=is_root,
     )
 
@@ -110,18 +117,21 @@ def plan_mpirun(
     command: Sequence[str],
     mpirun: str,
     environment: Mapping[str, str],
+    defaults: Mapping[str, str] | None = None,
     is_root: bool = False,
 ) -> LaunchPlan:
     """Plan `processes` ranks on this machine that each run `command`, one torch thread per rank.
 
-    mpirun is that of Open MPI 5. Raises ValueError where `processes` is below 1.
+    `defaults`: as in `plan_launch`. mpirun is that of Open MPI 5.
+
+    Raises ValueError where `processes` is below 1.
     """
     if processes < 1:
         raise ValueError(f"processes must be at least 1, got {processes}")
     return LaunchPlan(
         argv=(mpirun, *_words(_one_machine(processes, mpi_major=5)), *command),
         environment={**environment, **_root_environment(is_root)},
-        environment_defaults=_RANK_DEFAULTS,
+        environment_defaults={**_RANK_DEFAULTS, **(defaults or {})},
     )
 
 

@@ -31,7 +31,7 @@ def resume_from_checkpoint(
     load_sharded_optimizer_state: bool = True,
     translate_function: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     *,
-    weights_only: bool | None = True,
+    weights_only: bool | None = None,
 ) -> Any:
     """Loads what :func:`save_checkpoint` saved into the model and the optimizer; call it on all ranks.
 

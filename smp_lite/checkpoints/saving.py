@@ -54,7 +54,7 @@ def load(
     partial: bool = True,
     back_compat: bool = False,
     *,
-    weights_only: bool | None = True,
+    weights_only: bool | None = None,
     **pickle_load_args: Any,
 ) -> Any:
     """``torch.load`` of what :func:`save` wrote; call it on all ranks.
@@ -67,7 +67,7 @@ def load(
         back_compat: accepted for SMP scripts; there is one naming only.
         weights_only: read tensors and plain Python data alone, and what
             ``torch.serialization.add_safe_globals`` allows. False: anything, which can run code of whoever
-            made the file.
+            made the file. None: True, unless ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1`` is set.
 
     Raises:
         FileNotFoundError: it is not there.

@@ -14,6 +14,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ..errors import SMPError
 from .apply_function import ApplyFunction
 from .backward.checkpoints import Region, inside_reentrant, refuse_saved_hooks
+from .describe.checkpointed_calls import call_marked, is_marked
 from .source_line import CHECKPOINT_WITHOUT_EFFECT, warn_once_at_user_line
 from .state.containers import MISSING
 from .state.hearing import attribute_set
@@ -108,9 +110,13 @@ def start_intercepting() -> None:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         recorder = _active
         if recorder is None or recorder.suspended or threading.get_ident() != _thread:
+            if is_marked(module):
+                return call_marked(original_call, module, args, kwargs)
             return original_call(module, *args, **kwargs)
         if recorder.descriptions.inferring:
-            return _call_on_fakes(module, original_call, args, kwargs)
+            if is_marked(module):
+                return call_marked(partial(_call_on_fakes, original_call), module, args, kwargs)
+            return _call_on_fakes(original_call, module, *args, **kwargs)
         return recorder.call_module(module, original_call, args, kwargs)
 
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
@@ -200,9 +206,7 @@ def stop_intercepting() -> None:
         _originals.clear()
 
 
-def _call_on_fakes(
-    module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _call_on_fakes(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """A call inside a fake run. Hooks that are there by now were put on by the code that runs."""
     if (
         module._backward_hooks

@@ -67,7 +67,7 @@ def read_torch(
     path: Path,
     *,
     caller: str,
-    weights_only: bool | None = True,
+    weights_only: bool | None = None,
     map_location: Any = "cpu",
     pickle_module: Any = pickle,
     **arguments: Any,
@@ -77,14 +77,16 @@ def read_torch(
     Args:
         path: the file.
         caller: the public function, for errors.
-        weights_only: None: True. What ``torch.serialization.add_safe_globals`` has allowed is read as well.
+        weights_only: None: True, unless ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` is set, which is torch's own
+            variable for scripts that cannot say so. What ``torch.serialization.add_safe_globals`` has allowed
+            is read as well.
         map_location, pickle_module, arguments: as in ``torch.load``.
 
     Raises:
         SMPError: the file holds what is not read without asking, or is no whole file of ``torch.save``.
         OSError: it cannot be opened.
     """
-    safely = weights_only is None or weights_only
+    safely = not _reads_all_by_default() if weights_only is None else weights_only
     if not safely:
         arguments["pickle_module"] = pickle_module
     elif pickle_module is not pickle:
@@ -113,6 +115,10 @@ def read_torch(
                     f"whole one ({type(error).__name__}: {first_line})"
                 ) from error
             raise  # of a class in the file
+
+
+def _reads_all_by_default() -> bool:
+    return os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0") in ("1", "y", "yes", "true")
 
 
 def _refused(path: Path, error: Exception) -> str:

@@ -25,7 +25,9 @@ from ..plan.partition import ModuleCost, Partition
 from ..record.parameters.placement import Placement
 from ..record.state.ambient import refuse_transformations
 from ..runtime.model_runtime import ModelRuntime, ReductionOptions
+from ..smp_v1 import cuda_as_cpu
 from ..steps.step_timeline import StepTimeline
+from .activation_checkpointing import check_marked
 from .lazy_modules import has_lazy_modules, initialise_lazy_modules
 from .model_with_state import ModelWithState
 from .partitioning import decide_partition, load_partition, report_partition
@@ -205,6 +207,7 @@ class DistributedModel(ModelWithState):
         if session.num_stages > 1 and session.rank == 0:
             print(report_partition(session, partition, costs), flush=True)
         placement = Placement(self.module, partition.stage_of, session.num_stages)
+        check_marked(placement, may_warn=session.cfg.auto_partition)
         self.own_parameters = OwnParameters(placement, peers.stages)
         self._runtime = ModelRuntime(
             placement,
@@ -274,7 +277,8 @@ class DistributedModel(ModelWithState):
     def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
         """A no-op before partition for devices (the library places parameters); dtypes are applied."""
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        if device is not None and device.type not in (self._session.device.type, "cpu"):
+        here = (self._session.device.type, "cpu", *(["cuda"] if cuda_as_cpu.is_on() else []))
+        if device is not None and device.type not in here:
             raise SMPError(
                 f"model.to({str(device)!r}): this job runs on {self._session.device.type}; the library "
                 "moves parameters itself, so remove the call"

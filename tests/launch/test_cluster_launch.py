@@ -71,7 +71,7 @@ def test_hostile_arguments_reach_srun_as_they_are(tmp_path: Path) -> None:
     code, shown = run_on_slurm(tmp_path, a_job(), slurm)
     assert code == 7  # srun's own, which is that of the rank that failed
     options = ["--mpi=pmix", "--kill-on-bad-exit=1", "--label"]
-    assert shown["args"] == [*options, "python", "-m", "mpi4py", "show.py", *HOSTILE]
+    assert shown["args"] == [*options, "python", "-m", "smp_lite.smp_v1", "show.py", *HOSTILE]
     environment = shown["environment"]
     assert json.loads(environment.pop("SM_HP_MP_PARAMETERS")) == PARAMETERS
     assert environment == {

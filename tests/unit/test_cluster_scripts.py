@@ -72,7 +72,7 @@ def test_without_parameters_the_script_has_the_word(on: str, capsys: pytest.Capt
     assert main([*launch_arguments(on), "-m", "pkg.train"]) == 0
     text = capsys.readouterr().out
     assert "SM_HP_MP_PARAMETERS" not in text
-    assert "mpi4py" in text and "pkg.train" in text
+    assert "smp_lite.smp_v1" in text and "pkg.train" in text
 
 
 def test_the_parameters_may_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

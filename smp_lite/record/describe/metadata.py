@@ -31,6 +31,7 @@ from ..state.random_state import kept, python_state
 from ..values.calls import Arguments, ChangedArgument, Constant, NewTensor, Repeated, ResultMeta, SameTensor
 from ..values.placed import PlacedTensor, TensorMeta
 from ..values.structure import flatten
+from .checkpointed_calls import forward_of
 from .effects import Effects, FakeTables, NeedsOpening, function_untouched
 from .layouts import as_kernels_lay_out
 
@@ -65,7 +66,7 @@ class MetadataInference:
         try:
             try:
                 with effects.watched():
-                    meta = self._run(lambda: module.forward(*args, **kwargs), fakes, tables)
+                    meta = self._run(lambda: forward_of(module, args, kwargs), fakes, tables)
             except NeedsOpening:
                 raise
             except Exception:

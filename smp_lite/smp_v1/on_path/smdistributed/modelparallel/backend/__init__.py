@@ -1,0 +1,1 @@
+"""Where SageMaker's training toolkit looks for error classes."""

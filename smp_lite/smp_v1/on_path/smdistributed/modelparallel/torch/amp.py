@@ -1,0 +1,3 @@
+from smp_lite.amp import GradScaler
+
+__all__ = ["GradScaler"]

@@ -1,0 +1,3 @@
+from smp_lite.wrapper.distributed_model import DistributedModel
+
+__all__ = ["DistributedModel"]

@@ -1,0 +1,3 @@
+from . import bert, gpt2, gptj, gptneo, roberta
+
+__all__ = ["bert", "gpt2", "gptj", "gptneo", "roberta"]

@@ -1,0 +1,3 @@
+from . import checkpoint
+
+__all__ = ["checkpoint"]

@@ -1,0 +1,3 @@
+from smp_lite.session_state import state
+
+__all__ = ["state"]

@@ -1,0 +1,3 @@
+from . import torch
+
+__all__ = ["torch"]
