@@ -17,7 +17,7 @@ from smp_lite.config.errors import ConfigError, complaint
 from smp_lite.config.keys import is_private_hint, refuse_v2_keys, unknown_keys_text
 from smp_lite.config.messages import default_text, explain, type_text
 from smp_lite.config.rules import check_across_fields, check_world_size
-from smp_lite.config.v1_parameters import HINTS, LaterParameters
+from smp_lite.config.v1_parameters import HINTS, SINCE_1_6, LaterParameters
 
 __all__ = ["Config"]
 
@@ -67,6 +67,11 @@ class Config(LaterParameters):
     def check_world_size(self, world_size: int) -> None:
         """Raises ConfigError unless ``world_size`` processes hold whole replicas of the model."""
         check_world_size(self, world_size)
+
+    @property
+    def is_of_smp_1_6(self) -> bool:
+        """Whether the parameters have a key that SMP did not know before 1.6, which named files otherwise."""
+        return not SINCE_1_6.isdisjoint(self.model_fields_set)
 
     def hints_text(self) -> str | None:
         """One line about the hints that were given; None if there are none."""

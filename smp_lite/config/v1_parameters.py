@@ -15,7 +15,7 @@ from pydantic import Field
 
 from smp_lite.config.parameters import Count, Parameters, Switch
 
-__all__ = ["HINTS", "INERT", "PRIVATE_HINTS", "REFUSED", "Later", "LaterParameters"]
+__all__ = ["HINTS", "INERT", "PRIVATE_HINTS", "REFUSED", "SINCE_1_6", "Later", "LaterParameters"]
 
 
 _NotNegative = Annotated[int, Field(ge=0)]
@@ -114,6 +114,12 @@ INERT: Mapping[str, str] = {
     "activation_loading_horizon": "offload_activations",
 }
 """Key -> the one that it belongs to."""
+
+SINCE_1_6 = frozenset(LaterParameters.model_fields.keys() - Parameters.model_fields.keys()) - {
+    "trace_device",
+    "overlapping_allreduce",
+}
+"""Keys of tensor parallelism and what came with it; a job that sends one has files by pp and tp rank."""
 
 PRIVATE_HINTS = ("_match_weights", "_fp32_grad_accumulation", "_prescaled_batch")
 """Switches that AWS's scripts send and no document names; they mean nothing without the features above."""

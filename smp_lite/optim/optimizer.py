@@ -266,7 +266,8 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
                 if is_away(value):
                     raise needed(f"optimizer.step() needs param_groups[{place}][{key!r}]", [value])
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]
+        """Clears the gradients; ``set_to_none``: None: as the inner optimizer does by itself."""
         step = self._session.step
         if step is not None and (step.microbatch_index > 0 or step.has_recorded_backward):
             raise SMPError(
@@ -274,8 +275,11 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
                 "call it before the step"
             )
         with self._here():
-            self.optimizer.zero_grad(set_to_none=set_to_none)
-        if set_to_none:
+            if set_to_none is None:
+                self.optimizer.zero_grad()
+            else:
+                self.optimizer.zero_grad(set_to_none=set_to_none)
+        if set_to_none or (set_to_none is None and getattr(self.optimizer, "set_grad_none", True)):
             # Zeros stay: their own rank has made them.
             for lists in self._lists():
                 for parameter in lists["params"]:
@@ -328,8 +332,11 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
             state.update(part["state"])
         groups = []
         start = 0
-        for group, lists in zip(local["param_groups"], self._lists(), strict=True):
+        for number, lists in enumerate(self._lists()):
             size = len(lists["params"])
+            # What an optimizer counts for a group, it counts where the group has parameters.
+            of_parts = [part["param_groups"][number] for part in parts]
+            group = next((found for found in of_parts if found["params"]), of_parts[0])
             groups.append({**group, **lists, "params": list(range(start, start + size))})
             start += size
         return {"state": dict(sorted(state.items())), "param_groups": groups}

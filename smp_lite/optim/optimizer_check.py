@@ -40,6 +40,7 @@ _MOST_PER_KIND = 2  # small tensors for each group and number of dimensions
 _MOST = 6
 _LONGEST = 4  # of a small tensor's dimensions
 _TOLERANCE = 1e-4
+_SMALLEST_RATE = 1e-3
 
 _TORCHS_OWN = {
     kind
@@ -276,6 +277,8 @@ def _copied(
         if id(group) not in memo:
             members = [small[id(p)] for p in group["params"] if id(p) in small]
             settings = {key: copy.deepcopy(value, memo) for key, value in group.items() if key != "params"}
+            if "lr" in settings and settings["lr"] < _SMALLEST_RATE:
+                settings["lr"] = _SMALLEST_RATE  # a schedule that warms up begins at 0, which moves nothing
             names = {"param_names": [str(i) for i in range(len(members))]} if "param_names" in group else {}
             memo[id(group)] = {**settings, **names, "params": members}
         if memo[id(group)]["params"]:

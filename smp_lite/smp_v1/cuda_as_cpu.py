@@ -169,13 +169,12 @@ def _count() -> int:
     return int(os.environ.get(_LOCAL_SIZE, "1"))
 
 
+def _returns(value: Any) -> Callable[..., Any]:
+    """A function of its own for each name: torch's compiler has one rule for each function."""
+    return lambda *args, **kwargs: value
+
+
 def _functions() -> dict[str, Callable[..., Any]]:
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    def zero(*args: Any, **kwargs: Any) -> int:
-        return 0
-
     counters = """memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached
         max_memory_cached utilization"""
     silent = """synchronize empty_cache manual_seed manual_seed_all seed seed_all init ipc_collect
@@ -185,24 +184,21 @@ def _functions() -> dict[str, Callable[..., Any]]:
     properties = types.SimpleNamespace(name="CPU", major=0, minor=0, total_memory=0, multi_processor_count=0)
     no_state = torch.empty(0, dtype=torch.uint8)
     return {
-        **dict.fromkeys(counters.split(), zero),
-        **dict.fromkeys(silent.split(), nothing),
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "is_bf16_supported": lambda *args, **kwargs: True,
+        **{name: _returns(0) for name in f"{counters} initial_seed".split()},
+        **{name: _returns(None) for name in silent.split()},
+        **{name: _returns(True) for name in ("is_available", "is_initialized", "is_bf16_supported")},
         "device_count": _count,
         "current_device": lambda: _device,
         "set_device": _set_device,
         "device": _Stream,
-        "get_device_name": lambda *args, **kwargs: "CPU",
-        "get_device_capability": lambda *args, **kwargs: (0, 0),
-        "get_device_properties": lambda *args, **kwargs: properties,
-        "mem_get_info": lambda *args, **kwargs: (0, 0),
+        "get_device_name": _returns("CPU"),
+        "get_device_capability": _returns((0, 0)),
+        "get_device_properties": _returns(properties),
+        "mem_get_info": _returns((0, 0)),
         "memory_stats": lambda *args, **kwargs: {},
-        "memory_summary": lambda *args, **kwargs: "",
+        "memory_summary": _returns(""),
         "get_rng_state": lambda *args, **kwargs: no_state.clone(),
         "get_rng_state_all": lambda: [no_state.clone() for _ in range(_count())],
-        "initial_seed": zero,
         "Event": _Event,
         "Stream": _Stream,
         "stream": _Stream,

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from ..runtime.model_runtime import ModelRuntime
+from ..smp_v1.missing import refusal
+from ..smp_v1.names import NAMES
 
 __all__ = ["LocalParts"]
 
@@ -51,6 +53,14 @@ class LocalParts(nn.Module):
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters whose gradients are averaged over the rdp group in another way: none."""
         return iter(())
+
+    def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The slices of parameters that a sharded optimizer steps.
+
+        Raises:
+            SMPError: there is no sharded optimizer state yet.
+        """
+        raise refusal(NAMES["DistributedModel.virtual_named_parameters"])
 
     # This rank's part ---------------------------------------------------------------------------------------
 

@@ -313,3 +313,19 @@ def communication_hook(kind: str) -> dict[str, Any]:
     gradients = {name: parameter.grad for name, parameter in model.local_named_parameters()}
     close = [torch.allclose(g, wanted[n], rtol=1e-5, atol=1e-6) for n, g in gradients.items()]
     return {"seen": seen, "again": again, "close": close}
+
+
+def counts_of_groups() -> dict[str, Any]:
+    """The first stage has no parameters, so its rank's groups never step."""
+    warnings.filterwarnings("ignore", message="Stage ")
+    smp.init()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Tanh(), nn.Linear(4, 1))
+    model = smp.DistributedModel(net)
+    place(lambda name: 1 if name == "1" else 0, net)
+    inner = smp.optimizers.FusedNovoGrad(model.parameters(), lr=0.01)
+    optimizer = smp.DistributedOptimizer(inner)
+    for index in range(3):
+        train(model, *batch(index))
+        optimizer.step()
+    return optimizer.state_dict()["param_groups"][0]

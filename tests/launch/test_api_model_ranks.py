@@ -111,3 +111,10 @@ def test_a_communication_hook_replaces_the_reduction(kind: str) -> None:
         assert seen["seen"] == ([("state", 0, 4, True)] if kind == "own" else [])
         assert "there can be one hook" in seen["again"]
         assert seen["close"] == [True] * 4
+
+
+def test_a_groups_count_comes_from_a_rank_that_has_its_parameters() -> None:
+    parameters = {"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0}
+    for group in run_distributed(f"{CASES}counts_of_groups", 2, parameters=parameters):
+        assert group["step"] == 3
+        assert group["params"] == [0, 1]

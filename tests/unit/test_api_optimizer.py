@@ -386,3 +386,22 @@ def test_an_optimizer_wrapped_after_the_first_step_trains_too() -> None:
     run(net, reference, range(2))
     run(model, optimizer, range(2))
     assert same([p.data for p in model.parameters()], [p.data for p in net.parameters()])
+
+
+def test_a_learning_rate_that_warms_up_from_nothing_hides_no_limit_on_the_norm() -> None:
+    model = smp.DistributedModel(build())
+    optimizer = smp.optimizers.FusedLAMB(model.parameters(), lr=0.0)
+    with pytest.raises(smp.SMPError, match="FusedLAMB over several partitions"):
+        smp.DistributedOptimizer(optimizer)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_gradients_are_cleared_as_the_inner_optimizer_does_by_itself(keeps: bool) -> None:
+    model = smp.DistributedModel(build())
+    inner = smp.optimizers.FusedNovoGrad(model.parameters(), set_grad_none=not keeps)
+    optimizer = smp.DistributedOptimizer(inner)
+    train(model, *batch())
+    optimizer.zero_grad()
+    assert all((p.grad is not None) == keeps for p in model.parameters())
+    optimizer.zero_grad(set_to_none=True)
+    assert all(p.grad is None for p in model.parameters())

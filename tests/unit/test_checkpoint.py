@@ -81,12 +81,10 @@ def test_load_names_the_path_and_the_likely_mistake(tmp_path: Path) -> None:
         smp.load(tmp_path / "b")
 
 
-def test_save_refuses_file_objects_and_v3(tmp_path: Path) -> None:
+def test_save_refuses_file_objects(tmp_path: Path) -> None:
     in_memory()
     with (tmp_path / "a").open("wb") as file, pytest.raises(TypeError, match="must be a path"):
         smp.save(1, file)
-    with pytest.raises(smp.SMPError, match="sharded optimizer state"):
-        smp.save(1, tmp_path / "a", v3=True)
 
 
 def test_a_save_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
