@@ -45,7 +45,7 @@ _MODULES = {
     "model": "wrapper.distributed_model",
     "optimizers": "optim.fused",
     "state_mod": "session_state",
-    "utils": "smp_v1.utils",
+    "utils": "utils",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

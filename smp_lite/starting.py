@@ -22,6 +22,7 @@ from .plan.topology import Topology
 from .record.interception import start_intercepting, stop_intercepting
 from .record.parameters.away import forget_all
 from .session import Session, current, is_initialized, set_current
+from .smp_v1 import cuda_as_cpu
 from .stop_notice import listen, stop_listening
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def _check_needs_of_mpi(config: Config, transport: Transport) -> None:
     found = None
     if config.horovod:
         found = "horovod: True"
-    elif config.ddp_dist_backend in ("mpi", "nccl"):
+    elif config.ddp_dist_backend == "mpi" or (config.ddp_dist_backend == "nccl" and not cuda_as_cpu.is_on()):
         found = f"ddp_dist_backend: {config.ddp_dist_backend!r}"
     if found is not None:
         raise SMPError(

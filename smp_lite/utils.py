@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..api import dp_rank, pp_rank, rank, tp_rank
+from .api import dp_rank, pp_rank, rank, tp_rank
 
 __all__ = ["get_distribution_axis", "rmsg"]
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import SMPError
+from ..smp_v1 import cuda_as_cpu
 from .gloo import check_ranks, use_loopback
 from .waiting import watchdog_s
 from .world import World
@@ -37,10 +38,13 @@ def init_process_groups(world: World, *, backend: str, port: int | None) -> dict
         Process groups by kind: WORLD, MP, DP, PP, TP, RDP.
     """
     if not dist.is_initialized():
+        has_gpus = torch.cuda.is_available() and not cuda_as_cpu.is_on()
         if backend == "auto":
-            enough = torch.cuda.is_available() and torch.cuda.device_count() >= world.local_size
+            enough = has_gpus and torch.cuda.device_count() >= world.local_size
             backend = "nccl" if enough else "gloo"
-        if backend == "nccl" and not torch.cuda.is_available():
+        if backend == "nccl" and cuda_as_cpu.is_on():
+            backend = "gloo"
+        if backend == "nccl" and not has_gpus:
             raise SMPError("ddp_dist_backend='nccl' needs GPUs, and torch finds none: use 'gloo' or 'auto'")
         backend = "gloo" if backend == "mpi" else backend
         _init(world, backend, port)

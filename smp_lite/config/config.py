@@ -16,6 +16,7 @@ from pydantic import ValidationError, model_validator
 from smp_lite.config.errors import ConfigError, complaint
 from smp_lite.config.keys import is_private_hint, refuse_v2_keys, unknown_keys_text
 from smp_lite.config.messages import default_text, explain, type_text
+from smp_lite.config.parameters import Parameters
 from smp_lite.config.rules import check_across_fields, check_world_size
 from smp_lite.config.v1_parameters import HINTS, SINCE_1_6, LaterParameters
 
@@ -57,10 +58,11 @@ class Config(LaterParameters):
 
     @classmethod
     def describe(cls) -> list[tuple[str, str, str, str]]:
-        """Returns name, type, default and description of each parameter, the required one first."""
+        """Returns name, type, default and description of each parameter that does something here, the
+        required one first; those that do not are told by :mod:`smp_lite.smp_v1.table`."""
         rows = [
             (name, type_text(field), default_text(name, field), field.description or "")
-            for name, field in cls.model_fields.items()
+            for name, field in Parameters.model_fields.items()
         ]
         return sorted(rows, key=lambda row: row[2] != "required")
 

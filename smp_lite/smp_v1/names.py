@@ -55,7 +55,7 @@ _FP16 = "fp16, which is not supported yet: train in fp32, or under torch.autocas
 _SHARDED = (
     "sharded optimizer state, which is not supported yet: each replica keeps the whole state of its part"
 )
-_SDP = "sharded data parallelism, which is not supported yet"
+_SDP = "sharded data parallelism, which is not supported yet: replicas hold whole parameters"
 _SUBMODULE_CHECKPOINT = (
     "SMP's own checkpointing inside forward, which is not supported yet: call torch.utils.checkpoint inside "
     "a module that lies on one stage, or smp.set_activation_checkpointing on it"
@@ -83,10 +83,11 @@ def _all() -> Iterable[Name]:
     yield Name("init", "runs", "a second call does nothing, unless it asks for other parameters")
     yield from _runs("is_initialized is_tracing")
     yield from _runs("rank size local_rank local_size")
-    for kind in ("mp", "dp", "pp", "tp", "rdp"):
+    kinds = ("mp", "dp", "pp", "tp", "rdp")
+    for kind in kinds:
         yield from _runs(f"{kind}_rank {kind}_size get_{kind}_group")
+    for kind in ("world", *kinds):
         yield Name(f"get_{kind}_process_group", "runs", "needs ddp: True")
-    yield Name("get_world_process_group", "runs", "needs ddp: True")
     yield from _runs("barrier mp_barrier dp_barrier pp_barrier tp_barrier rdp_barrier")
     yield from _runs("broadcast send recv_from allgather")
     yield from _runs("CommGroup RankType WORLD MP_GROUP DP_GROUP PP_GROUP TP_GROUP RDP_GROUP")
@@ -111,7 +112,8 @@ def _all() -> Iterable[Name]:
         "DistributedModel.scaled_batch_reducer_named_parameters"
     )
     yield from _refused(
-        "DistributedModel.join", "uneven numbers of steps: give every dp rank the same, with drop_last=True"
+        "DistributedModel.join",
+        "uneven numbers of steps, not supported yet: give every dp rank the same, with drop_last=True",
     )
     yield from _refused("DistributedModel.virtual_named_parameters", _SHARDED)
     yield Name(

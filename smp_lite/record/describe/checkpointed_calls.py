@@ -49,15 +49,11 @@ def call_marked(original: Callable[..., Any], module: nn.Module, args: Any, kwar
     if not torch.is_grad_enabled():
         return original(module, *args, **kwargs)
     preserve_rng_state, is_packed = module.__dict__[_MARK]
-    if is_packed and len(args) == 1 and isinstance(args[0], tuple):
-        # The tensors one by one, where checkpoint looks for them; the module gets its tuple again.
-        def unpacked(*parts: Any, **options: Any) -> Any:
-            return original(module, type(args[0])(parts), **options)
+    is_packed = is_packed and len(args) == 1 and isinstance(args[0], tuple)
 
-        function, args = unpacked, args[0]
-    else:
+    def function(*given: Any, **options: Any) -> Any:
+        return original(module, *([given] if is_packed else given), **options)
 
-        def function(*given: Any, **options: Any) -> Any:
-            return original(module, *given, **options)
-
+    # Packed tensors go one by one, where checkpoint() looks for them; the module gets a tuple again.
+    args = args[0] if is_packed else args
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
