@@ -102,7 +102,12 @@ def _group(kind: str) -> Callable[[], list[int]]:
 
 def _process_group(kind: str) -> Callable[[], Any]:
     def getter() -> Any:
-        groups = current().process_groups
+        session = current()
+        if not session.process_groups and session.world is None and session.cfg.ddp:
+            from .comm.process_groups import groups_of_one_process
+
+            session.process_groups = groups_of_one_process()
+        groups = session.process_groups
         if not groups:
             raise SMPError(
                 f"smp.get_{kind.lower()}_process_group() needs torch.distributed: set ddp: True in the "

@@ -181,11 +181,11 @@ def reset() -> None:
     if is_initialized():
         session = current()
         session.overrides.close()
-        if session.world is not None:
-            if session.process_groups:
-                from .comm.gloo import destroy_process_groups
+        if session.process_groups:
+            from .comm.gloo import destroy_process_groups
 
-                destroy_process_groups()
+            destroy_process_groups()
+        if session.world is not None:
             session.world.close()
     stop_listening()
     stop_intercepting()

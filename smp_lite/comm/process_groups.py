@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from ..errors import SMPError
 from ..smp_v1 import cuda_as_cpu
-from .gloo import check_ranks, use_loopback
+from .gloo import check_ranks, init_gloo, use_loopback
 from .waiting import watchdog_s
 from .world import World
 
-__all__ = ["init_process_groups"]
+__all__ = ["groups_of_one_process", "init_process_groups"]
 
 
 def init_process_groups(world: World, *, backend: str, port: int | None) -> dict[str, Any]:
@@ -58,6 +58,12 @@ def init_process_groups(world: World, *, backend: str, port: int | None) -> dict
             made[rows], _ = dist.new_subgroups_by_enumeration([list(row) for row in rows])
         groups[kind] = made[rows]
     return groups
+
+
+def groups_of_one_process() -> dict[str, Any]:
+    """The same where one process plays all stages: every group is that process."""
+    init_gloo(dist.HashStore(), 0, 1, one_machine=True)
+    return dict.fromkeys(("WORLD", "MP", "DP", "PP", "TP", "RDP"), dist.group.WORLD)
 
 
 def _init(world: World, backend: str, port: int | None) -> None:

@@ -286,3 +286,18 @@ def test_init_twice_and_calls_before_init() -> None:
             call()
     with pytest.raises(smp.SMPError, match=r"call smp\.init\(\) first"):
         train(None, *batch())
+
+
+def test_groups_of_torch_where_one_process_plays_all_stages() -> None:
+    """Scripts reduce losses over the dp group, also under `smp-lite check`."""
+    with pytest.raises(smp.SMPError, match="set ddp: True"):
+        smp.get_dp_process_group()
+    for _ in range(2):
+        smp.reset()
+        in_memory(ddp=True)
+        loss = torch.ones(1)
+        for group in (smp.get_dp_process_group(), smp.get_world_process_group(), smp.get_mp_process_group()):
+            torch.distributed.all_reduce(loss, group=group)
+        assert float(loss) == 1
+    smp.reset()
+    assert not torch.distributed.is_initialized()
