@@ -258,3 +258,20 @@ def test_processes_of_all_hosts_must_fit_the_partitions(tmp_path: Path) -> None:
     job = estimator(tmp_path, "", distribution=distribution(processes=3))
     with pytest.raises(Exception, match="3"):
         job.fit(logs="None")
+
+
+def test_a_script_of_smp_v1_runs_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It imports smdistributed.modelparallel.torch, and speaks of CUDA."""
+    job = estimator(
+        tmp_path,
+        "",
+        source_dir=str(Path(__file__).parents[1] / "smp_v1" / "scripts"),
+        entry_point="train_mnist.py",
+        hyperparameters={"epochs": 1},
+        environment={"SMP_LITE_CUDA_AS_CPU": "1"},
+        distribution=distribution(microbatches=2),
+    )
+    job.fit()
+    shown = capsys.readouterr().out
+    for rank in (0, 1):
+        assert f"[{rank}] SMP training finished successfully" in shown
