@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from smp_lite.config import Config
+from smp_lite.config.v1_parameters import PRIVATE_HINTS
+from smp_lite.smp_v1.names import NAMES
+from smp_lite.smp_v1.table import table, with_table
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 
@@ -29,3 +32,16 @@ def test_files_and_targets_that_it_names_exist() -> None:
     ):
         assert name in text
         assert (README.parent / name).is_file()
+
+
+def test_the_table_of_names_is_generated_from_the_code() -> None:
+    text = README.read_text()
+    assert with_table(text) == text
+
+
+def test_every_name_and_key_is_in_it() -> None:
+    text = table()
+    for path in NAMES:
+        assert f"`{path}`" in text or f"`.{path.rpartition('.')[2]}`" in text
+    for key in (*Config.model_fields, *PRIVATE_HINTS):
+        assert f"`{key}`" in text
