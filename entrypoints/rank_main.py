@@ -28,7 +28,7 @@ from pathlib import Path
 
 from smp_lite import stop_notice
 from smp_lite.errors_record import ERROR_DIR_VARIABLE, headline_of, record_failure
-from smp_lite.smp_v1.before_script import prepare
+from smp_lite.smp_v1.before_script import CUDA_AS_CPU_VARIABLE, prepare
 
 from .hosts.one_machine import enter_host
 from .mpi.rank_command import decode_words
@@ -36,6 +36,7 @@ from .mpi.rank_command import decode_words
 __all__ = ["main"]
 
 _FLUSH_S = 2.0
+_NO_CUDA = ("not compiled with CUDA enabled", "attribute '_cuda_", "CUDA support, but CUDA not available")
 _OUR_FRAMES = frozenset({__file__, "<frozen runpy>"})
 
 
@@ -73,7 +74,7 @@ def _end(error: BaseException, rank: int) -> None:
             _fail(text, rank, code, text)
     else:
         _call_custom_hook(error, rank)
-        _fail(_traceback_text(error), rank, 1, headline_of(error))
+        _fail(_traceback_text(error) + _advice(error), rank, 1, headline_of(error))
 
 
 def _run_script(script: str, args: list[str]) -> None:
@@ -119,6 +120,17 @@ def _traceback_text(error: BaseException) -> str:
     while frames is not None and frames.tb_frame.f_code.co_filename in _OUR_FRAMES:
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def _advice(error: BaseException) -> str:
+    """What a script may be told that speaks of CUDA on a machine without."""
+    text = f"{error}"
+    if not any(words in text for words in _NO_CUDA):
+        return ""
+    return (
+        "(The script speaks of CUDA, and this torch has none. smp-lite run --cuda-as-cpu, or in a job "
+        f"{CUDA_AS_CPU_VARIABLE}=1, lets it mean the CPU.)\n"
+    )
 
 
 def _call_custom_hook(error: BaseException, rank: int) -> None:
