@@ -9,6 +9,7 @@
 # make test-network   two hosts of a network (root, Linux)
 # make test-toolkit   the runtime under AWS's own launcher, sagemaker-training (root, gcc)
 # make test-sdk3      version 3 of the SageMaker SDK (1 GB)
+# make test-trainer4  the Trainer of transformers 4.28, which has SMP v1 built in (1.2 GB)
 # make sweep          every model type of transformers against plain torch (half an hour)
 #
 # The first of them creates .venv from pinned versions (constraints.txt); later ones find it ready.
@@ -23,7 +24,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: train test test-all bench notebooks sweep lint test-network test-toolkit test-sdk3
+.PHONY: train test test-all bench notebooks sweep lint test-network test-toolkit test-sdk3 test-trainer4
 .DELETE_ON_ERROR:
 
 train: $(VENV)/train.stamp
@@ -44,6 +45,9 @@ test-toolkit: $(VENV)/test.stamp $(VENV)-toolkit/stamp
 
 test-sdk3: $(VENV)/test.stamp $(VENV)-sdk3/stamp
 	SMP_LITE_SDK_V3_PYTHON=$(CURDIR)/$(VENV)-sdk3/bin/python $(PYTEST) tests/estimator/test_model_trainer.py
+
+test-trainer4: $(VENV)/test.stamp $(VENV)-trainer4/stamp
+	SMP_LITE_TRAINER4_VENV=$(CURDIR)/$(VENV)-trainer4 $(PYTEST) tests/launch/test_trainer4.py
 
 bench: $(VENV)/test.stamp
 	$(BIN)/python -m tests.benchmarks
@@ -79,4 +83,9 @@ $(VENV)-toolkit/stamp: pyproject.toml | $(BIN)/python
 $(VENV)-sdk3/stamp: pyproject.toml | $(BIN)/python
 	$(PYTHON) -m venv $(VENV)-sdk3
 	$(VENV)-sdk3/bin/pip install --quiet 'sagemaker>=3.20,<4' torch==2.13.0 --editable '.[mpi]'
+	@touch $@
+
+$(VENV)-trainer4/stamp: pyproject.toml | $(BIN)/python
+	$(PYTHON) -m venv $(VENV)-trainer4
+	$(VENV)-trainer4/bin/pip install --quiet transformers==4.28.1 torch==2.13.0 --editable '.[mpi]'
 	@touch $@

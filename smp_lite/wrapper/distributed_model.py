@@ -28,6 +28,7 @@ from ..runtime.model_runtime import ModelRuntime, ReductionOptions
 from ..smp_v1 import cuda_as_cpu
 from ..steps.step_timeline import StepTimeline
 from .activation_checkpointing import check_marked
+from .hops import end_hops
 from .lazy_modules import has_lazy_modules, initialise_lazy_modules
 from .model_with_state import ModelWithState
 from .partitioning import decide_partition, load_partition, report_partition
@@ -84,7 +85,8 @@ class DistributedModel(ModelWithState):
                 f"backward_passes_per_step must be a positive integer, got {backward_passes_per_step}"
             )
         self.module = module
-        _end_hops(session, module)
+        if (take_back := end_hops(module)) is not None:
+            session.overrides.callback(take_back)
         self._options = ReductionOptions(
             overlapping_allreduce=(
                 session.cfg.overlapping_allreduce if overlapping_allreduce is None else overlapping_allreduce
@@ -318,17 +320,6 @@ class DistributedModel(ModelWithState):
             self._runtime.reducer.hook = self._comm_hook
 
     _register_comm_hook = register_comm_hook
-
-
-def _end_hops(session: session_module.Session, module: nn.Module) -> None:
-    """Lets any number of ``.module`` end at the user's module.
-
-    Scripts write ``model.module.module.transformer``: SMP, and their own wrappers for fp16, had more layers.
-    The attribute is no submodule, so it changes no names.
-    """
-    if not hasattr(module, "module"):
-        module.__dict__["module"] = module
-        session.overrides.callback(module.__dict__.pop, "module", None)
 
 
 def _check_wrapping(session: session_module.Session, module: nn.Module) -> None:

@@ -296,10 +296,36 @@ def test_any_number_of_hops_ends_at_the_users_module() -> None:
     train(model, *batch())
     assert model.module.module is net
     assert list(model.state_dict()) == list(net.state_dict()) == names
-    twin = copy.deepcopy(net)
-    assert twin.module is twin
     smp.reset()
-    assert not hasattr(net, "module")
+    with pytest.raises(AttributeError, match="module"):
+        _ = net.module
+
+
+def test_who_walks_to_the_innermost_module_comes_to_an_end() -> None:
+    """transformers does in every save_pretrained, by recursion."""
+    net = build()
+    found: Any = smp.DistributedModel(net)
+    while hasattr(found, "module"):
+        found = found.module
+    assert found is net
+    assert getattr(net, "module", None) is None
+    twin, other = copy.deepcopy(net), build()
+    for instance in (twin, other):
+        with pytest.raises(AttributeError, match="module"):
+            _ = instance.module
+    other.module = "its own"
+    assert other.module == "its own"
+
+
+def test_a_class_of_torch_is_left_as_it_was() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    inner = nn.Sequential()
+    inner.module = nn.Linear(1, 1)
+    model = smp.DistributedModel(net)
+    assert model.module.module is net
+    assert isinstance(inner.module, nn.Linear)
+    smp.reset()
+    assert "module" not in vars(nn.Sequential)
 
 
 def test_a_module_of_that_name_is_the_users() -> None:
