@@ -1,5 +1,5 @@
 """The command `smp-lite`: `run` starts a script on several processes, `launch` prints what starts it on a
-cluster, `plan` looks before it.
+cluster, `plan` looks before it, `port` reads scripts of SMP v1.
 
 `run` and `launch` must answer at once and so import no torch; what `plan` needs is imported when it is
 asked for.
@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from smp_lite.smp_v1.before_script import add_cuda_argument, job_variables
+
 __all__ = ["main"]
 
 _USAGE_ERROR = 2
@@ -26,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="smp-lite", description="Run, launch and plan SMP training scripts."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,launch,plan,check}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,launch,plan,check,port}")
     run = commands.add_parser("run", help="run a script on several processes of this machine")
     _add_run_arguments(run)
     launch = commands.add_parser("launch", help="print what starts a script on a cluster; start nothing")
@@ -41,11 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         from smp_lite.check.command import add_check_arguments, run_check
 
         add_check_arguments(check)
+    port = commands.add_parser("port", help="list what a script takes from SMP, and what becomes of it here")
+    if arguments[:1] == ["port"]:
+        from smp_lite.smp_v1.port.command import add_port_arguments, run_port
+
+        add_port_arguments(port)
     args = parser.parse_args(arguments)
     try:
         if args.command == "check":
             args.parameters = None if args.parameters is None else _read_parameters(args.parameters)
             return run_check(args)
+        if args.command == "port":
+            return run_port(args)
         if args.command == "run":
             return _run(args)
         if args.command == "launch":
@@ -64,11 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, required=True, metavar="N", help="how many ranks to start")
-    parser.add_argument(
-        "--cuda-as-cpu",
-        action="store_true",
-        help="for scripts that speak of CUDA: its functions do nothing, and its devices mean the CPU",
-    )
+    add_cuda_argument(parser)
     _add_script_arguments(parser)
 
 
@@ -107,7 +112,6 @@ def _add_script_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from smp_lite.config import Config
-    from smp_lite.entrypoints.container.environment import environment_without_job
     from smp_lite.entrypoints.mpi.launch_plan import plan_launch
     from smp_lite.entrypoints.mpi.mpirun import find_mpirun
     from smp_lite.entrypoints.this_machine.launcher import run_local
@@ -124,7 +128,7 @@ def _run(args: argparse.Namespace) -> int:
         args=args.args,
         module=args.module,
         cuda_as_cpu=args.cuda_as_cpu,
-        defaults=environment_without_job(
+        defaults=job_variables(
             os.getcwd(), num_cpus=os.cpu_count() or 1, num_gpus=args.processes if args.cuda_as_cpu else 0
         ),
         python=sys.executable,

@@ -17,7 +17,7 @@ from typing import Any
 
 from .job import Job
 
-__all__ = ["container_environment", "environment_without_job", "script_arguments"]
+__all__ = ["container_environment", "script_arguments"]
 
 #: Framework parameters that have variables of their own, or none, and are not in SM_FRAMEWORK_PARAMS.
 _NOT_ADDITIONAL = frozenset(
@@ -66,32 +66,6 @@ def container_environment(job: Job, *, num_cpus: int, num_gpus: int) -> dict[str
     exported.update((f"channel_{name}", path) for name, path in facts["channel_input_dirs"].items())
     exported.update((f"hp_{name}", value) for name, value in job.hyperparameters.items())
     return dict(_variable(name, value) for name, value in exported.items())
-
-
-def environment_without_job(folder: str, *, num_cpus: int, num_gpus: int) -> dict[str, str]:
-    """The variables that scripts read while they are imported, where no job has set them.
-
-    transformers takes SM_FRAMEWORK_PARAMS, beside the parameters, for the sign of model parallelism.
-
-    Args:
-        folder: below it, `model`, `output`, `data/train` and `data/test` stand for a job's folders; none of
-            them is made.
-    """
-    train, test = (f"{folder}/data/{name}" for name in ("train", "test"))
-    values = {
-        "framework_params": {"sagemaker_mpi_enabled": True},
-        "hosts": ["localhost"],
-        "current_host": "localhost",
-        "num_cpus": num_cpus,
-        "num_gpus": num_gpus,
-        "model_dir": f"{folder}/model",
-        "output_data_dir": f"{folder}/output",
-        "channel_train": train,
-        "channel_training": train,
-        "channel_test": test,
-        "channel_testing": test,
-    }
-    return dict(_variable(name, value) for name, value in values.items())
 
 
 def script_arguments(job: Job, *, pass_parameters: bool = False) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 
 from .. import starting
 from ..errors import SMPError
+from ..smp_v1.before_script import add_cuda_argument, prepare_here
 from .stepping import CheckEnded, StepChecker
 
 __all__ = ["add_check_arguments", "run_check"]
@@ -28,6 +29,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, default=2, metavar="N", help="how many steps to compare (default 2)"
     )
+    add_cuda_argument(parser)
     parser.add_argument("script", help="the Python script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments for the script")
 
@@ -42,6 +44,7 @@ def run_check(args: argparse.Namespace) -> int:
         raise ValueError(f"--steps {args.steps}: compare at least one step")
     if not Path(args.script).is_file():
         raise ValueError(f"script {args.script!r} is not a file (working directory: {os.getcwd()})")
+    prepare_here(cuda_as_cpu=args.cuda_as_cpu)
     # The process forks, which torch's own threads would not survive.
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)

@@ -38,6 +38,7 @@ from ..record.recording import Recording
 from ..record.values.placed import PlacedTensor
 from ..record.values.structure import flatten
 from ..runtime.batches import Batch
+from ..smp_v1.before_script import add_cuda_argument, prepare_here
 from ..steps.step_function import step
 from ..wrapper.distributed_model import DistributedModel
 from ..wrapper.partitioning import report_partition
@@ -91,6 +92,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "'mask=float32[16,128]'; integers are zeros",
     )
     parser.add_argument("--lists", action="store_true", help="also print each stage's list of actions")
+    add_cuda_argument(parser)
     parser.add_argument("target", help="a script, or package:function that builds a model")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments for the script")
 
@@ -100,6 +102,8 @@ def run_plan(args: argparse.Namespace) -> int:
     is_script = args.target.endswith(".py") or Path(args.target).is_file()
     if args.input and is_script:
         raise ValueError("--input is for a package:function; a script makes its own inputs")
+    if is_script:
+        prepare_here(cuda_as_cpu=args.cuda_as_cpu)
     with starting.planning(args.parameters, stop_when_planned):
         ready = _plan_script(args.target, args.args) if is_script else _plan_function(args)
         _print(ready, args)

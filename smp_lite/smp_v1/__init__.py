@@ -2,5 +2,5 @@
 
 ``names`` is data; ``missing`` makes the names that are not built yet, ``port`` reads scripts by it, ``table``
 writes the README's table from it. ``on_path`` holds the package ``smdistributed``, which launchers put before
-scripts. Nothing here imports torch but the alias package itself.
+scripts; ``cuda_as_cpu`` is for those that speak of CUDA. Beside these two nothing here imports torch.
 """
