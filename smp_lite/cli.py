@@ -129,7 +129,10 @@ def _run(args: argparse.Namespace) -> int:
         module=args.module,
         cuda_as_cpu=args.cuda_as_cpu,
         defaults=job_variables(
-            os.getcwd(), num_cpus=os.cpu_count() or 1, num_gpus=args.processes if args.cuda_as_cpu else 0
+            _file_of(args.script) if args.module else Path(args.script),
+            os.getcwd(),
+            num_cpus=os.cpu_count() or 1,
+            num_gpus=args.processes if args.cuda_as_cpu else 0,
         ),
         python=sys.executable,
         mpirun=find_mpirun(),
@@ -140,6 +143,12 @@ def _run(args: argparse.Namespace) -> int:
     ending = run_local(plan, args.processes, os.environ)
     ending.show()
     return ending.exit_code
+
+
+def _file_of(module: str) -> Path | None:
+    """Where `python -m module` would look first."""
+    place = Path(*module.split("."))
+    return next((p for p in (place.with_suffix(".py"), place / "__main__.py") if p.is_file()), None)
 
 
 def _launch(args: argparse.Namespace) -> str:

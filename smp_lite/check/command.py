@@ -12,7 +12,7 @@ import torch
 
 from .. import starting
 from ..errors import SMPError
-from ..smp_v1.before_script import add_cuda_argument, prepare_here
+from ..smp_v1.before_script import add_cuda_argument, prepared_here
 from .stepping import CheckEnded, StepChecker
 
 __all__ = ["add_check_arguments", "run_check"]
@@ -44,13 +44,15 @@ def run_check(args: argparse.Namespace) -> int:
         raise ValueError(f"--steps {args.steps}: compare at least one step")
     if not Path(args.script).is_file():
         raise ValueError(f"script {args.script!r} is not a file (working directory: {os.getcwd()})")
-    prepare_here(cuda_as_cpu=args.cuda_as_cpu)
     # The process forks, which torch's own threads would not survive.
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     checker = StepChecker(args.steps)
     error = ""
-    with starting.checking(args.parameters, checker):
+    with (
+        prepared_here(args.script, cuda_as_cpu=args.cuda_as_cpu),
+        starting.checking(args.parameters, checker),
+    ):
         error = _run_script(args.script, args.args)
     return _show(checker, args.script, error)
 

@@ -277,7 +277,8 @@ def _copied(
         if id(group) not in memo:
             members = [small[id(p)] for p in group["params"] if id(p) in small]
             settings = {key: copy.deepcopy(value, memo) for key, value in group.items() if key != "params"}
-            if "lr" in settings and settings["lr"] < _SMALLEST_RATE:
+            rate = settings.get("lr")
+            if isinstance(rate, float | int | torch.Tensor) and rate < _SMALLEST_RATE:
                 settings["lr"] = _SMALLEST_RATE  # a schedule that warms up begins at 0, which moves nothing
             names = {"param_names": [str(i) for i in range(len(members))]} if "param_names" in group else {}
             memo[id(group)] = {**settings, **names, "params": members}

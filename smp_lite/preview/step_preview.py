@@ -16,6 +16,7 @@ a dict of keyword arguments. Without inputs, ``--input`` describes them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import re
 import runpy
@@ -38,7 +39,7 @@ from ..record.recording import Recording
 from ..record.values.placed import PlacedTensor
 from ..record.values.structure import flatten
 from ..runtime.batches import Batch
-from ..smp_v1.before_script import add_cuda_argument, prepare_here
+from ..smp_v1.before_script import add_cuda_argument, prepared_here
 from ..steps.step_function import step
 from ..wrapper.distributed_model import DistributedModel
 from ..wrapper.partitioning import report_partition
@@ -102,9 +103,10 @@ def run_plan(args: argparse.Namespace) -> int:
     is_script = args.target.endswith(".py") or Path(args.target).is_file()
     if args.input and is_script:
         raise ValueError("--input is for a package:function; a script makes its own inputs")
-    if is_script:
-        prepare_here(cuda_as_cpu=args.cuda_as_cpu)
-    with starting.planning(args.parameters, stop_when_planned):
+    ready_for = contextlib.nullcontext()
+    if is_script and Path(args.target).is_file():
+        ready_for = prepared_here(args.target, cuda_as_cpu=args.cuda_as_cpu)
+    with ready_for, starting.planning(args.parameters, stop_when_planned):
         ready = _plan_script(args.target, args.args) if is_script else _plan_function(args)
         _print(ready, args)
     return 0

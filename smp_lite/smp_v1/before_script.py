@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from .alias import add_alias
 
-__all__ = ["CUDA_AS_CPU_VARIABLE", "add_cuda_argument", "job_variables", "prepare", "prepare_here"]
+__all__ = ["CUDA_AS_CPU_VARIABLE", "add_cuda_argument", "job_variables", "prepare", "prepared_here"]
 
 CUDA_AS_CPU_VARIABLE = "SMP_LITE_CUDA_AS_CPU"
 """``1``: "cuda" means the CPU (:mod:`.cuda_as_cpu`), which ``smp-lite run --cuda-as-cpu`` sets."""
+
+_SUBSCRIPT = re.compile(r"""\[\s*["'](SM_[A-Z_]+)["']\s*\]""")
 
 
 def add_cuda_argument(parser: argparse.ArgumentParser) -> None:
@@ -23,40 +28,61 @@ def add_cuda_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def job_variables(folder: str, *, num_cpus: int, num_gpus: int) -> dict[str, str]:
-    """The variables of a training job that scripts read while they are imported, where there is no job.
+def job_variables(script: Path | None, folder: str, *, num_cpus: int, num_gpus: int) -> dict[str, str]:
+    """The variables of a training job that a script takes for granted, where there is no job.
 
-    transformers takes SM_FRAMEWORK_PARAMS, beside the parameters, for the sign of model parallelism.
+    AWS's scripts read ``os.environ["SM_MODEL_DIR"]`` while they are imported. A script that asks whether it
+    is in a job (``os.environ.get``) is told that it is not, so only what is read without asking is there.
 
     Args:
+        script: its file; the Python files beside it are its modules. None: not known.
         folder: below it, ``model``, ``output``, ``data/train`` and ``data/test`` stand for a job's folders;
             none of them is made.
         num_cpus, num_gpus: of this machine.
     """
     train, test = (f"{folder}/data/{name}" for name in ("train", "test"))
-    return {
-        "SM_FRAMEWORK_PARAMS": '{"sagemaker_mpi_enabled":true}',
+    values = {
         "SM_HOSTS": '["localhost"]',
         "SM_CURRENT_HOST": "localhost",
         "SM_NUM_CPUS": str(num_cpus),
         "SM_NUM_GPUS": str(num_gpus),
         "SM_MODEL_DIR": f"{folder}/model",
         "SM_OUTPUT_DATA_DIR": f"{folder}/output",
+        "SM_OUTPUT_DIR": f"{folder}/output",
         "SM_CHANNEL_TRAIN": train,
         "SM_CHANNEL_TRAINING": train,
         "SM_CHANNEL_TEST": test,
         "SM_CHANNEL_TESTING": test,
     }
+    read = _read_without_asking(script) if script is not None else set()
+    # transformers takes this one, beside the parameters, for the sign of model parallelism.
+    sign = {"SM_FRAMEWORK_PARAMS": '{"sagemaker_mpi_enabled":true}'}
+    return {**sign, **{name: value for name, value in values.items() if name in read}}
 
 
-def prepare_here(*, cuda_as_cpu: bool) -> None:
-    """Readies this process, which is going to run a script itself, as :func:`prepare` readies a rank."""
+def _read_without_asking(script: Path) -> set[str]:
+    texts = (path.read_bytes().decode(errors="replace") for path in {script, *script.parent.glob("*.py")})
+    return {name for text in texts for name in _SUBSCRIPT.findall(text)}
+
+
+@contextlib.contextmanager
+def prepared_here(script: str, *, cuda_as_cpu: bool) -> Iterator[None]:
+    """Within: this process, which runs a script itself, is ready as :func:`prepare` makes a rank.
+
+    The environment is as it was afterwards.
+    """
+    found = job_variables(Path(script), os.getcwd(), num_cpus=os.cpu_count() or 1, num_gpus=int(cuda_as_cpu))
+    found.pop("SM_FRAMEWORK_PARAMS")  # a Trainer of transformers would wait for ranks that are not there
     if cuda_as_cpu:
-        os.environ[CUDA_AS_CPU_VARIABLE] = "1"
-    found = job_variables(os.getcwd(), num_cpus=os.cpu_count() or 1, num_gpus=int(cuda_as_cpu))
-    for name, value in found.items():
-        os.environ.setdefault(name, value)
-    prepare(os.environ)
+        found[CUDA_AS_CPU_VARIABLE] = "1"
+    new = [name for name in found if name not in os.environ]
+    os.environ.update({name: found[name] for name in new})
+    try:
+        prepare(os.environ)
+        yield
+    finally:
+        for name in new:
+            os.environ.pop(name, None)
 
 
 def prepare(environment: Mapping[str, str]) -> None:

@@ -10,17 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from smp_lite.smp_v1.before_script import prepared_here
 from tests.launch.launching import launch, write
 
 PARAMETERS = ["--parameters", '{"partitions": 1}']
 
 
 def test_variables_that_scripts_read_at_import_are_there(tmp_path: Path) -> None:
-    script = write(
-        tmp_path,
-        "show.py",
-        "import json\nprint(json.dumps({k: v for k, v in os.environ.items() if k.startswith('SM_')}))\n",
-    )
+    shown = "json.dumps({k: v for k, v in os.environ.items() if k.startswith('SM_')})"
+    text = f"import json\nfrom arguments import *\nos.environ['SM_MODEL_DIR']\nprint({shown})\n"
+    script = write(tmp_path, "show.py", text)
+    names = ("SM_OUTPUT_DATA_DIR", "SM_CHANNEL_TRAIN", "SM_CHANNEL_TEST", "SM_NUM_GPUS")
+    read = "".join(f"os.environ['{name}']\n" for name in names)
+    (tmp_path / "arguments.py").write_text(f"import os\n{read}")
     ended = launch(tmp_path, "--processes", "1", *PARAMETERS, str(script), env={"SM_MODEL_DIR": "/mine"})
     found = json.loads(ended.stdout.removeprefix("[0] "))
     assert found["SM_MODEL_DIR"] == "/mine"  # what is set stays
@@ -30,7 +32,55 @@ def test_variables_that_scripts_read_at_import_are_there(tmp_path: Path) -> None
     assert found["SM_NUM_GPUS"] == "0"
     assert json.loads(found["SM_FRAMEWORK_PARAMS"]) == {"sagemaker_mpi_enabled": True}
     assert json.loads(found["SM_HP_MP_PARAMETERS"]) == {"partitions": 1}
-    assert sorted(os.listdir(tmp_path)) == ["show.py"]  # none of the folders is made
+    assert "SM_HOSTS" not in found  # nobody reads it
+    assert not any(path.is_dir() and path.name != "__pycache__" for path in tmp_path.iterdir())
+
+
+def test_a_script_that_asks_whether_it_is_in_a_job_is_told_that_it_is_not(tmp_path: Path) -> None:
+    text = "print(os.environ.get('SM_CHANNEL_TRAIN', 'here'), 'SM_MODEL_DIR' in os.environ)\n"
+    script = write(tmp_path, "train.py", text)
+    assert launch(tmp_path, "--processes", "1", str(script)).stdout == "[0] here False\n"
+
+
+@pytest.mark.parametrize("command", ["check", "plan"])
+def test_the_other_commands_ready_a_script_too_and_leave_nothing(tmp_path: Path, command: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SMALL)
+    before = dict(os.environ)
+    parameters = ["--parameters", '{"partitions": 2, "ddp": true}']
+    ended = subprocess.run(
+        [sys.executable, "-m", "smp_lite.cli", command, *parameters, "--cuda-as-cpu", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ("equal to the bit over 2 steps" if command == "check" else "makespan") in ended.stdout
+    with prepared_here(str(script), cuda_as_cpu=False):
+        assert os.environ["SM_NUM_GPUS"] == "0"
+    assert dict(os.environ) == before
+
+
+SMALL = """
+import os
+import smdistributed.modelparallel.torch as smp, torch
+folder = os.environ["SM_MODEL_DIR"], os.environ["SM_NUM_GPUS"]
+smp.init()
+torch.cuda.set_device(smp.local_rank())
+model = smp.DistributedModel(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4))))
+optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+@smp.step
+def train_step(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+for i in range(3):
+    loss = train_step(model, torch.ones(4, 4, device="cuda")).reduce_mean()
+    torch.distributed.all_reduce(loss, group=smp.get_dp_process_group())
+    optimizer.step()
+"""
 
 
 def test_gpus_are_as_many_as_ranks_where_cuda_means_the_cpu(tmp_path: Path) -> None:
