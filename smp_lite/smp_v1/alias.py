@@ -1,6 +1,6 @@
 """The package ``smdistributed`` that scripts of SMP v1 import, and where it comes onto their path.
 
-It lies in a folder of its own, ``on_path``, and is nothing that pip makes importable: that one can import
+It lies in a folder of its own, ``smp_lite/on_path``, and is nothing that pip makes importable: that one can import
 ``smdistributed`` changes what transformers and SageMaker's toolkit believe to run under. So it is put on the
 path of the ranks that a launcher of ours starts, and an interpreter that nobody has started knows nothing of
 it. Where the original is installed it is refused: two libraries under one name, of which the path decides,
@@ -17,7 +17,7 @@ from pathlib import Path
 
 __all__ = ["ALIAS_FOLDER", "add_alias", "refuse_original"]
 
-ALIAS_FOLDER = str(Path(__file__).with_name("on_path"))
+ALIAS_FOLDER = str(Path(__file__).parent.with_name("on_path"))
 """What is put on the path."""
 
 _PACKAGE = "smdistributed.modelparallel"
