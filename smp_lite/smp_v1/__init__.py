@@ -2,5 +2,5 @@
 
 ``names`` is data; ``missing`` makes the names that are not built yet, ``port`` reads scripts by it, ``table``
 writes the README's table from it. ``alias`` puts the package ``smdistributed``, which lies in
-``smp_lite/on_path``, before scripts; ``cuda_as_cpu`` is for those that speak of CUDA, and alone imports torch.
+``smp_lite/on_path``, before scripts; ``cuda_as_cpu``, for those that speak of CUDA, alone imports torch.
 """

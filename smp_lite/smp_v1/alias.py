@@ -1,10 +1,10 @@
 """The package ``smdistributed`` that scripts of SMP v1 import, and where it comes onto their path.
 
-It lies in a folder of its own, ``smp_lite/on_path``, and is nothing that pip makes importable: that one can import
-``smdistributed`` changes what transformers and SageMaker's toolkit believe to run under. So it is put on the
-path of the ranks that a launcher of ours starts, and an interpreter that nobody has started knows nothing of
-it. Where the original is installed it is refused: two libraries under one name, of which the path decides,
-would train by one and save by the other.
+It lies in a folder of its own, ``smp_lite/on_path``, and is nothing that pip makes importable: that one can
+import ``smdistributed`` changes what transformers and SageMaker's toolkit believe to run under. So it is put
+on the path of the ranks that a launcher of ours starts, and an interpreter that nobody has started knows
+nothing of it. Where the original is installed it is refused: two libraries under one name, of which the path
+decides, would train by one and save by the other.
 """
 
 from __future__ import annotations
