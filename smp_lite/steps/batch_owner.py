@@ -3,17 +3,19 @@
 AWS's data pipelines load data on pp rank 0 alone; the other ranks go through a data set of the same length
 whose items are empty tensors. So where the batch of another rank has other shapes or types, the step takes
 that of pp rank 0, for recording as for the values: tensors are matched by their places in the arguments, and
-everything else stays the rank's own. Batches that look alike are left alone: that their numbers are the same
-too is checked later, since two ranks with different data of one shape are a mistake, and not a convention.
+everything else stays the rank's own. From then on every step does, since a dummy may happen to look like the
+data; and random numbers go on from where pp rank 0 is, which may have drawn some to make the batch.
 
-To find out costs one small message a step. It cannot be left to the steps before: what a rank sees of its
-own batch says nothing of the others'.
+Until then batches that look alike are left alone. That their numbers are the same too is checked, in every
+step: two ranks with different data of one shape are a mistake, and not a convention. This costs one small
+message a step, and reading the batch once.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +25,9 @@ from ..comm.layout import arrival, as_bytes, departure
 from ..comm.waiting import wait_until
 from ..comm.world import World
 from ..errors import SMPError, SMPMismatch
+from ..record.state.random_state import put_back_states, taken_states
+from ..record.values.memory import digest_of
+from ..record.values.microbatch import like
 from ..record.values.placed import PlacedTensor, TensorMeta
 from ..record.values.structure import flatten, rebuild
 
@@ -38,6 +43,9 @@ class BatchOwner:
 
     Args:
         world: the ranks. Making one is collective over the pp group.
+
+    Attributes:
+        hands_over: whether all ranks have pp rank 0's batch by now, whatever they bring.
     """
 
     def __init__(self, world: World) -> None:
@@ -46,6 +54,7 @@ class BatchOwner:
         self._rank = world.group_rank(_GROUP)
         self._collectives = world.collectives(_GROUP)
         self._digests: dict[tuple[_Leaf, ...], int] = {}
+        self.hands_over = False  # as soon as a rank has had a dummy
 
     def settle(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments that the step runs with. Collective over the pp group.
@@ -54,33 +63,57 @@ class BatchOwner:
             arguments: of the step function, by name, for the whole batch.
 
         Raises:
-            SMPMismatch: tensors are at other places on another rank, or pp rank 0 has the empty batch.
+            SMPMismatch: tensors are at other places on another rank, pp rank 0 has the empty batch, or one of
+                the same shape has other numbers.
             SMPTimeout: a rank did not come.
         """
+        shown = {name: _shown(value) for name, value in arguments.items()}
         leaves: list[Any] = []
-        spec = flatten(arguments, leaves)
-        places = [i for i, leaf in enumerate(leaves) if _is_of_the_batch(leaf)]
+        spec = flatten(shown, leaves)
         paths = list(_paths(spec))
+        places = [i for i, leaf in enumerate(leaves) if _is_of_the_batch(leaf)]
+        places.sort(key=paths.__getitem__)  # keywords and keys may come in another order
         mine = tuple((paths[i], leaves[i].dtype, tuple(leaves[i].shape)) for i in places)
-        if self._are_alike(mine):
+        contents = [digest_of(leaves[i]) for i in places]
+        looks, numbers = self._compare(mine, contents)
+        if not self.hands_over and looks:
+            if not numbers:
+                raise self._other_numbers(mine, contents)
             return arguments
-        theirs = self._world.exchange([*mine], _GROUP, _WHAT)
-        self._check(theirs)
+        self.hands_over = True
+        self._check(self._world.exchange([*mine], _GROUP, _WHAT))
         for place, data in zip(places, self._from_owner([leaves[i] for i in places]), strict=True):
             leaves[place] = data
         settled: dict[str, Any] = rebuild(spec, iter(leaves))
-        return settled
+        return {name: _as(arguments[name], value) for name, value in settled.items()}
 
-    def _are_alike(self, mine: tuple[_Leaf, ...]) -> bool:
+    def _compare(self, mine: tuple[_Leaf, ...], contents: list[int]) -> tuple[bool, bool]:
+        """Whether all batches look alike, and whether they are."""
         digest = self._digests.get(mine)
         if digest is None:
             text = repr(mine).encode()
             digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
             self._digests[mine] = digest
-        row = torch.tensor([digest], dtype=torch.int64)
-        rows = torch.empty(len(self._ranks), 1, dtype=torch.int64)
+        row = torch.tensor([digest, zlib.crc32(repr(contents).encode())], dtype=torch.int64)
+        rows = torch.empty(len(self._ranks), 2, dtype=torch.int64)
         self._wait(self._collectives.all_gather(row, rows).done)
-        return bool((rows == digest).all())
+        looks, numbers = (rows == row).all(0).tolist()
+        return looks, numbers
+
+    def _other_numbers(self, mine: tuple[_Leaf, ...], contents: list[int]) -> SMPMismatch:
+        found = self._world.exchange(contents, _GROUP, _WHAT)
+        member, place = next(
+            (member, place)
+            for member, theirs in enumerate(found)
+            for place, number in enumerate(theirs)
+            if number != found[0][place]
+        )
+        path, dtype, shape = mine[place]
+        return SMPMismatch(
+            f"the batch of a step differs: {path}, {_words(dtype, shape)}, has other numbers on rank "
+            f"{self._ranks[member]} than on rank {self._ranks[0]}. All ranks of an mp group must see the "
+            "same batch: seed and shard data by smp.dp_rank(), never by smp.rank()"
+        )
 
     def _check(self, theirs: list[list[_Leaf]]) -> None:
         """The owner's batch must fit into every rank's arguments, and be one."""
@@ -106,8 +139,12 @@ class BatchOwner:
 
     def _from_owner(self, mine: list[torch.Tensor]) -> Iterator[torch.Tensor]:
         is_owner = self._rank == 0
-        about = [(TensorMeta.of(tensor), tensor.layout) for tensor in mine] if is_owner else None
-        metas = self._world.exchange(about, _GROUP, _WHAT)[0]
+        about = None
+        if is_owner:
+            about = [(TensorMeta.of(tensor), tensor.layout) for tensor in mine], taken_states()
+        metas, states = self._world.exchange(about, _GROUP, _WHAT)[0]
+        if not is_owner:
+            put_back_states(states)
         for (meta, layout), tensor in zip(metas, mine, strict=True):
             if layout is not torch.strided or meta.device.type != "cpu":
                 raise SMPError(
@@ -118,10 +155,10 @@ class BatchOwner:
             here = departure(tensor, meta) if is_owner else arrival(meta)
             if meta.num_bytes:
                 self._wait(self._collectives.broadcast(as_bytes(here), 0).done)
-            if is_owner or (tensor.dtype == meta.dtype and tuple(tensor.shape) == meta.shape):
-                yield tensor  # its own: that its numbers are the owner's is checked like everywhere else
+            if is_owner and here.stride() == tensor.stride():
+                yield tensor
             else:
-                yield here.requires_grad_(meta.requires_grad)
+                yield here.requires_grad_(meta.requires_grad)  # a slice arrives without its gaps
 
     def _wait(self, done: Callable[[], bool]) -> None:
         others = [rank for rank in self._ranks if rank != self._world.rank]
@@ -130,6 +167,22 @@ class BatchOwner:
             lambda: f"not all ranks of the pp group {list(self._ranks)} came to {_WHAT}",
             lambda: others,
         )
+
+
+def _shown(value: Any) -> Any:
+    """An argument with dictionaries in the place of other mappings, which step functions cut as well."""
+    if isinstance(value, Mapping) and (type(value) is dict or not isinstance(value, dict)):
+        return {key: _shown(item) for key, item in value.items()}
+    return type(value)(map(_shown, value)) if type(value) in (list, tuple) else value
+
+
+def _as(argument: Any, value: Any) -> Any:
+    """What :func:`_shown` has made of an argument, with other tensors in it, as that argument is."""
+    if isinstance(argument, Mapping) and (type(argument) is dict or not isinstance(argument, dict)):
+        return like(argument, {key: _as(item, value[key]) for key, item in argument.items()})
+    if type(argument) in (list, tuple):
+        return type(argument)(map(_as, argument, value))
+    return value
 
 
 def _is_of_the_batch(leaf: Any) -> bool:

@@ -50,7 +50,8 @@ class StepFunction:
                 session.batch_owner = BatchOwner(session.world)
             bound.arguments = session.batch_owner.settle(bound.arguments)
         inputs = self._splitter.split(bound, session.cfg.microbatches)
-        context = StepContext(session, inputs, session.steps_run)
+        is_handed = session.batch_owner is not None and session.batch_owner.hands_over
+        context = StepContext(session, inputs, session.steps_run, is_handed_over=is_handed)
         session.step = context
         try:
             if session.checker is None:

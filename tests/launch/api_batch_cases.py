@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import warnings
+from collections import UserDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -82,6 +85,14 @@ _SHAPES: dict[str, tuple[Callable[..., Any], Callable[[Tensor, Tensor], Any]]] =
     "positional": (lambda tokens, mask: (tokens, mask), lambda t, m: ((t, m), {})),
     "keywords": (lambda tokens, mask: (tokens, mask), lambda t, m: ((), {"tokens": t, "mask": m})),
     "dict": (lambda given: (given["tokens"], given["mask"]), lambda t, m: (({"tokens": t, "mask": m},), {})),
+    "mapping": (
+        lambda given: (given["tokens"], given["mask"]),
+        lambda t, m: ((UserDict(tokens=t, mask=m),), {}),
+    ),
+    "other order": (
+        lambda given: (given["tokens"], given["mask"]),
+        lambda t, m: (({"tokens": t, "mask": m} if t.numel() else {"mask": m, "tokens": t},), {}),
+    ),
     "nested": (lambda given: (given[0][0], given[1].mask), lambda t, m: (([(t,), Pair(t, m)],), {})),
 }
 
@@ -105,7 +116,10 @@ def trained(shape: str = "positional", dummies: str = "always", steps: int = 4) 
     for i in range(steps):
         optimizer.zero_grad()
         real = owns or (dummies == "later" and i == 0) or (dummies == "between" and i != 1)
-        args, kwargs = give(*(_data if real else _dummy)(i))
+        tokens, mask = (_data if real else _dummy)(i)
+        if dummies == "like the data" and not owns and i:
+            tokens, mask = torch.zeros(4, LENGTH, dtype=torch.long), torch.ones(4, LENGTH)
+        args, kwargs = give(tokens, mask)
         losses.append(float(train_step(model, options, *args, **kwargs).reduce_mean()))
         optimizer.step()
     expected_losses, expected = _plain(steps)
@@ -166,6 +180,74 @@ def same_shape_other_numbers() -> str:
     smp.init()
     tokens, mask = _data(0)
     return error_of(_step((tokens + smp.pp_rank()) % VOCABULARY, mask))
+
+
+def other_numbers_later() -> str:
+    smp.init()
+    model, _ = _start()
+
+    @smp.step
+    def train_step(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
+        loss = _loss(model(tokens, mask), tokens)
+        model.backward(loss)
+        return loss
+
+    tokens, mask = _data(0)
+    for _ in range(5):
+        train_step(model, tokens, mask)
+    return error_of(lambda: train_step(model, tokens, mask + smp.pp_rank()))
+
+
+def with_gaps() -> tuple[list[float], list[float]]:
+    """Losses of batches that are slices of a larger tensor, and of the same batches without gaps."""
+    smp.init()
+    found = []
+    for has_gaps in (True, False):
+        smp.reset()
+        model, optimizer = _start()
+
+        @smp.step
+        def train_step(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
+            loss = _loss(model(tokens, mask), tokens)
+            model.backward(loss)
+            return loss
+
+        losses = []
+        for i in range(3):
+            tokens, mask = (_data if smp.pp_rank() == 0 else _dummy)(i)
+            if smp.pp_rank() == 0:
+                tokens, mask = tokens[:, 1:4], mask[:1].expand(4, -1)[:, 1:4]
+                if not has_gaps:
+                    tokens, mask = tokens.contiguous(), mask.contiguous()
+            optimizer.zero_grad()
+            losses.append(float(train_step(model, tokens, mask).reduce_mean()))
+            optimizer.step()
+        found.append(losses)
+    return found[0], found[1]
+
+
+def draws_for_data() -> list[float]:
+    smp.init()
+    warnings.filterwarnings("ignore", message="Stage ")
+    torch.manual_seed(5)
+    blocks = (nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(4))
+    model = smp.DistributedModel(nn.Sequential(*blocks))
+
+    @smp.step
+    def train_step(model: Any, x: Tensor) -> Tensor:
+        y = model(x + 0.1 * torch.rand(x.shape))
+        loss = y.square().mean() + random.random() + float(np.random.rand())
+        model.backward(loss)
+        return loss
+
+    losses = []
+    for _ in range(3):
+        if smp.pp_rank() == 0:
+            x = torch.randn(4, 6) * random.random() * float(np.random.rand())
+        else:
+            x = torch.empty(4, 0)
+        losses.append(float(train_step(model, x).reduce_mean()))
+    return losses
 
 
 def goes_on_after_an_error() -> dict[str, Any]:

@@ -20,12 +20,12 @@ def check(found: list[Any], world_size: int) -> None:
         assert rank["seen"] == [(2, 5), (2, 5)]
 
 
-@pytest.mark.parametrize("shape", ["positional", "keywords", "dict", "nested"])
+@pytest.mark.parametrize("shape", ["positional", "keywords", "dict", "nested", "mapping", "other order"])
 def test_dummies_of_other_ranks_are_replaced(shape: str) -> None:
     check(run_distributed(f"{CASES}trained", 2, kwargs={"shape": shape}, parameters=TWO), 2)
 
 
-@pytest.mark.parametrize("dummies", ["later", "between"])
+@pytest.mark.parametrize("dummies", ["later", "between", "like the data"])
 def test_a_rank_may_bring_data_in_some_steps(dummies: str) -> None:
     check(run_distributed(f"{CASES}trained", 2, kwargs={"dummies": dummies}, parameters=TWO), 2)
 
@@ -59,7 +59,7 @@ def test_evaluation_before_any_training() -> None:
 
 def test_a_dummy_on_the_owner_is_an_error_that_says_where_to_load() -> None:
     for text in run_distributed(f"{CASES}owner_has_the_dummy", 2, parameters=TWO):
-        assert "that of rank 0 is empty: tokens is float32[4, 0] there" in text
+        assert "that of rank 0 is empty: mask is float32[4, 0] there" in text
         assert "has shape [4, 5] on rank 1" in text
         assert "Load the data where smp.pp_rank() is 0" in text
 
@@ -72,6 +72,22 @@ def test_another_nesting_is_an_error_that_names_the_argument() -> None:
 def test_other_numbers_of_the_same_shape_are_still_an_error() -> None:
     for text in run_distributed(f"{CASES}same_shape_other_numbers", 2, parameters=TWO):
         assert text.startswith("SMPMismatch: the batch of a step differs")
+
+
+def test_other_numbers_are_seen_in_every_step() -> None:
+    for text in run_distributed(f"{CASES}other_numbers_later", 2, parameters=TWO):
+        assert text.startswith("SMPMismatch: the batch of a step differs: mask, float32[4, 5], has other")
+
+
+def test_a_batch_with_gaps_is_handed_over() -> None:
+    for losses in run_distributed(f"{CASES}with_gaps", 2, parameters=TWO):
+        assert losses[0] == losses[1]
+
+
+def test_random_numbers_go_on_from_where_the_data_was_made() -> None:
+    """pp rank 0 draws for its data; the step draws too, and dropout is seeded from where it is."""
+    found = run_distributed(f"{CASES}draws_for_data", 2, parameters=TWO)
+    assert found[0] == found[1]
 
 
 def test_training_goes_on_after_such_an_error() -> None:

@@ -11,23 +11,33 @@ from typing import Any
 
 import torch
 
-__all__ = ["all_states", "kept", "python_state"]
+__all__ = ["all_states", "kept", "put_back_states", "python_state", "taken_states"]
 
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
     """Within: whatever is drawn is given back at the end."""
-    torch_state = torch.default_generator.get_state()
-    python_state = random.getstate()
-    numpy_random = _numpy_random()
-    numpy_state = numpy_random.get_state() if numpy_random else None
+    states = taken_states()
     try:
         yield
     finally:
-        torch.default_generator.set_state(torch_state)
-        random.setstate(python_state)
-        if numpy_random:
-            numpy_random.set_state(numpy_state)
+        put_back_states(states)
+
+
+def taken_states() -> tuple[Any, ...]:
+    """Where all streams are, to put back here or in another process."""
+    numpy_random = _numpy_random()
+    numpy_state = numpy_random.get_state() if numpy_random else None
+    return torch.default_generator.get_state(), random.getstate(), numpy_state
+
+
+def put_back_states(states: tuple[Any, ...]) -> None:
+    """What :func:`taken_states` has taken; numpy's only where it is loaded on both sides."""
+    torch_state, python_state, numpy_state = states
+    torch.default_generator.set_state(torch_state)
+    random.setstate(python_state)
+    if numpy_state is not None and (numpy_random := _numpy_random()):
+        numpy_random.set_state(numpy_state)
 
 
 def python_state() -> tuple[Any, ...]:

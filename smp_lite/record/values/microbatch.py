@@ -142,7 +142,7 @@ def _cut(value: Any, count: int, axis: int, name: str) -> list[Any]:
         )
     if isinstance(value, Mapping):
         parts = {key: _cut(item, count, axis, f"{name}[{key!r}]") for key, item in value.items()}
-        return [_like(value, {key: part[m] for key, part in parts.items()}) for m in range(count)]
+        return [like(value, {key: part[m] for key, part in parts.items()}) for m in range(count)]
     if isinstance(value, list | tuple):
         cut = [_cut(item, count, axis, f"{name}[{i}]") for i, item in enumerate(value)]
         return [_sequence_like(value, [part[m] for part in cut]) for m in range(count)]
@@ -170,7 +170,8 @@ def _cut_tensor(tensor: torch.Tensor, count: int, axis: int, name: str) -> list[
     return list(tensor.split(size // count, dim=axis))
 
 
-def _like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the same kind with other items under its keys."""
     if type(value) is dict:
         return items
     result = copy.copy(value)
@@ -205,7 +206,7 @@ def merge_outputs(outputs: Sequence[Any]) -> Any:
         if isinstance(first, tuple | list) and all(len(output) == len(first) for output in outputs):
             return _sequence_like(first, [merge_outputs(items) for items in zip(*outputs, strict=True)])
         if isinstance(first, dict) and all(output.keys() == first.keys() for output in outputs):
-            return _like(first, {key: merge_outputs([output[key] for output in outputs]) for key in first})
+            return like(first, {key: merge_outputs([output[key] for output in outputs]) for key in first})
     return list(outputs)
 
 
