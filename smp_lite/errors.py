@@ -11,6 +11,10 @@ class SMPTimeout(SMPError):
     """Something waited longer than the watchdog allows; the text says for whom."""
 
 
+class MissingAttribute(SMPError, AttributeError):
+    """An attribute whose feature is not there yet; ``hasattr`` says no."""
+
+
 class SMPMismatch(SMPError):
     """Ranks that must do the same did different things."""
 

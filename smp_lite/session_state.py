@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import session as session_module
+from .errors import MissingAttribute
 from .smp_v1.missing import refusal
 from .smp_v1.names import under
 
@@ -20,7 +21,9 @@ class State:
         if name.startswith("__"):
             raise AttributeError(name)
         if name in _MISSING:
-            raise refusal(_MISSING[name])
+            raise MissingAttribute(str(refusal(_MISSING[name])))
+        if not session_module.is_initialized():
+            raise MissingAttribute(f"smp.state.{name}: call smp.init() first")
         return getattr(session_module.current(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -2,7 +2,7 @@
 
 A rank's own file is ``f_{mp_rank}``, as SMP named it up to 1.5, or ``f_{pp_rank}_{tp_rank}``, as since 1.6:
 scripts delete and look for files by these names. Which of them is told by the parameters, since scripts of
-that time send their keys. Reading takes either.
+that time send their keys. Reading takes either, the newer where both are there.
 
 A file appears under its name only when it is complete. Loading runs no code of the file unless asked:
 ``weights_only=True`` is the default here, as it is in torch since 2.6.
@@ -78,8 +78,10 @@ def load(
     path = Path(f)
     if partial:
         own = _own_names(os.fspath(f), before_1_10=back_compat)
-        found = (Path(name) for name in (*own.names, own.replica) if os.path.exists(name))
-        path = next(found, Path(own.names[0]))
+        found = [Path(name) for name in (*own.names, own.replica) if os.path.exists(name)]
+        if not back_compat:
+            found.sort(key=lambda name: -name.stat().st_mtime_ns)  # jobs of both kinds may have saved
+        path = found[0] if found else Path(own.names[0])
     if not path.exists():
         other = "a full one is there: pass partial=False" if os.path.exists(f) else "was it saved?"
         raise FileNotFoundError(f"smp.load: {os.fspath(path)!r} does not exist ({other})")

@@ -11,14 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from smp_lite.config.parameters import Count, Parameters, Switch
 
 __all__ = ["HINTS", "INERT", "PRIVATE_HINTS", "REFUSED", "SINCE_1_6", "Later", "LaterParameters"]
 
 
+def _whole(value: object) -> object:
+    """JSON writes 5e8 for 500 million."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 _NotNegative = Annotated[int, Field(ge=0)]
+_Elements = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+_ElementsOrNone = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 
 
 class LaterParameters(Parameters):
@@ -42,13 +49,13 @@ class LaterParameters(Parameters):
     sharded_data_parallel_degree: _NotNegative = Field(
         1, description="Above 1 it is refused: not supported yet. 0 and 1 are off."
     )
-    sdp_reduce_bucket_size: Count = Field(
+    sdp_reduce_bucket_size: _Elements = Field(
         500_000_000, description="Inert: elements of a reduction of sharded data parallelism."
     )
-    sdp_param_persistence_threshold: _NotNegative = Field(
+    sdp_param_persistence_threshold: _ElementsOrNone = Field(
         1_000_000, description="Inert: smaller parameters are not sharded."
     )
-    sdp_max_live_parameters: Count = Field(
+    sdp_max_live_parameters: _Elements = Field(
         1_000_000_000, description="Inert: the most elements that are gathered at once."
     )
     sdp_hierarchical_allgather: Switch = Field(True, description="Inert: gather within hosts first.")

@@ -7,7 +7,13 @@ from typing import Any
 
 from .norms import clip_grad_norm_
 
-__all__ = ["MISSING", "NamesOfFP16"]
+__all__ = ["LOSS_SCALING", "MISSING", "NamesOfFP16"]
+
+LOSS_SCALING = frozenset(
+    ["init_scale", "scale_factor", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis"]
+)
+"""Arguments of dynamic loss scaling, which may also stand for themselves."""
+
 
 MISSING = {
     **dict.fromkeys(("loss_scaler", "loss_scale", "_global_grad_norm"), "fp16 and sharded data parallelism"),
@@ -36,8 +42,11 @@ class NamesOfFP16:
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because a gradient was not finite: never, without fp16."""
-        return False
+        """Whether the last step was skipped because a gradient was not finite: never, without fp16.
+
+        An object around an optimizer that says so itself is asked, here and below.
+        """
+        return bool(getattr(self.optimizer, "overflow", False))
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clips the optimizer's gradients by the norm of all of them. Collective over the mp group.
@@ -51,11 +60,17 @@ class NamesOfFP16:
         Returns:
             The norm before clipping, the same on every rank of the group.
         """
+        if (own := getattr(self.optimizer, "clip_master_grads", None)) is not None:
+            with self._here():
+                return float(own(max_norm, norm_type))
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         return float(clip_grad_norm_(parameters, max_norm, norm_type))
 
     def reload_model_params(self) -> None:
         """Masters become what the parameters are; without fp16 they are the same tensors."""
+        if (own := getattr(self.optimizer, "reload_model_params", None)) is not None:
+            with self._here():
+                own()
 
     def orig_state_dict(self) -> dict[str, Any]:
         """The inner optimizer's own state, of this rank's parameters, numbered from 0."""

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from .. import session as session_module
-from ..errors import SMPError
+from ..errors import MissingAttribute, SMPError
 from ..record.parameters.away import is_away, needed
 from .closures import step_with_closure
 from .inner import check_around, check_methods, torch_optimizer
-from .names_of_fp16 import MISSING, NamesOfFP16
+from .names_of_fp16 import LOSS_SCALING, MISSING, NamesOfFP16
 from .norms import refuse_inside_step
 from .optimizer_check import check_optimizer
 from .own_parameters import PARTIAL_KEY
@@ -71,6 +71,11 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
             raise SMPError("wrap the model with smp.DistributedModel before the optimizer")
         if isinstance(optimizer, DistributedOptimizer):
             raise SMPError("the optimizer is a DistributedOptimizer already")
+        if unknown := more_dynamic_loss_args.keys() - LOSS_SCALING:
+            raise TypeError(
+                f"smp.DistributedOptimizer: unknown argument {min(unknown)!r}; of loss scaling there are "
+                f"{', '.join(sorted(LOSS_SCALING))}"
+            )
         check_methods(optimizer)
         if session.unread_optimizer is not None:
             raise SMPError(
@@ -315,7 +320,9 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         """
         local = self.local_state_dict()
         local.pop(PARTIAL_KEY)
-        if self._session.num_stages > 1 and "param_groups" not in local:
+        if "param_groups" not in local:
+            if self._session.num_stages == 1:
+                return local
             raise SMPError(
                 f"{type(self.optimizer).__name__}.state_dict() is not that of an optimizer of torch, so the "
                 "stages' parts cannot be put together: save local_state_dict()"
@@ -432,7 +439,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         if name in ("optimizer", "_torchs"):  # not set yet: unpickling, copying
             raise AttributeError(name)
         if name in MISSING and not hasattr(self.optimizer, name):
-            raise SMPError(f"optimizer.{name} belongs to {MISSING[name]}, which is not supported yet")
+            raise MissingAttribute(f"optimizer.{name} belongs to {MISSING[name]}, which is not supported yet")
         return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

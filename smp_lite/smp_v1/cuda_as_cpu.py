@@ -50,6 +50,13 @@ def turn_on() -> None:
         for module in (torch.cuda, torch.cuda.random, torch.cuda.memory):
             if hasattr(module, name):
                 setattr(module, name, function)
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(torch.cuda.nvtx, name, _returns(None))
+    torch.cuda.nvtx.range = lambda *args, **kwargs: contextlib.nullcontext()
+    for name in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Byte", "Bool"):
+        setattr(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
+    fork_rng = torch.random.fork_rng
+    torch.random.fork_rng = lambda devices=None, enabled=True, **_: fork_rng([], enabled)
     _replace_load()
     _replace_module_methods()
     _mode = _CudaAsCPU()
@@ -65,23 +72,37 @@ class _CudaAsCPU(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
+        if func is torch.device:
+            return torch.device("cpu") if _names_a_gpu(*args, **kwargs) else func(*args, **kwargs)
         if any(_is_cuda(arg) for arg in args) or any(_is_cuda(value) for value in kwargs.values()):
             args = tuple(map(_on_cpu, args))
             kwargs = {name: _on_cpu(value) for name, value in kwargs.items()}
+        if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
+            args = (args[0], "cpu", *args[2:])
+        if type(kwargs.get("device")) is int:
+            kwargs = {**kwargs, "device": "cpu"}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
 
 
+def _names_a_gpu(device: Any = "cuda", index: int | None = None, **kwargs: Any) -> bool:
+    """Of the arguments of ``torch.device``: a number alone is a GPU's."""
+    device = kwargs.get("type", device)
+    return type(device) is int or _is_cuda(device)
+
+
 def _is_cuda(value: Any) -> bool:
     if isinstance(value, torch.device):
         return value.type == "cuda"
-    return isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))
+    return isinstance(value, str) and (value == "cuda" or value.startswith(("cuda:", "torch.cuda.")))
 
 
 def _on_cpu(value: Any) -> Any:
     if not _is_cuda(value):
         return value
+    if isinstance(value, str) and value.startswith("torch."):
+        return value.replace("torch.cuda.", "torch.")  # the name of a type of tensors
     return torch.device("cpu") if isinstance(value, torch.device) else "cpu"
 
 
@@ -90,7 +111,9 @@ def _replace_load() -> None:
     original = torch.load
 
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return original(f, "cpu" if map_location is None else _on_cpu(map_location), *args, **kwargs)
+        if map_location is None or type(map_location) is int or isinstance(map_location, dict):
+            map_location = "cpu"
+        return original(f, _on_cpu(map_location), *args, **kwargs)
 
     torch.load = load
 
@@ -99,7 +122,9 @@ def _replace_module_methods() -> None:
     original = nn.Module.to
 
     def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        return original(module, *map(_on_cpu, args), **{name: _on_cpu(v) for name, v in kwargs.items()})
+        args = tuple("cpu" if type(arg) is int else _on_cpu(arg) for arg in args)
+        kwargs = {name: "cpu" if type(v) is int else _on_cpu(v) for name, v in kwargs.items()}
+        return original(module, *args, **kwargs)
 
     def cuda(module: nn.Module, device: Any = None) -> nn.Module:
         return module
@@ -190,7 +215,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
         "device_count": _count,
         "current_device": lambda: _device,
         "set_device": _set_device,
-        "device": _Stream,
+        "device": lambda device=None: _Stream(),
         "get_device_name": _returns("CPU"),
         "get_device_capability": _returns((0, 0)),
         "get_device_properties": _returns(properties),
@@ -201,7 +226,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
         "get_rng_state_all": lambda: [no_state.clone() for _ in range(_count())],
         "Event": _Event,
         "Stream": _Stream,
-        "stream": _Stream,
-        "current_stream": _Stream,
-        "default_stream": _Stream,
+        "stream": lambda stream=None: _Stream(),
+        "current_stream": lambda device=None: _Stream(),
+        "default_stream": lambda device=None: _Stream(),
     }

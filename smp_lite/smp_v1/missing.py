@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import SMPError
+from ..errors import MissingAttribute, SMPError
 from .names import NAMES, Name, under
 
 __all__ = ["Submodule", "missing_in", "refusal"]
@@ -61,7 +61,7 @@ class Submodule:
 def _object(name: Name) -> Any:
     """Always the same one: a class is compared by identity."""
     if name.kind == "attribute":
-        raise refusal(name)
+        raise MissingAttribute(str(refusal(name)))
     if name.path not in _made:
         _made[name.path] = _class(name) if name.kind == "class" else _function(name)
     return _made[name.path]

@@ -25,6 +25,7 @@ def test_everything_is_the_same_object() -> None:
         from smdistributed.modelparallel.torch.utils import rmsg, get_distribution_axis
         from smdistributed.modelparallel.torch.exceptions import SMPError
         from smdistributed.modelparallel.torch.state_mod import state as smp_state
+        from smdistributed.modelparallel.test.torch.utils import dump_model, verify
         import smp_lite
         print(smdistributed.modelparallel.__version__)
         print(smp.nn.FusedLayerNorm is FusedLayerNorm is smp_lite.nn.FusedLayerNorm)

@@ -42,7 +42,13 @@ def test_devices_mean_the_cpu_wherever_torch_takes_one() -> None:
             torch.empty(2, pin_memory=True), x.pin_memory(), torch.full_like(x, 1.0, device="cuda"),
             nn.Linear(1, 1).to("cuda").weight, nn.Linear(1, 1).to(cuda, torch.float64).weight,
             nn.Linear(1, 1).cuda().weight, nn.Linear(1, 1, device="cuda").weight,
+            x.to(0), torch.zeros(2, device=0), nn.Linear(1, 1).to(0).weight, torch.cuda.FloatTensor([1.0]),
         ]
+        assert x.cuda().device == torch.device("cuda", 0) == torch.device(torch.cuda.current_device())
+        assert x.type("torch.cuda.LongTensor").dtype is torch.int64
+        torch.cuda.nvtx.range_push("a")
+        with torch.random.fork_rng():
+            torch.rand(1)
         print({tensor.device.type for tensor in made}, x.to("cuda", torch.float64).dtype)
         print(x.to("cuda") is x.to("cpu"))
         """
@@ -56,7 +62,7 @@ def test_what_was_saved_is_loaded() -> None:
             pass
         file = io.BytesIO()
         torch.save({"own": Own(), "x": torch.ones(1)}, file)
-        for location in (None, "cuda", "cuda:0", torch.device("cuda")):
+        for location in (None, "cuda:0", torch.device("cuda", 1), {"cuda:0": "cuda:1"}):
             file.seek(0)
             found = torch.load(file, location)
             print(type(found["own"]).__name__, found["x"].device)

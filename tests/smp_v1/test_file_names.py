@@ -44,7 +44,7 @@ def test_a_job_of_newer_ones_has_two(tmp_path: Path, key: dict[str, Any]) -> Non
     assert smp.load(tmp_path / "model.pt") == {"a": 1}
 
 
-def test_each_reads_what_the_other_wrote_and_its_own_first(tmp_path: Path) -> None:
+def test_each_reads_what_the_other_wrote_the_newer_first(tmp_path: Path) -> None:
     file = tmp_path / "model.pt"
     smp.init_in_memory(OLD)
     smp.save("old", file)
@@ -59,6 +59,10 @@ def test_each_reads_what_the_other_wrote_and_its_own_first(tmp_path: Path) -> No
     smp.reset()
     smp.init_in_memory(OLD)
     assert smp.load(file) == "new"
+    smp.save("newest", file)
+    smp.reset()
+    smp.init_in_memory({**OLD, "tensor_parallel_degree": 1})
+    assert smp.load(file) == "newest"
 
 
 def test_each_replicas_own_has_three(tmp_path: Path) -> None:

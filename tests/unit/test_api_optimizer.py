@@ -357,6 +357,43 @@ def test_the_state_of_an_object_around_an_optimizer_is_its_own(before: int) -> N
     assert same(model.state_dict(), expected)
 
 
+class Scaling(Around):
+    """With masters of its own, as far as the wrapper can see."""
+
+    overflow = False
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
+        self.clipped = max_norm, norm_type
+        return -1.0
+
+    def reload_model_params(self) -> None:
+        self.reloaded = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": 1.0}
+
+
+def test_an_object_with_loss_scaling_of_its_own_is_asked() -> None:
+    smp.reset()
+    in_memory(1)
+    model = smp.DistributedModel(build())
+    around = Scaling(SGD(model.parameters()))
+    optimizer = smp.DistributedOptimizer(around)
+    assert optimizer.overflow is False
+    around.overflow = True
+    assert optimizer.overflow is True
+    assert optimizer.clip_master_grads(0.5) == -1.0
+    optimizer.reload_model_params()
+    assert (around.clipped, around.reloaded) == ((0.5, 2.0), True)
+    assert optimizer.state_dict() == {"scale": 1.0}
+
+
+def test_a_misspelt_argument_of_loss_scaling_is_told() -> None:
+    model = smp.DistributedModel(build())
+    with pytest.raises(TypeError, match="unknown argument 'dynamic_loss_scal'"):
+        smp.DistributedOptimizer(SGD(model.parameters()), dynamic_loss_scal=True)
+
+
 def test_what_is_no_optimizer_is_told() -> None:
     model = smp.DistributedModel(build())
     with pytest.raises(TypeError, match="got list, which has no param_groups, step"):

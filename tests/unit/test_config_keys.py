@@ -75,7 +75,7 @@ def test_a_key_that_would_change_results_is_refused_unless_it_asks_for_nothing(k
 INERT_KEYS = {
     "prescaled_batch": True,
     "fp16_params": True,
-    "sdp_reduce_bucket_size": 1,
+    "sdp_reduce_bucket_size": 5e8,
     "sdp_param_persistence_threshold": 0,
     "sdp_max_live_parameters": 1,
     "sdp_hierarchical_allgather": False,

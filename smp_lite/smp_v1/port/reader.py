@@ -81,6 +81,8 @@ def below_smp(name: str) -> str | None:
     for root in _OURS:
         if name == root or name.startswith(f"{root}."):
             return name[len(root) + 1 :]
+    if name.startswith(f"{_MODEL_PARALLEL}.test."):  # beside torch, not below it
+        return name[len(_MODEL_PARALLEL) + 1 :]
     return None
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import smp_lite
 
-from . import amp, exceptions, model, nn, optimizers, patches, state_mod, test, utils  # noqa: F401
+from . import amp, exceptions, model, nn, optimizers, patches, state_mod, utils  # noqa: F401
 
 __all__ = smp_lite.__all__
 
