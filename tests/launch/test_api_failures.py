@@ -172,7 +172,7 @@ def test_a_collective_call_on_some_ranks_only_names_the_missing_ones(tmp_path: P
             ("allgather", "barrier"),
             marks=pytest.mark.thorough,
         ),
-        ("train(model, x) if rank else model.state_dict()", ("SMPTimeout", "pp group [0, 1]")),
+        ("train(model, x) if rank else model.state_dict()", ("SMPTimeout", "p group [0, 1]")),
     ],
     ids=["collectives", "step"],
 )
