@@ -21,7 +21,7 @@ from .waiting import wait_until
 from .world import World
 
 PACK_BELOW_BYTES = 1 << 16
-NUM_CHECKS = 4
+NUM_CHECKS = 5
 """How many checks ranks compare at a time: always as many, so that they meet wherever each of them is."""
 
 _MASK = (1 << 62) - 1

@@ -25,7 +25,7 @@ def _whole(value: object) -> object:
 
 _NotNegative = Annotated[int, Field(ge=0)]
 _Elements = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
-_ElementsOrNone = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+_ElementsOrZero = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 
 
 class LaterParameters(Parameters):
@@ -52,7 +52,7 @@ class LaterParameters(Parameters):
     sdp_reduce_bucket_size: _Elements = Field(
         500_000_000, description="Inert: elements of a reduction of sharded data parallelism."
     )
-    sdp_param_persistence_threshold: _ElementsOrNone = Field(
+    sdp_param_persistence_threshold: _ElementsOrZero = Field(
         1_000_000, description="Inert: smaller parameters are not sharded."
     )
     sdp_max_live_parameters: _Elements = Field(

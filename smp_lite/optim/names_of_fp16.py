@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..smp_v1.names import under
 from .norms import clip_grad_norm_
 
 __all__ = ["LOSS_SCALING", "MISSING", "NamesOfFP16"]
@@ -15,14 +16,8 @@ LOSS_SCALING = frozenset(
 """Arguments of dynamic loss scaling, which may also stand for themselves."""
 
 
-MISSING = {
-    **dict.fromkeys(("loss_scaler", "loss_scale", "_global_grad_norm"), "fp16 and sharded data parallelism"),
-    **dict.fromkeys(("redefined_params", "_param_id_to_index"), "sharded optimizer state"),
-    **dict.fromkeys(
-        ("fp16_groups", "fp32_partitioned_groups_flat", "ds_param_shard_group"), "sharded data parallelism"
-    ),
-}
-"""Attribute -> the feature that it belongs to."""
+MISSING = {name: entry for name, entry in under("DistributedOptimizer").items() if entry.kind == "attribute"}
+"""Attributes of features that are not there yet."""
 
 
 class NamesOfFP16:
@@ -31,14 +26,13 @@ class NamesOfFP16:
     optimizer: Any
     param_groups: list[dict[str, Any]]
 
-    def _here(self) -> contextlib.AbstractContextManager[None]:
-        raise NotImplementedError("the optimizer's own: its groups without other stages' parameters")
+    if TYPE_CHECKING:  # the optimizer's own
 
-    def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
-        raise NotImplementedError("the optimizer's own")
+        def _here(self) -> contextlib.AbstractContextManager[None]: ...
 
-    def load_state_dict(self, state_dict: dict[str, Any], gather_if_shard: bool = True) -> None:
-        raise NotImplementedError("the optimizer's own")
+        def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]: ...
+
+        def load_state_dict(self, state_dict: dict[str, Any], gather_if_shard: bool = True) -> None: ...
 
     @property
     def overflow(self) -> bool:

@@ -439,7 +439,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         if name in ("optimizer", "_torchs"):  # not set yet: unpickling, copying
             raise AttributeError(name)
         if name in MISSING and not hasattr(self.optimizer, name):
-            raise MissingAttribute(f"optimizer.{name} belongs to {MISSING[name]}, which is not supported yet")
+            raise MissingAttribute(f"optimizer.{name} belongs to {MISSING[name].says}")
         return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

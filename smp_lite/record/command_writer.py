@@ -241,7 +241,10 @@ class CommandWriter:
     def _append(self, command: Command, described: Description) -> Any:
         """Adds a described command; returns its result."""
         assert self.recorder.recording is not None
-        self.recorder.ordinary.capture(command.arguments, command.sources, described.meta.saved_arguments)
+        written = [changed.argument for changed in described.meta.changed]
+        self.recorder.ordinary.capture(
+            command.arguments, command.sources, described.meta.saved_arguments, written
+        )
         returned, links = self._bind(command, described.meta)
         self.recorder.recording.add(command, links, (described.content, described.structure))
         return returned

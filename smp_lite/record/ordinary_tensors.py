@@ -46,12 +46,15 @@ class OrdinaryTensors:
         self._watched: dict[int, tuple[torch.Tensor, int, int]] = {}
         self._batch: frozenset[int | None] = frozenset()
         self._is_strict = False
+        # If this step is one that is checked: what its commands have captured, beside the batch.
+        self.contents: list[tuple[tuple[int, ...], int]] = []
         self._inputs: dict[int, tuple[torch.Tensor, PlacedTensor]] = {}
 
     def begin_step(self, batch: Iterable[torch.Tensor], *, strict: bool) -> None:
         """The arguments of the step function; ``strict``: see whether code changes them unheard."""
         self._batch = frozenset(map(storage_of, batch))
         self._is_strict = strict
+        self.contents.clear()
 
     def forget(self) -> None:
         """The microbatch is over."""
@@ -118,7 +121,9 @@ class OrdinaryTensors:
         """From now on a placed copy stands in for an ordinary tensor."""
         with self.recorder.modules.at(stage):
             start = Arguments.of((target.detach().clone(),), {})
+            count = len(self.contents)
             self.twins.add(target, self.recorder.writer.function(torch.clone, start))
+            del self.contents[count:]  # it may be memory that is about to be written for the first time
 
     def change_replicated(
         self, func: Callable[..., Any], target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -193,11 +198,20 @@ class OrdinaryTensors:
             if tensor._version == version and digest_of(tensor) != digest:
                 raise _changed_unheard(tensor)
 
-    def capture(self, arguments: Arguments, sources: list[int], saved: Sequence[int] = ()) -> None:
+    def capture(
+        self,
+        arguments: Arguments,
+        sources: list[int],
+        saved: Sequence[int] = (),
+        written: Sequence[int] = (),
+    ) -> None:
         """Remembers ordinary tensors that a command will read later, and takes those that numpy may change.
 
         Args:
+            arguments: of the command.
+            sources: for each tensor among them the value that it is; negative: an ordinary tensor.
             saved: the arguments that the command's backward will read again.
+            written: those that the command changes, of which nobody may have written the numbers yet.
         """
         for i, source in enumerate(sources):
             tensor = arguments.tensors[i]
@@ -206,6 +220,8 @@ class OrdinaryTensors:
                 self._captured.setdefault(storage, []).append((arguments, i, reader))
                 if self.recorder.tape is None and is_shared(tensor):
                     self._guard(tensor, storage)
+                if self._is_strict and storage not in self._batch and i not in written:
+                    self.contents.append((tuple(tensor.shape), digest_of(tensor)))
 
     def _guard(self, tensor: torch.Tensor, storage: int) -> None:
         if storage not in self._batch:

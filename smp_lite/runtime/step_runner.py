@@ -383,6 +383,8 @@ class StepRunner:
     def _compare(self, recordings: dict[int, Recording], *, last_batch: bool) -> None:
         """All mp ranks must have recorded the same, from the same batch and random numbers."""
 
+        assert self._recorder is not None
+
         def calls() -> list[str]:
             return [
                 f"recorded call {number} of microbatch {m} = {describe_command(command, recording)}"
@@ -403,6 +405,11 @@ class StepRunner:
                     ],
                 ),
                 Check("the recording of a step", recorded, calls),
+                Check(
+                    "what a step reads beside its batch",
+                    hash(tuple(self._recorder.ordinary.contents)),
+                    self._contents,
+                ),
                 Check("the batch of a step", *(self._inputs if last_batch else (0, list))),
                 Check(
                     "the random numbers drawn in a step function",
@@ -412,6 +419,14 @@ class StepRunner:
             ]
         )
         self.all_know = False
+
+    def _contents(self) -> list[str]:
+        """Of tensors of the script's own that its calls read."""
+        assert self._recorder is not None
+        return [
+            f"reads a tensor of shape {list(shape)} with digest {digest:x}"
+            for shape, digest in self._recorder.ordinary.contents
+        ]
 
     def drew(self) -> bool:
         """Whether the user's function drew random numbers in this step."""

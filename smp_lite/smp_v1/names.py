@@ -198,7 +198,7 @@ def _all() -> Iterable[Name]:
         kind="attribute",
     )
     yield from (
-        Name(f"test.torch.utils.{name}", "hint", "checks of AWS's own tests; they do nothing")
+        Name(f"test.torch.utils.{name}", "hint", "of AWS's own tests, beside torch; they do nothing")
         for name in ("dump_model", "verify")
     )
 

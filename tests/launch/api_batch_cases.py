@@ -76,6 +76,13 @@ def _start() -> tuple[Any, Any]:
     return model, smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@smp.step
+def train_step(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
+    loss = _loss(model(tokens, mask), tokens)
+    model.backward(loss)
+    return loss
+
+
 class Pair(NamedTuple):
     tokens: Tensor
     mask: Tensor
@@ -186,16 +193,53 @@ def other_numbers_later() -> str:
     smp.init()
     model, _ = _start()
 
-    @smp.step
-    def train_step(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
-        loss = _loss(model(tokens, mask), tokens)
-        model.backward(loss)
-        return loss
-
     tokens, mask = _data(0)
     for _ in range(5):
         train_step(model, tokens, mask)
     return error_of(lambda: train_step(model, tokens, mask + smp.pp_rank()))
+
+
+def own_values(kind: str) -> str:
+    """What is no tensor of the batch, and differs between the ranks."""
+    smp.init()
+    model, _ = _start()
+    rank = smp.pp_rank()
+    array = np.arange(1, VOCABULARY + 1.0) + rank
+    weights = {"array": array, "list": array.tolist(), "number": np.float32(1 + rank), "global": None}[kind]
+    outside = torch.full((VOCABULARY,), 1.0 + rank)
+
+    @smp.step
+    def weighted_step(model: Any, tokens: Tensor, mask: Tensor, weights: Any) -> Tensor:
+        logits = model(tokens, mask)
+        if kind == "number":
+            loss = _loss(logits, tokens) * weights
+        else:
+            weight = outside if weights is None else torch.as_tensor(weights, dtype=torch.float32)
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), weight=weight)
+        model.backward(loss)
+        return loss
+
+    return error_of(lambda: weighted_step(model, *_data(0), weights))
+
+
+def unwritten() -> list[float]:
+    """Memory that nobody has written yet differs from rank to rank, and nobody reads it."""
+    smp.init()
+    model, _ = _start()
+
+    @smp.step
+    def filling_step(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
+        logits = torch.empty(*tokens.shape, VOCABULARY)
+        logits.fill_(float(smp.pp_rank()))  # as memory may be
+        first = tokens < VOCABULARY // 2
+        found = model(tokens, mask)
+        logits[first] = found[first]
+        logits[~first] = 2 * found[~first]
+        loss = _loss(logits, tokens)
+        model.backward(loss)
+        return loss
+
+    return [float(filling_step(model, *_data(i)).reduce_mean()) for i in range(3)]
 
 
 def with_gaps() -> tuple[list[float], list[float]]:
@@ -205,12 +249,6 @@ def with_gaps() -> tuple[list[float], list[float]]:
     for has_gaps in (True, False):
         smp.reset()
         model, optimizer = _start()
-
-        @smp.step
-        def train_step(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
-            loss = _loss(model(tokens, mask), tokens)
-            model.backward(loss)
-            return loss
 
         losses = []
         for i in range(3):

@@ -79,6 +79,23 @@ def test_other_numbers_are_seen_in_every_step() -> None:
         assert text.startswith("SMPMismatch: the batch of a step differs: mask, float32[4, 5], has other")
 
 
+@pytest.mark.parametrize("kind", ["array", "list", "number", "global"])
+def test_other_values_of_a_ranks_own_are_an_error(kind: str) -> None:
+    """Each stage would compute with its own rank's."""
+    says = (
+        "the recording of a step differs"
+        if kind == "number"
+        else "what a step reads beside its batch differs"
+    )
+    for text in run_distributed(f"{CASES}own_values", 2, kwargs={"kind": kind}, parameters=TWO):
+        assert text.startswith(f"SMPMismatch: {says}")
+
+
+def test_memory_that_is_not_written_yet_may_differ() -> None:
+    found = run_distributed(f"{CASES}unwritten", 2, parameters=TWO)
+    assert found[0] == found[1]
+
+
 def test_a_batch_with_gaps_is_handed_over() -> None:
     for losses in run_distributed(f"{CASES}with_gaps", 2, parameters=TWO):
         assert losses[0] == losses[1]

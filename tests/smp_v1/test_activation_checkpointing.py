@@ -226,6 +226,83 @@ def test_a_module_that_is_cut_runs_without_or_is_an_error() -> None:
         run_cut(auto_partition=False, default_partition=0)
 
 
+class WithNorm(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("factor", torch.ones(6))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(self.norm(x), scale) * self.factor
+
+
+class ChangesInput(Block):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x.mul_(0.5), scale)
+
+
+class ChangesBuffer(WithNorm):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        self.factor.mul_(0.5)
+        return super().forward(x, scale)
+
+
+def step_of(kind: type[nn.Module], marked: bool, between: Callable[[Any], None], **parameters: Any) -> Any:
+    """Loss and state after one step of four blocks; ``between`` the call of the model and its backward."""
+    smp.reset()
+    smp.init_in_memory({**PARAMETERS, **parameters})
+    torch.manual_seed(0)
+    net = nn.Sequential(*(kind() for _ in range(4)))
+    model = smp.DistributedModel(net)
+    if marked:
+        smp.set_activation_checkpointing(net)
+
+    @smp.step
+    def train_step(model: Any, x: Tensor) -> Tensor:
+        y = model(x * 1.0)
+        between(net)
+        loss = y.square().mean()
+        model.backward(loss)
+        return loss
+
+    loss = train_step(model, torch.linspace(-1, 1, 24).reshape(4, 6)).reduce_mean()
+    gradients = {name: parameter.grad for name, parameter in net.named_parameters()}
+    return {"losses": [float(loss)], "state": {**gradients, **model.state_dict()}}
+
+
+@pytest.mark.parametrize(("partitions", "microbatches"), [(1, 1), (2, 1), (2, 2)])
+def test_running_statistics_are_counted_once(partitions: int, microbatches: int) -> None:
+    """torch's own checkpoint counts them once more with every backward."""
+    parameters = {"partitions": partitions, "microbatches": microbatches}
+    found, expected = (step_of(WithNorm, marked, lambda net: None, **parameters) for marked in (True, False))
+    assert same(found, expected)
+    assert int(found["state"]["0.norm.num_batches_tracked"]) == microbatches
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [(ChangesInput, "changes its argument 0"), (ChangesBuffer, "changes factor")],
+)
+def test_a_call_that_would_change_something_twice_is_refused(kind: type[nn.Module], says: str) -> None:
+    with pytest.raises(smp.SMPError, match=f"a call of {kind.__name__} {says}, and would do so again"):
+        step_of(kind, True, lambda net: None)
+
+
+def test_what_has_changed_before_it_runs_again_is_an_error() -> None:
+    """Without checkpointing autograd notices; torch's own checkpoint computes with the new numbers."""
+
+    def change(net: Any) -> None:
+        with torch.no_grad():
+            net[1].factor.mul_(3.0)
+
+    with pytest.raises(
+        smp.SMPError, match="factor of WithNorm has changed between the call and its backward"
+    ):
+        step_of(WithNorm, True, change, microbatches=1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step_of(WithNorm, False, change, microbatches=1)
+
+
 def test_wrong_arguments_name_themselves() -> None:
     smp.init_in_memory(PARAMETERS)
     net = Net()

@@ -267,7 +267,7 @@ class Taking(torch.optim.SGD):
     _step_supports_amp_scaling = True
 
     def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # it is refused before it could step
 
 
 def own_logic() -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import zlib
 from collections.abc import Hashable
 from typing import Any
 
@@ -154,6 +155,8 @@ def stable_text(value: object) -> str:
         return repr(value)
     if isinstance(value, torch.Tensor):
         return str(tuple(tensor_meta(value)))
+    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+        return f"{value.dtype}{value.shape}{zlib.crc32(value.tobytes())}"
     return type(value).__qualname__
 
 

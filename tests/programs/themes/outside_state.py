@@ -185,24 +185,25 @@ def a_tensor_in_a_list(smp: Any, out: Any) -> None:
     run(smp, out, lambda x, i: x + offsets[i], lambda: [offsets[1].mul_(1.1)])
 
 
+def grows(factors: Any, place: int) -> Callable[[], None]:
+    """Changes one of many."""
+
+    def change() -> None:
+        factors[place] *= 1.1
+
+    return change
+
+
 @program(stages=(2,), refused=REFUSED)
 def a_large_array(smp: Any, out: Any) -> None:
     factors = np.ones(100_000)
-
-    def change() -> None:
-        factors[3] *= 1.1
-
-    run(smp, out, lambda x, i: x * float(factors[i]), change)
+    run(smp, out, lambda x, i: x * float(factors[i]), grows(factors, 3))
 
 
 @program(stages=(2,), refused=REFUSED)
 def a_long_list(smp: Any, out: Any) -> None:
     factors = [1.0] * 100
-
-    def change() -> None:
-        factors[71] *= 1.1
-
-    run(smp, out, lambda x, i: x * factors[70 + i], change)
+    run(smp, out, lambda x, i: x * factors[70 + i], grows(factors, 71))
 
 
 @program(stages=(2,), refused=REFUSED)
@@ -485,21 +486,13 @@ def a_buffer_is_changed_by_numpy(smp: Any, out: Any) -> None:
 @program(stages=(2,), refused=REFUSED)
 def an_array_of_megabytes(smp: Any, out: Any) -> None:
     factors = np.ones(1_000_000)
-
-    def change() -> None:
-        factors[3] *= 1.1
-
-    run(smp, out, lambda x, i: x * float(factors[i]), change)
+    run(smp, out, lambda x, i: x * float(factors[i]), grows(factors, 3))
 
 
 @program(stages=(2,), refused=REFUSED)
 def a_list_of_thousands(smp: Any, out: Any) -> None:
     factors = [1.0] * 10_000
-
-    def change() -> None:
-        factors[9_003] *= 1.1
-
-    run(smp, out, lambda x, i: x * factors[9_000 + i], change)
+    run(smp, out, lambda x, i: x * factors[9_000 + i], grows(factors, 9_003))
 
 
 @program(stages=(2,))
