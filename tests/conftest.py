@@ -8,11 +8,18 @@ from __future__ import annotations
 import os
 import random
 import sys
+import tempfile
 
 import pytest
 
+from smp_lite.entrypoints.mpi.mpirun import own_session_folder
+
 # Before any test module imports torch, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# For tests that start mpirun without the launcher, beside another process of pytest that does so too.
+_mpirun_folder = tempfile.TemporaryDirectory(prefix="smp-lite-tests-")
+os.environ.update(own_session_folder(_mpirun_folder.name, (), {}))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

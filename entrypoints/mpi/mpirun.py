@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,7 @@ __all__ = [
     "kill_ranks",
     "mpirun_version",
     "notify_ranks",
+    "own_session_folder",
     "stop_mpirun",
 ]
 
@@ -178,6 +179,19 @@ def find_daemon(mpirun: str) -> str:
         if os.access(directory / name, os.X_OK):
             return str(directory / name)
     raise ValueError(f"neither prted nor orted is in {directory}, beside mpirun: reinstall Open MPI")
+
+
+def own_session_folder(folder: str, argv: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables with which the mpirun of `argv` keeps its own files in `folder`; none where `argv` or
+    `environment` say a place already.
+
+    By default all of a user's mpiruns on a machine share a folder under /tmp. One that ends takes the folder
+    away where it finds it empty, and one that begins at that moment fails: "The PMIx server's listener thread
+    failed to start", for about one of a thousand when four start and end all the time.
+    """
+    if any(word.endswith("tmpdir_base") for word in (*argv, *environment)):
+        return {}
+    return dict.fromkeys(("PRTE_MCA_prte_local_tmpdir_base", "OMPI_MCA_orte_local_tmpdir_base"), folder)
 
 
 def stop_mpirun(process: subprocess.Popen[bytes], wait_s: float, rank_pids: Iterable[int] = ()) -> None:

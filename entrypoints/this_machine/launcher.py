@@ -30,7 +30,7 @@ from typing import Protocol
 from smp_lite.errors_record import ERROR_DIR_VARIABLE, FailureRecord, read_failures
 
 from ..mpi.launch_plan import LaunchPlan
-from ..mpi.mpirun import kill_ranks, notify_ranks, stop_mpirun
+from ..mpi.mpirun import kill_ranks, notify_ranks, own_session_folder, stop_mpirun
 from .channels import Channels
 from .ending import Ending, decide_ending
 from .leftovers import kill_leftovers
@@ -99,6 +99,7 @@ def run_local(
     ):
         screen = Screen(terminals)
         environment = {**plan.full_environment(inherited), ERROR_DIR_VARIABLE: directory}
+        environment |= own_session_folder(directory, plan.argv, environment)
         with subprocess.Popen(
             plan.argv,
             env=environment,

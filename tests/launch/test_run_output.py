@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,19 @@ def test_ranks_form_one_mpi_world_with_the_parameters_and_one_thread_each(tmp_pa
     expected = sorted(line for r in range(3) for line in (f"[{r}] 3 3", f"[{r}] {json.dumps(parameters)} 1"))
     assert sorted(as_text.stdout.splitlines()) == expected
     assert sorted(as_file.stdout.splitlines()) == expected
+
+
+def test_mpirun_keeps_its_files_in_a_folder_of_this_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside it another one may end at any moment and take the common folder away."""
+    for name in [name for name in os.environ if name.endswith("tmpdir_base")]:
+        monkeypatch.delenv(name)
+    write(tmp_path, "script.py", "print(os.environ['PMIX_SERVER_TMPDIR'])\n")
+    (line,) = launch(tmp_path, "--processes", "1", "script.py").stdout.splitlines()
+    of_launch = Path(line.removeprefix("[0] ")).parent
+    assert of_launch.name.startswith("smp-lite-")
+    assert not of_launch.exists()
 
 
 def test_the_users_thread_count_and_parameters_variable_are_left_alone(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from smp_lite.entrypoints.mpi.mpirun import Death, MpirunMessages, mpirun_version
+from smp_lite.entrypoints.mpi.mpirun import Death, MpirunMessages, mpirun_version, own_session_folder
 
 RULE = "-" * 74
 
@@ -104,3 +104,11 @@ def test_any_other_block_is_shown_whole() -> None:
 def feed(messages: MpirunMessages, block: str) -> list[str]:
     lines = [RULE, *block.splitlines(), RULE]
     return [shown for line in lines for shown in messages.feed(line)] + messages.close()
+
+
+def test_each_mpirun_keeps_its_files_in_a_folder_of_its_own() -> None:
+    variables = own_session_folder("/own", ("mpirun", "-n", "2", "true"), {"TMPDIR": "/large"})
+    assert set(variables.values()) == {"/own"}
+    assert not own_session_folder("/own", ("mpirun", "--prtemca", "prte_tmpdir_base", "/theirs"), {})
+    assert not own_session_folder("/own", ("mpirun",), {"PRTE_MCA_prte_tmpdir_base": "/theirs"})
+    assert not own_session_folder("/own", ("mpirun",), variables)
