@@ -1,7 +1,7 @@
 """Kills a process that saves, with SIGKILL from inside, before each operation on files; then resumes.
 
-`python -m tests.launch.killed_saves FOLDER partial|full` prints a JSON list: for each operation what was
-resumed after it. Children are forked from one warmed-up parent, so that hundreds of them take seconds.
+`python -m tests.launch.killed_saves FOLDER partial|full N` prints a JSON list: for every Nth operation what
+was resumed after it. Children are forked from one warmed-up parent, so that hundreds of them take seconds.
 """
 
 from __future__ import annotations
@@ -196,18 +196,18 @@ def in_child(work: Callable[[], Any]) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def main(folder: Path, *, is_partial: bool) -> dict[str, list[dict[str, Any]]]:
+def main(folder: Path, *, is_partial: bool, one_in: int) -> dict[str, list[dict[str, Any]]]:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     in_memory(2)
     trial = Trial(folder, is_partial=is_partial)
-    once = [*takewhile(bool, map(trial.killed_once, count()))]
+    once = [*takewhile(bool, map(trial.killed_once, count(step=one_in)))]
     twice = []
-    for number, outcome in enumerate(once):
+    for number, outcome in zip(count(step=one_in), once, strict=False):
         if outcome["done"] == 1 and outcome["operation"].startswith(("os.rename", "os.remove")):
             twice += trial.killed_twice(number + 1)
     return {"once": once, "twice": twice}
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), is_partial=sys.argv[2] == "partial")))
+    print(json.dumps(main(Path(sys.argv[1]), is_partial=sys.argv[2] == "partial", one_in=int(sys.argv[3]))))

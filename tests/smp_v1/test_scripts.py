@@ -84,6 +84,7 @@ def test_replicas_share_the_data(tmp_path: Path, data: Path) -> None:
     assert four["loss"] == two["loss"]
 
 
+@thorough
 def test_a_gpt_resumes_from_its_checkpoints(tmp_path: Path, data: Path) -> None:
     """With a configuration of transformers among the user's content, read as scripts of torch 1 do."""
     whole = gpt(tmp_path, data, 2, *pp(2, "--checkpoint_freq", "2", "--num_kept_checkpoints", "2"), steps=6)
