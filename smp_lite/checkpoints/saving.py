@@ -2,7 +2,9 @@
 
 A rank's own file is ``f_{mp_rank}``, as SMP named it up to 1.5, or ``f_{pp_rank}_{tp_rank}``, as since 1.6:
 scripts delete and look for files by these names. Which of them is told by the parameters, since scripts of
-that time send their keys. Reading takes either, the newer where both are there.
+that time send their keys. Reading takes either, the newer where both are there. The names alone would not do:
+``model_1_0`` may be pp rank 1's part of ``model`` or mp rank 0's of ``model_1``. So a file notes the numbers
+that were appended.
 
 A file appears under its name only when it is complete. Loading runs no code of the file unless asked:
 ``weights_only=True`` is the default here, as it is in torch since 2.6.
@@ -10,6 +12,7 @@ A file appears under its name only when it is complete. Loading runs no code of 
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from pathlib import Path
@@ -18,7 +21,7 @@ from typing import Any, NamedTuple
 from ..session import current
 from ..storage.durable import replace_file
 from ..storage.switch import new_name
-from ..storage.torch_files import read_torch, write_torch
+from ..storage.torch_files import read_note, read_torch, write_torch
 
 
 def save(
@@ -40,12 +43,21 @@ def save(
     """
     if not isinstance(f, str | os.PathLike):
         raise TypeError(f"smp.save: f must be a path, got {type(f).__name__}")
-    own = _own_names(os.fspath(f))
-    path = Path((own.replica if v3 else own.names[0]) if partial else f)
+    numbers = ""
+    if partial:
+        own = _own_numbers()
+        numbers = own.replica if v3 else own.of_mp_rank[0]
+    path = Path(f"{os.fspath(f)}{numbers}")
     replace_file(
         path,
         path.with_name(f"{path.name}.{new_name()}.part"),
-        lambda new: write_torch(new, obj, pickle_module=pickle_module, pickle_protocol=pickle_protocol),
+        lambda new: write_torch(
+            new,
+            obj,
+            json.dumps({_NUMBERS: numbers}),
+            pickle_module=pickle_module,
+            pickle_protocol=pickle_protocol,
+        ),
     )
 
 
@@ -75,13 +87,7 @@ def load(
         FileNotFoundError: it is not there.
         SMPError: it holds what is not read without asking, or is no whole file of ``torch.save``.
     """
-    path = Path(f)
-    if partial:
-        own = _own_names(os.fspath(f), before_1_10=back_compat)
-        found = [Path(name) for name in (*own.names, own.replica) if os.path.exists(name)]
-        if not back_compat:
-            found.sort(key=lambda name: -name.stat().st_mtime_ns)  # jobs of both kinds may have saved
-        path = found[0] if found else Path(own.names[0])
+    path = _own_file(os.fspath(f), back_compat=back_compat) if partial else Path(f)
     if not path.exists():
         other = "a full one is there: pass partial=False" if os.path.exists(f) else "was it saved?"
         raise FileNotFoundError(f"smp.load: {os.fspath(path)!r} does not exist ({other})")
@@ -95,14 +101,42 @@ def load(
     )
 
 
-class _OwnNames(NamedTuple):
-    names: tuple[str, str]  # of this mp rank's file; the first is the one to write
+def _own_file(f: str, *, back_compat: bool) -> Path:
+    """This rank's own file; where there is none, what its name would be."""
+    own = _own_numbers(before_1_10=back_compat)
+    names = {Path(f"{f}{numbers}"): numbers for numbers in (*own.of_mp_rank, own.replica)}
+    there = [path for path in names if path.is_file()]
+    found = [path for path in there if _numbers_of(path) in (None, names[path])]
+    if there and not found:
+        numbers = _numbers_of(there[0])
+        raise FileNotFoundError(
+            f"smp.load: {os.fspath(there[0])!r} is there, but it was saved "
+            f"{f'with {numbers!r} appended' if numbers else 'whole'}, so it is not this rank's part of {f!r}"
+        )
+    if not back_compat:
+        found.sort(key=lambda path: -path.stat().st_mtime_ns)  # jobs of both kinds may have saved
+    return next(iter(found or names))
+
+
+_NUMBERS = "numbers"
+
+
+def _numbers_of(path: Path) -> str | None:
+    """What was appended to the name when a file was saved; None: it does not say."""
+    note = read_note(path)
+    return None if note is None else json.loads(note).get(_NUMBERS)
+
+
+class _OwnNumbers(NamedTuple):
+    """What is appended to names."""
+
+    of_mp_rank: tuple[str, str]  # the first is the one to write
     replica: str  # of this rank's alone
 
 
-def _own_names(f: str, *, before_1_10: bool = False) -> _OwnNames:
+def _own_numbers(*, before_1_10: bool = False) -> _OwnNumbers:
     session = current()
     pp, tp, rdp, mp = (session.group_rank(kind) for kind in ("PP", "TP", "RDP", "MP"))
-    old, new = f"{f}_{mp}", f"{f}_{pp}_{tp}"
+    old, new = f"_{mp}", f"_{pp}_{tp}"
     is_new = session.cfg.is_of_smp_1_6 and not before_1_10
-    return _OwnNames((new, old) if is_new else (old, new), f"{new}_{rdp}")
+    return _OwnNumbers((new, old) if is_new else (old, new), f"{new}_{rdp}")

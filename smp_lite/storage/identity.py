@@ -59,14 +59,14 @@ class Identity:
 
 
 def read_identity(path: Path) -> Identity | None:
-    """Whose part a file is; None: no save of this library wrote it.
+    """Whose part a file is; None: no ``save_checkpoint`` of this library wrote it.
 
     Raises:
         SMPError: another version of the library wrote it.
         OSError: it cannot be opened.
     """
     note = read_note(path)
-    if note is None:
+    if note is None or '"format"' not in note:  # smp.save notes something else
         return None
     try:
         return Identity.from_json(note)
