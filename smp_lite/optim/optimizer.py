@@ -20,17 +20,18 @@ import torch
 from .. import session as session_module
 from ..errors import MissingAttribute, SMPError
 from ..record.parameters.away import is_away, needed
+from .checked_settings import CheckedSettings
 from .closures import step_with_closure
 from .inner import check_around, check_methods, torch_optimizer
 from .names_of_fp16 import LOSS_SCALING, MISSING, NamesOfFP16
 from .norms import refuse_inside_step
-from .optimizer_check import check_optimizer
 from .own_parameters import PARTIAL_KEY
 from .state_here import StateHere
 
 _OWN = frozenset(
     [
         *("optimizer", "_torchs", "_session", "_names", "_whole", "_pending", "_some_away", "_step_took"),
+        "_checked",
         "_opt_called",  # a learning rate scheduler's note
     ]
 )
@@ -83,8 +84,9 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
                 "there was an optimizer: call it after both wrappers exist, or with load_optimizer=False"
             )
         torchs = torch_optimizer(optimizer)
+        self._checked: CheckedSettings | None = None
         if session.num_stages > 1:
-            check_optimizer(torchs)
+            self._checked = CheckedSettings(torchs)
             check_around(optimizer, torchs)
         self.optimizer = optimizer
         self._torchs = torchs
@@ -257,12 +259,20 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         With a closure it is collective over all ranks, see :func:`.closures.step_with_closure`.
         """
         refuse_inside_step(self._session, "optimizer.step()")
+        if self._checked is not None:
+            self._checked.before_step(self._torchs)
         with self._here():
             has_parameters = any(group["params"] for group in self._torchs.param_groups)
             self._check_options()
-            if closure is None:
-                return self.optimizer.step() if has_parameters else None
-            return step_with_closure(self._session, self.optimizer, closure, has_parameters=has_parameters)
+            if closure is not None:
+                result = step_with_closure(
+                    self._session, self.optimizer, closure, has_parameters=has_parameters
+                )
+            else:
+                result = self.optimizer.step() if has_parameters else None
+        if self._checked is not None:
+            self._checked.after_step(self._torchs)
+        return result
 
     def _check_options(self) -> None:
         """A rate made of one stage's gradients is a number on that stage's rank alone."""

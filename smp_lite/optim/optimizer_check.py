@@ -21,8 +21,7 @@ import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,10 +29,7 @@ from torch.optim import optimizer as torch_hooks
 
 from ..errors import SMPError
 
-if TYPE_CHECKING:
-    from ..session import Session
-
-__all__ = ["check_optimizer", "other_optimizers_checked"]
+__all__ = ["check_optimizer"]
 
 NUM_STEPS = 12
 _MOST_PER_KIND = 2  # small tensors for each group and number of dimensions
@@ -90,49 +86,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"{kind.__name__} over several partitions: tried on a few small tensors, it steps them otherwise "
             f"together than one by one, so it looks at all parameters at once, and {way_out}"
         )
-
-
-@contextlib.contextmanager
-def other_optimizers_checked(session: Session) -> Iterator[None]:
-    """Within: optimizers of the model that are in no ``DistributedOptimizer`` are checked as they step."""
-    seen: WeakSet[torch.optim.Optimizer] = WeakSet()
-
-    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        model = session.model
-        if model is None:
-            return
-        if session.step is not None and session.step.runtime is not None:
-            _refuse_inside_step(session, optimizer)
-        if optimizer in seen or session.num_stages == 1:
-            return
-        own = {id(parameter) for parameter in model.module.parameters()}
-        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        is_wrapped = session.optimizer is not None and session.optimizer.is_around(optimizer)
-        if not is_wrapped and (
-            any(id(parameter) in own for parameter in given)
-            or (model.own_parameters is not None and model.own_parameters.holds_any_of(given))
-        ):
-            check_optimizer(optimizer)
-        seen.add(optimizer)
-
-    handle = torch_hooks.register_optimizer_step_pre_hook(before_step)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _refuse_inside_step(session: Session, optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer of the model steps while a step function runs, or while its backwards do (in a hook)."""
-    placement = session.model.runtime.placement
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if placement.alias(parameter) is not None:
-                raise SMPError(
-                    f"{type(optimizer).__name__}.step() was called while an smp.step runs, whose "
-                    f"microbatches "
-                    "still use the weights as they are: call it when the step function has returned"
-                )
 
 
 class _CannotTell(Exception):

@@ -1,0 +1,125 @@
+"""An optimizer is tried out with the settings that it has (:mod:`.optimizer_check`), and with others again.
+
+What was no limit on a norm when it was wrapped may be one later: a script sets ``max_grad_norm``, a state
+that is loaded brings it, a group is added. What the optimizer changes itself while it steps, such as a count,
+is its own and no reason to look again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import optimizer as torch_hooks
+
+from ..errors import SMPError
+from .optimizer_check import check_optimizer
+
+if TYPE_CHECKING:
+    from ..session import Session
+
+__all__ = ["CheckedSettings", "other_optimizers_checked"]
+
+_SCHEDULED = frozenset(["params", "param_names", "lr", "initial_lr", "momentum", "betas", "weight_decay"])
+"""What schedules change all the time, and what decides over no norm."""
+
+_Plain = bool | int | float | str | None
+_Settings = list[dict[str, Any]]
+
+
+class CheckedSettings:
+    """Those with which an optimizer was tried out.
+
+    Raises:
+        SMPError: it looks at all parameters at once.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        check_optimizer(optimizer)
+        self._settings = _settings(optimizer)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tries it out again if they have changed; raises as the constructor does."""
+        settings = _settings(optimizer)
+        if settings != self._settings:
+            check_optimizer(optimizer)
+            self._settings = settings
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """It may have changed them, except its defaults, which nobody changes but a script."""
+        defaults, *_ = self._settings
+        self._settings = [defaults, *_settings(optimizer)[1:]]
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> _Settings:
+    return [_plain(optimizer.defaults), _plain(vars(optimizer)), *map(_plain, optimizer.param_groups)]
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are compared at no cost."""
+    return {
+        key: value
+        for key, value in settings.items()
+        if isinstance(value, _Plain) and key not in _SCHEDULED and not key.startswith("_")
+    }
+
+
+@contextlib.contextmanager
+def other_optimizers_checked(session: Session) -> Iterator[None]:
+    """Within: optimizers of the model that are in no ``DistributedOptimizer`` are checked as they step."""
+    seen: WeakKeyDictionary[torch.optim.Optimizer, CheckedSettings | None] = WeakKeyDictionary()
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if session.model is None:
+            return
+        if session.step is not None and session.step.runtime is not None:
+            _refuse_inside_step(session, optimizer)
+        if session.num_stages == 1:
+            return
+        if optimizer not in seen:
+            seen[optimizer] = CheckedSettings(optimizer) if _is_of_the_model(session, optimizer) else None
+        elif (checked := seen[optimizer]) is not None:
+            checked.before_step(optimizer)
+
+    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if (checked := seen.get(optimizer)) is not None:
+            checked.after_step(optimizer)
+
+    handles = [
+        torch_hooks.register_optimizer_step_pre_hook(before_step),
+        torch_hooks.register_optimizer_step_post_hook(after_step),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_of_the_model(session: Session, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it steps parameters of the model and is not in the session's DistributedOptimizer."""
+    model = session.model
+    assert model is not None
+    if session.optimizer is not None and session.optimizer.is_around(optimizer):
+        return False
+    own = {id(parameter) for parameter in model.module.parameters()}
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return any(id(parameter) in own for parameter in given) or (
+        model.own_parameters is not None and model.own_parameters.holds_any_of(given)
+    )
+
+
+def _refuse_inside_step(session: Session, optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer of the model steps while a step function runs, or while its backwards do (in a hook)."""
+    placement = session.model.runtime.placement
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if placement.alias(parameter) is not None:
+                raise SMPError(
+                    f"{type(optimizer).__name__}.step() was called while an smp.step runs, whose "
+                    f"microbatches "
+                    "still use the weights as they are: call it when the step function has returned"
+                )
