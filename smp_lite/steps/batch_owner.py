@@ -4,7 +4,8 @@ AWS's data pipelines load data on pp rank 0 alone; the other ranks go through a 
 whose items are empty tensors. So where the batch of another rank has other shapes or types, the step takes
 that of pp rank 0, for recording as for the values: tensors are matched by their places in the arguments, and
 everything else stays the rank's own. From then on every step does, since a dummy may happen to look like the
-data; and random numbers go on from where pp rank 0 is, which may have drawn some to make the batch.
+data; and random numbers go on from where pp rank 0 is, which may have drawn some to make the batch. Tensors
+that share memory there share it everywhere (:mod:`.overlaps`).
 
 Until then batches that look alike are left alone. That their numbers are the same too is checked, in every
 step: two ranks with different data of one shape are a mistake, and not a convention. This costs one small
@@ -16,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from ..record.values.memory import digest_of
 from ..record.values.microbatch import like
 from ..record.values.placed import PlacedTensor, TensorMeta
 from ..record.values.structure import flatten, rebuild
+from .overlaps import memory_of, overlaps, tensors_in
 
 __all__ = ["BatchOwner"]
 
@@ -53,7 +56,7 @@ class BatchOwner:
         self._ranks = world.group(_GROUP)
         self._rank = world.group_rank(_GROUP)
         self._collectives = world.collectives(_GROUP)
-        self._digests: dict[tuple[_Leaf, ...], int] = {}
+        self._digests: dict[tuple[object, ...], int] = {}
         self.hands_over = False  # as soon as a rank has had a dummy
 
     def settle(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +78,8 @@ class BatchOwner:
         places.sort(key=paths.__getitem__)  # keywords and keys may come in another order
         mine = tuple((paths[i], leaves[i].dtype, tuple(leaves[i].shape)) for i in places)
         contents = [digest_of(leaves[i]) for i in places]
-        looks, numbers = self._compare(mine, contents)
+        patterns = tuple(overlap.pattern for overlap in overlaps([leaves[i] for i in places]))
+        looks, numbers = self._compare((mine, patterns), contents)
         if not self.hands_over and looks:
             if not numbers:
                 raise self._other_numbers(mine, contents)
@@ -87,13 +91,13 @@ class BatchOwner:
         settled: dict[str, Any] = rebuild(spec, iter(leaves))
         return {name: _as(arguments[name], value) for name, value in settled.items()}
 
-    def _compare(self, mine: tuple[_Leaf, ...], contents: list[int]) -> tuple[bool, bool]:
+    def _compare(self, look: tuple[object, ...], contents: list[int]) -> tuple[bool, bool]:
         """Whether all batches look alike, and whether they are."""
-        digest = self._digests.get(mine)
+        digest = self._digests.get(look)
         if digest is None:
-            text = repr(mine).encode()
+            text = repr(look).encode()
             digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
-            self._digests[mine] = digest
+            self._digests[look] = digest
         row = torch.tensor([digest, zlib.crc32(repr(contents).encode())], dtype=torch.int64)
         rows = torch.empty(len(self._ranks), 2, dtype=torch.int64)
         self._wait(self._collectives.all_gather(row, rows).done)
@@ -137,28 +141,42 @@ class BatchOwner:
                         "Load the data where smp.pp_rank() is 0"
                     )
 
-    def _from_owner(self, mine: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def _from_owner(self, mine: list[torch.Tensor]) -> list[torch.Tensor]:
         is_owner = self._rank == 0
         about = None
         if is_owner:
-            about = [(TensorMeta.of(tensor), tensor.layout) for tensor in mine], taken_states()
-        metas, states = self._world.exchange(about, _GROUP, _WHAT)[0]
+            shared = overlaps(mine)
+            about = [_About.of(tensor) for tensor in mine], shared, taken_states()
+        described, shared, states = self._world.exchange(about, _GROUP, _WHAT)[0]
         if not is_owner:
             put_back_states(states)
-        for (meta, layout), tensor in zip(metas, mine, strict=True):
-            if layout is not torch.strided or meta.device.type != "cpu":
+        together = {member for overlap in shared for member in overlap.members}
+        for number, each in enumerate(described):
+            if problem := each.problem(shares=number in together):
                 raise SMPError(
-                    f"pp rank 0 has a tensor of layout {layout} on {meta.device} in its batch, and other "
-                    "ranks one of another shape: only dense CPU tensors are handed over. Load the batch on "
-                    "every rank"
+                    f"pp rank 0 has {problem} in its batch, and other ranks have dummies: it cannot be "
+                    "handed over. Load the batch on every rank"
                 )
-            here = departure(tensor, meta) if is_owner else arrival(meta)
-            if meta.num_bytes:
-                self._wait(self._collectives.broadcast(as_bytes(here), 0).done)
-            if is_owner and here.stride() == tensor.stride():
-                yield tensor
+        settled = list(mine)
+        for overlap in shared:
+            if is_owner:
+                self._broadcast(memory_of(overlap, mine))
             else:
-                yield here.requires_grad_(meta.requires_grad)  # a slice arrives without its gaps
+                memory, tensors = tensors_in(overlap)
+                self._broadcast(memory)
+                for number, tensor in tensors.items():
+                    settled[number] = tensor.requires_grad_(described[number].meta.requires_grad)
+        for number, (each, tensor) in enumerate(zip(described, mine, strict=True)):
+            if number not in together:
+                here = departure(tensor, each.meta) if is_owner else arrival(each.meta)
+                if each.meta.num_bytes:
+                    self._broadcast(as_bytes(here))
+                if not is_owner or here.stride() != tensor.stride():  # a slice arrives without its gaps
+                    settled[number] = here.requires_grad_(each.meta.requires_grad)
+        return settled
+
+    def _broadcast(self, row: torch.Tensor) -> None:
+        self._wait(self._collectives.broadcast(row, 0).done)
 
     def _wait(self, done: Callable[[], bool]) -> None:
         others = [rank for rank in self._ranks if rank != self._world.rank]
@@ -167,6 +185,29 @@ class BatchOwner:
             lambda: f"not all ranks of the pp group {list(self._ranks)} came to {_WHAT}",
             lambda: others,
         )
+
+
+@dataclass(frozen=True)
+class _About:
+    """What other ranks must know of a tensor of the owner's."""
+
+    meta: TensorMeta
+    layout: torch.layout
+    is_lazy: bool  # to be conjugated or negated when it is read
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _About:
+        return cls(TensorMeta.of(tensor), tensor.layout, tensor.is_conj() or tensor.is_neg())
+
+    def problem(self, *, shares: bool) -> str:
+        """What it is that cannot be handed over; "" for what can.
+
+        Args:
+            shares: it shares memory with another tensor.
+        """
+        if self.layout is not torch.strided or self.meta.device.type != "cpu":
+            return f"a tensor of layout {self.layout} on {self.meta.device}"
+        return "the conjugate of another tensor" if shares and self.is_lazy else ""
 
 
 def _shown(value: Any) -> Any:

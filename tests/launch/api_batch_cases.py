@@ -177,6 +177,19 @@ def owner_has_the_dummy() -> str:
     return error_of(_step(*data))
 
 
+def what_cannot_be_handed_over(kind: str) -> str:
+    smp.init()
+    tokens = mask = torch.zeros(0)
+    if smp.pp_rank() == 0:
+        tokens, mask = _data(0)
+        if kind == "sparse":
+            mask = mask.to_sparse()
+        else:
+            tokens = torch.ones(4, 5, dtype=torch.complex64)
+            mask = tokens.conj()
+    return error_of(_step(tokens, mask))
+
+
 def another_nesting() -> str:
     smp.init()
     tokens, mask = (_data if smp.pp_rank() == 0 else _dummy)(0)
@@ -262,6 +275,57 @@ def with_gaps() -> tuple[list[float], list[float]]:
             optimizer.step()
         found.append(losses)
     return found[0], found[1]
+
+
+@smp.step
+def _shifting_step(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    inputs.mul_(2)  # and the targets, where they share memory
+    loss = (model(inputs) - targets).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def _sharing(kind: str, index: int) -> tuple[Tensor, Tensor]:
+    numbers = torch.arange(28.0).reshape(4, 7) / 28 + index
+    if kind == "one tensor":
+        return numbers[:, :6], numbers[:, :6]
+    if kind == "shifted":
+        return numbers[:, :-1], numbers[:, 1:]
+    if kind == "numpy":
+        array = numbers.numpy()
+        return torch.from_numpy(array[:, :6]), torch.from_numpy(array)[:, 1:]
+    assert kind == "other types"
+    inputs = numbers[:, :6].clone()
+    return inputs, inputs.view(torch.int32)
+
+
+def shares_memory(kind: str, others: str) -> tuple[list[float], list[float]]:
+    """Losses where inputs and targets share memory on pp rank 0, and those of one process."""
+    plain = []
+    for i in range(3):
+        inputs, targets = _sharing(kind, i)
+        halves = []
+        for m in range(2):
+            part, wanted = inputs[2 * m : 2 * m + 2], targets[2 * m : 2 * m + 2]
+            part.mul_(2)
+            halves.append((_chain()(part) - wanted).square().mean())
+        plain.append(float(torch.stack(halves).mean()))
+    smp.init()
+    model = smp.DistributedModel(_chain())
+    losses = []
+    for i in range(3):
+        inputs, targets = _sharing(kind, i)
+        if smp.pp_rank() > 0:
+            inputs, targets = inputs.clone(), targets.clone()
+            if others == "dummies":
+                inputs, targets = torch.zeros(0), torch.zeros(0)
+        losses.append(float(_shifting_step(model, inputs, targets).reduce_mean()))
+    return losses, plain
+
+
+def _chain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
 
 
 def draws_for_data() -> list[float]:

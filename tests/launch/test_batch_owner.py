@@ -64,6 +64,19 @@ def test_a_dummy_on_the_owner_is_an_error_that_says_where_to_load() -> None:
         assert "Load the data where smp.pp_rank() is 0" in text
 
 
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("sparse", "a tensor of layout torch.sparse_coo on cpu"),
+        ("conjugate", "the conjugate of another tensor"),
+    ],
+)
+def test_what_cannot_be_handed_over_is_an_error(kind: str, what: str) -> None:
+    case = f"{CASES}what_cannot_be_handed_over"
+    for text in run_distributed(case, 2, kwargs={"kind": kind}, parameters=TWO):
+        assert f"pp rank 0 has {what} in its batch, and other ranks have dummies" in text
+
+
 def test_another_nesting_is_an_error_that_names_the_argument() -> None:
     for text in run_distributed(f"{CASES}another_nesting", 2, parameters=TWO):
         assert "rank 1 has no place for it: the tensor mask is among the arguments on rank 0 only" in text
@@ -99,6 +112,14 @@ def test_memory_that_is_not_written_yet_may_differ() -> None:
 def test_a_batch_with_gaps_is_handed_over() -> None:
     for losses in run_distributed(f"{CASES}with_gaps", 2, parameters=TWO):
         assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("others", ["dummies", "copies"])
+@pytest.mark.parametrize("kind", ["one tensor", "shifted", "numpy", "other types"])
+def test_what_shares_memory_on_the_owner_shares_it_everywhere(kind: str, others: str) -> None:
+    kwargs = {"kind": kind, "others": others}
+    for losses, plain in run_distributed(f"{CASES}shares_memory", 2, kwargs=kwargs, parameters=TWO):
+        assert losses == plain
 
 
 def test_random_numbers_go_on_from_where_the_data_was_made() -> None:
