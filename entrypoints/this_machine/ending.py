@@ -82,8 +82,9 @@ def decide_ending(
         lines = tuple(last_lines.get(first.rank, ()))
         text = first.text if first.text.endswith("\n") else f"{first.text}\n"
         return Ending(first.exit_code, first.rank, text, first.headline, lines, tuple(others))
+    mpirun_code = mpirun_code if mpirun_code >= 0 else 128 - mpirun_code
     if death is None:
-        code = mpirun_code if mpirun_code >= 0 else 128 - mpirun_code
+        code = mpirun_code
         if lost_hosts:
             return Ending(code, None, f"host(s) {', '.join(lost_hosts)} went away")
         reason = next((line.strip() for line in mpirun_lines if line.strip(" \t-")), "")

@@ -40,7 +40,8 @@ __all__ = ["Notice", "RankReport", "RemoteRanks", "run_local", "stop_requests"]
 
 _POLL_S = 0.1
 _FAILURE_GRACE_S = 5.0
-"""How long mpirun may take to stop the other ranks once one has left its failure record."""
+"""How long mpirun may take to stop the other ranks once one has left its failure record, or mpirun has said
+that one died: seldom, where a rank dies while another connects to it, mpirun 5 then waits for itself."""
 _STOP_GRACE_S = 3.0
 """How long mpirun may take to stop its ranks when it is asked to, before all are killed."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -192,7 +193,7 @@ class _Watch:
         """Pass output on meanwhile."""
         while self._process.poll() is None and time.monotonic() < self._deadline:
             screen.take(channels, _POLL_S)
-            if any(self._directory.glob("*.failure.json")):
+            if screen.messages.death is not None or any(self._directory.glob("*.failure.json")):
                 self._end_within(_FAILURE_GRACE_S)
             if requests:
                 self._end_within(self._grace_s if len(requests) == 1 else 0)
