@@ -1,4 +1,4 @@
-"""Sums and broadcasts over a group of ranks, started now and finished later.
+"""Collectives over a group of ranks, started now and finished later.
 
 Two makes of one interface: :class:`C10dCollectives` over a torch process group (``ddp: True``, and all of a
 job without MPI) and :class:`MPICollectives` (the mp group of an MPI job, and ``horovod: True``, as a Horovod
@@ -27,14 +27,26 @@ class Collectives(Protocol):
 
     size: int
 
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Sum over the group."""
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Pending:
+        """Sum, or ``max``, over the group."""
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> Pending:
+        """Sum over the group, on group rank ``root``; on the others the tensor's content is lost."""
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Pending:
         """From group rank ``root``."""
 
     def all_gather(self, mine: torch.Tensor, all_of_them: torch.Tensor) -> Pending:
         """Every member's ``mine`` as a row of ``all_of_them``, by group rank."""
+
+    def reduce_scatter(self, parts: torch.Tensor, mine: torch.Tensor) -> Pending:
+        """In ``mine`` the sum over the group of the rows of ``parts`` that are this member's."""
+
+    def all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> Pending:
+        """Row i of ``sent`` goes to group rank i, row i of ``got`` comes from it."""
+
+    def exchange(self, sent: torch.Tensor, dest: int, got: torch.Tensor, source: int) -> Pending:
+        """Sends to one group rank and receives from one."""
 
 
 class C10dCollectives:
@@ -44,14 +56,30 @@ class C10dCollectives:
         self.group = group
         self.size = dist.get_world_size(group)
 
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        return _Work(dist.all_reduce(tensor, group=self.group, async_op=True))
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Pending:
+        kind = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+        return _Work(dist.all_reduce(tensor, kind, group=self.group, async_op=True))
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> Pending:
+        return _Work(dist.reduce(tensor, group_dst=root, group=self.group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Pending:
         return _Work(dist.broadcast(tensor, group_src=root, group=self.group, async_op=True))
 
     def all_gather(self, mine: torch.Tensor, all_of_them: torch.Tensor) -> Pending:
         return _Work(dist.all_gather(list(all_of_them), mine, group=self.group, async_op=True))
+
+    def reduce_scatter(self, parts: torch.Tensor, mine: torch.Tensor) -> Pending:
+        return _Work(dist.reduce_scatter_tensor(mine, parts, group=self.group, async_op=True))
+
+    def all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> Pending:
+        return _Work(dist.all_to_all_single(got, sent, group=self.group, async_op=True))
+
+    def exchange(self, sent: torch.Tensor, dest: int, got: torch.Tensor, source: int) -> Pending:
+        return _All(
+            _Work(dist.isend(sent, group_dst=dest, group=self.group)),
+            _Work(dist.irecv(got, group_src=source, group=self.group)),
+        )
 
 
 class _Work:
@@ -64,6 +92,17 @@ class _Work:
                 self._work.wait()
             self._work = None
         return self._work is None
+
+
+class _All:
+    """Several, as one."""
+
+    def __init__(self, *parts: Pending) -> None:
+        self._parts = parts
+
+    def done(self) -> bool:
+        done = [part.done() for part in self._parts]  # each is polled
+        return all(done)
 
 
 class MPICollectives:
@@ -85,9 +124,18 @@ class MPICollectives:
             torch.complex128: MPI.C_DOUBLE_COMPLEX,
         }
 
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        work = tensor if tensor.dtype in self._types else tensor.float()
-        request = self.comm.Iallreduce(self._mpi.IN_PLACE, [self._memory(work), self._types[work.dtype]])
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Pending:
+        work = self._summable(tensor)
+        kind = self._mpi.MAX if op == "max" else self._mpi.SUM
+        request = self.comm.Iallreduce(self._mpi.IN_PLACE, self._typed(work), kind)
+        return _Request(request, work, tensor)
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> Pending:
+        work = self._summable(tensor)
+        if self.comm.Get_rank() == root:
+            request = self.comm.Ireduce(self._mpi.IN_PLACE, self._typed(work), root=root)
+        else:
+            request = self.comm.Ireduce(self._typed(work), None, root=root)
         return _Request(request, work, tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Pending:
@@ -100,13 +148,35 @@ class MPICollectives:
         )
         return _Request(request, mine, mine)
 
+    def reduce_scatter(self, parts: torch.Tensor, mine: torch.Tensor) -> Pending:
+        sent, got = self._summable(parts), self._summable(mine)
+        request = self.comm.Ireduce_scatter_block(self._typed(sent), self._typed(got))
+        return _Request(request, got, mine, keep=sent)
+
+    def all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> Pending:
+        request = self.comm.Ialltoall(
+            [self._memory(sent), self._mpi.BYTE], [self._memory(got), self._mpi.BYTE]
+        )
+        return _Request(request, got, got, keep=sent)
+
+    def exchange(self, sent: torch.Tensor, dest: int, got: torch.Tensor, source: int) -> Pending:
+        send = self.comm.Isend([self._memory(sent), self._mpi.BYTE], dest=dest)
+        receive = self.comm.Irecv([self._memory(got), self._mpi.BYTE], source=source)
+        return _All(_Request(send, sent, sent), _Request(receive, got, got))
+
+    def _summable(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.dtype in self._types else tensor.float()
+
+    def _typed(self, tensor: torch.Tensor) -> list[Any]:
+        return [self._memory(tensor), self._types[tensor.dtype]]
+
     def _memory(self, tensor: torch.Tensor) -> Any:
         return self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 class _Request:
-    def __init__(self, request: Any, work: torch.Tensor, target: torch.Tensor) -> None:
-        self._request, self._work, self._target = request, work, target
+    def __init__(self, request: Any, work: torch.Tensor, target: torch.Tensor, keep: Any = None) -> None:
+        self._request, self._work, self._target, self._keep = request, work, target, keep
 
     def done(self) -> bool:
         if self._request is not None and self._request.Test():
