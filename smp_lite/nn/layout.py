@@ -85,7 +85,7 @@ def set_layout(parameter: nn.Parameter, layout: ParameterLayout) -> None:
     """
     if tuple(parameter.shape) != layout.local_shape:
         raise ValueError(
-            f"a part of shape {list(parameter.shape)} for a layout whose parts have {list(layout.local_shape)}"
+            f"a part of shape {list(parameter.shape)} for a layout with parts of {list(layout.local_shape)}"
         )
     setattr(parameter, _ATTRIBUTE, layout)
 
