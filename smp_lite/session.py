@@ -7,14 +7,18 @@ object, look here.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .comm.axis import Axis
 from .comm.collectives import C10dCollectives, Collectives
 from .comm.peers import OneProcess, Peers, RankPeers
+from .comm.ranks import Ranks
+from .comm.stage_peers import StagePeers
 from .comm.wires import C10dWire, Wire
 from .config import Config
 from .errors import SMPError
@@ -53,6 +57,9 @@ class Session:
         self.cfg = config  # the SMP API's name: scripts read smp.state.cfg.<parameter>
         self.topology = topology
         self.world = world
+        self.stage_peers: StagePeers | None = None
+        if world is not None:
+            self.stage_peers = StagePeers(world, topology.stage_axes, share_batch=not self.has_own_batches)
         self.device = torch.device("cpu")
         # What the layers above put here; their types are theirs.
         self.model: Any = None
@@ -81,6 +88,11 @@ class Session:
     def rank(self) -> int:
         return self.world.rank if self.world else 0
 
+    @property
+    def has_own_batches(self) -> bool:
+        """Whether the ranks of a stage bring batches of their own; else all bring the same."""
+        return any(axis in self.topology.stage_axes for axis in self.batch_axes)
+
     def group(self, kind: str) -> tuple[int, ...]:
         return self.world.group(kind) if self.world else (0,)
 
@@ -95,12 +107,12 @@ class Session:
     def peers(self) -> Peers:
         if self.world is None:
             return OneProcess(self.num_stages)
-        return RankPeers(self.world, self._stage_of_mp_rank())
+        return RankPeers(self.world, self._stages(), self._pp_groups())
 
     def wire(self) -> Wire | None:
         if self.world is None:
             return None
-        stages = self._stage_of_mp_rank()
+        stages = self._stages()
         rank_of_stage = [stages.index(stage) for stage in range(self.num_stages)]
         has_mpi = self.world.transport.has_mpi
         kind = os.environ.get(WIRE_VARIABLE, "mpi" if has_mpi else "c10d")
@@ -111,23 +123,56 @@ class Session:
         if kind == "c10d" and has_mpi:
             if not self.process_groups:
                 raise SMPError(f"{WIRE_VARIABLE}=c10d needs ddp: True in the parameters")
-            return C10dWire(self.process_groups["MP"], rank_of_stage)
-        return self.world.wire("MP", rank_of_stage)
+            return C10dWire(self.process_groups["PP"], rank_of_stage)
+        return self.world.wire("PP", rank_of_stage)
 
-    def collectives(self) -> Collectives | None:
-        """Over the dp group, if gradients are to be averaged."""
-        if self.world is None or len(self.group("DP")) == 1:
+    def axis(self, name: str = "tp") -> Axis:
+        """The ranks of this one's stage along a tensor axis, or along several (names with ``+`` between).
+
+        Raises:
+            ValueError: there is no such axis.
+        """
+        if self.stage_peers is not None:
+            return self.stage_peers.axis(name)
+        return Axis(name, range(math.prod(map(self.topology.axis_size, name.split("+")))), 0)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Axes along which ranks have batches of their own, besides pp; gradients are means over them."""
+        if self.cfg.tensor_parallel_degree > 1 and not self.cfg.prescaled_batch:
+            return ("dp", "tp")
+        return ("dp",)
+
+    def ranks(self) -> Ranks | None:
+        """What gradient reduction needs to know of the ranks; None where there are no others."""
+        if self.world is None or self.world.size == self.num_stages:
             return None
-        if self.cfg.horovod or self.cfg.ddp_dist_backend == "mpi":
-            return self.world.collectives("DP")
-        return C10dCollectives(self.process_groups["DP"])
+        axes = {name: size for name, size in self.topology.axes if name != "pp"}
+        return Ranks(self.batch_axes, axes, self._collectives)
+
+    def _collectives(self, axes: Sequence[str]) -> Collectives | None:
+        """For gradients, over the ranks along these axes; None where that is this rank alone."""
+        sizes = [self.topology.axis_size(axis) for axis in axes]
+        if self.world is None or math.prod(sizes) == 1:
+            return None
+        kinds = {frozenset(members): kind for kind, members in self.topology.kinds}
+        kind = kinds.get(frozenset(axes), "+".join(axes))
+        by_mpi = self.cfg.horovod or self.cfg.ddp_dist_backend == "mpi" or not self.cfg.ddp
+        if by_mpi or kind not in self.process_groups:
+            return self.world.collectives(kind)
+        return C10dCollectives(self.process_groups[kind])
 
     def exchange_over_replicas(self, item: Any) -> list[Any]:
         """Every replica's object; collective over the dp group."""
         return self.world.exchange(item, "DP", "how a step failed") if self.world is not None else [item]
 
-    def _stage_of_mp_rank(self) -> list[int]:
-        return [self.topology.coordinate(rank)["pp"] for rank in self.group("MP")]
+    def _stages(self) -> list[int]:
+        """Of each rank of the pp group."""
+        return [self.topology.coordinate(rank)["pp"] for rank in self.group("PP")]
+
+    def _pp_groups(self) -> list[tuple[int, ...]]:
+        """Those of the mp group."""
+        return sorted({self.topology.group("PP", rank) for rank in self.group("MP")})
 
 
 _session: Session | None = None

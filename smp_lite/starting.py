@@ -65,7 +65,12 @@ def init(config: Mapping[str, Any] | str | None = None) -> None:
     if transport.rank == 0 and (hints := validated.hints_text()) is not None:
         print(f"smp_lite: {hints}", flush=True)
     _check_needs_of_mpi(validated, transport)
-    topology = Topology.from_placement(transport.size, validated.partitions, 1, validated.placement_strategy)
+    topology = Topology.from_placement(
+        transport.size,
+        validated.partitions,
+        validated.tensor_parallel_degree,
+        validated.placement_strategy,
+    )
     session = Session(validated, topology, World(topology, transport))
     assert session.world is not None
     if "OMP_NUM_THREADS" not in os.environ:
@@ -120,7 +125,8 @@ def init_in_memory(config: Mapping[str, Any]) -> None:
 
 
 def _in_memory(config: Config) -> Session:
-    topology = Topology.from_placement(config.partitions, config.partitions, 1, "cluster")
+    mp_size = config.partitions * config.tensor_parallel_degree
+    topology = Topology.from_placement(mp_size, config.partitions, config.tensor_parallel_degree, "cluster")
     return _open(Session(config, topology, None))
 
 

@@ -1,8 +1,11 @@
 """The ranks of one mp group, as the runtime sees them: who plays which stage.
 
 :class:`OneProcess` plays all stages by turns in one process, which is how the library is tested and
-debugged. :class:`RankPeers` plays one. Both drive the executors' generators, make values of one
-stage known to all, and compare what the ranks recorded.
+debugged. :class:`RankPeers` plays one, or one rank's part of one. Both drive the executors' generators, make
+values of one stage known to all, and compare what the ranks recorded.
+
+Where a stage has several ranks, values go between ranks of equal tensor coordinates (the pp group). What the
+ranks recorded, and how their actions went, is compared over the whole mp group.
 """
 
 from __future__ import annotations
@@ -66,11 +69,13 @@ class Check:
         what: names it in the error.
         digest: a number of up to 62 bits.
         lines: describes it line by line, to find the first difference.
+        of_pp_group: it must be the same on the ranks of each pp group only.
     """
 
     what: str
     digest: int
     lines: Callable[[], list[str]]
+    of_pp_group: bool = False
 
 
 class OneProcess:
@@ -116,22 +121,26 @@ class OneProcess:
 
 
 class RankPeers:
-    """One stage in this process; the others in other ranks of the mp group.
+    """One stage in this process, or a part of it; the others in other ranks of the mp group.
 
     Args:
         world: the job.
-        stage_of_rank: for each member of the mp group, in group order, its stage.
+        stage_of_rank: for each member of the pp group, in group order, its stage.
+        pp_groups: the pp groups of this mp group, as world ranks.
     """
 
-    def __init__(self, world: World, stage_of_rank: Sequence[int]) -> None:
+    def __init__(
+        self, world: World, stage_of_rank: Sequence[int], pp_groups: Sequence[tuple[int, ...]]
+    ) -> None:
         self.world = world
         self.rank = world.rank
         self.ranks = world.group("MP")
-        self.group_rank = world.group_rank("MP")
-        self.stages = frozenset({stage_of_rank[self.group_rank]})
+        self.stages = frozenset({stage_of_rank[world.group_rank("PP")]})
         self._rank_of_stage = {stage: i for i, stage in enumerate(stage_of_rank)}
         self._others = [rank for rank in self.ranks if rank != world.rank]
+        self._in_pp_groups = [[self.ranks.index(rank) for rank in group] for group in pp_groups]
         self._collectives = world.collectives("MP")
+        self._between_stages = world.collectives("PP") if len(pp_groups) > 1 else self._collectives
         self._unawaited: list[tuple[Pending, Any]] = []
         self._num_failures = 0
 
@@ -199,11 +208,11 @@ class RankPeers:
             results[i] = kept.clone()
 
     def _broadcast(self, data: torch.Tensor, stage: int) -> None:
-        pending = self._collectives.broadcast(data, self._rank_of_stage[stage])
+        pending = self._between_stages.broadcast(data, self._rank_of_stage[stage])
         self._wait(pending.done, f"a result of stage {stage} did not reach all its peers")
 
     def share_object(self, payload: Any, stage: int, what: str) -> Any:
-        found = self.world.exchange(payload if stage in self.stages else None, "MP", what)
+        found = self.world.exchange(payload if stage in self.stages else None, "PP", what)
         return found[self._rank_of_stage[stage]]
 
     def compare(self, checks: Sequence[Check]) -> None:
@@ -219,9 +228,12 @@ class RankPeers:
                 "The next step can, if that rank goes on"
             )
         for check, column in zip(checks, theirs.unbind(1), strict=True):
-            if bool((column != column[0]).any()):
-                lines = self.world.exchange(check.lines(), "MP", f"comparing {check.what}")
-                raise SMPMismatch(_first_difference(check.what, lines, self.ranks))
+            sets = self._in_pp_groups if check.of_pp_group else [list(range(len(self.ranks)))]
+            for members in sets:
+                if bool((column[members] != column[members[0]]).any()):
+                    lines = self.world.exchange(check.lines(), "MP", f"comparing {check.what}")
+                    ranks = [self.ranks[i] for i in members]
+                    raise SMPMismatch(_first_difference(check.what, [lines[i] for i in members], ranks))
 
     def fail(self, text: str) -> None:
         self._num_failures += 1

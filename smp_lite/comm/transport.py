@@ -30,6 +30,7 @@ class Tag(IntEnum):
     MESSAGE = 2
     GOODBYE = 3
     FAILURE = 4
+    STAGE_FAILURE = 5
 
 
 class Host(NamedTuple):

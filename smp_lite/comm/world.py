@@ -19,8 +19,6 @@ from .transport import Tag, Transport
 from .waiting import wait_until, watch_departures
 from .wires import Wire
 
-GROUP_KINDS = ("WORLD", "MP", "DP", "PP", "TP", "RDP")
-
 
 class World:
     """The ranks of the job.
@@ -35,7 +33,7 @@ class World:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.local_rank, self.local_size = transport.local_rank, transport.local_size
-        self._groups = {kind: topology.group(kind, self.rank) for kind in GROUP_KINDS}
+        self._groups: dict[str, tuple[int, ...]] = {}
         watch_departures(transport.departed)
         atexit.register(transport.leave)
 
@@ -48,16 +46,27 @@ class World:
     # Groups -------------------------------------------------------------------------------------------------
 
     def group(self, kind: str) -> tuple[int, ...]:
-        """World ranks of this rank's group of that kind, ascending."""
+        """World ranks of this rank's group of that kind, ascending.
+
+        Args:
+            kind: of the topology's, or names of axes with ``+`` between: the ranks that differ on these.
+        """
+        if kind not in self._groups:
+            named = "WORLD" if kind == "WORLD" else dict(self.topology.kinds).get(kind)
+            self._groups[kind] = (
+                self.topology.along(kind.split("+"), self.rank)
+                if named is None
+                else self.topology.group(kind, self.rank)
+            )
         return self._groups[kind]
 
     def group_rank(self, kind: str) -> int:
-        return self._groups[kind].index(self.rank)
+        return self.group(kind).index(self.rank)
 
     def collectives(self, kind: str) -> Collectives:
         """Over this rank's group, for one user of them; collective over the group."""
         self._meet(kind)
-        return self.transport.collectives(self._groups[kind])
+        return self.transport.collectives(self.group(kind))
 
     def wire(self, kind: str, rank_of_stage: Sequence[int]) -> Wire:
         """Between stages on this rank's group; collective over the group.
@@ -67,7 +76,7 @@ class World:
             rank_of_stage: for each stage the group rank that holds it.
         """
         self._meet(kind)
-        return self.transport.wire(self._groups[kind], rank_of_stage)
+        return self.transport.wire(self.group(kind), rank_of_stage)
 
     def _meet(self, kind: str) -> None:
         """Before something blocks where a missing member is not noticed."""
@@ -86,7 +95,7 @@ class World:
             SMPTimeout: a member did not call; names the missing ranks.
             SMPMismatch: a member called something else.
         """
-        group = self._groups[kind]
+        group = self.group(kind)
         others = [rank for rank in group if rank != self.rank]
         data = pickle.dumps((what, kind, payload), protocol=pickle.HIGHEST_PROTOCOL)
         sends = [self.transport.send(data, rank, Tag.ROLL_CALL) for rank in others]
@@ -126,7 +135,7 @@ class World:
     def gather(self, payload: Any, kind: str, what: str) -> list[Any] | None:
         """Collective over the group: every member's payload on group rank 0, None on the others."""
         self.exchange(None, kind, what)
-        group = self._groups[kind]
+        group = self.group(kind)
         if self.rank != group[0]:
             self.send_object(payload, group[0], what)
             return None

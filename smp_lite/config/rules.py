@@ -33,6 +33,15 @@ def check_across_fields(config: LaterParameters) -> None:
             "0.0 balances computation only, 1.0 memory only",
         )
     _check_data_parallel(config)
+    if config.tensor_parallel_degree > 1 and not (config.ddp or config.horovod):
+        _fail(
+            "tensor_parallel_degree above 1 needs `ddp` to be set as well.",
+            config,
+            "tensor_parallel_degree",
+            "add ddp=True, or write 1",
+        )
+    if config.fp16_params and config.tensor_parallel_degree > 1:
+        _fail("'fp16_params' is not supported yet.", config, "fp16_params", "write False")
     for key, later in REFUSED.items():
         if getattr(config, key) > later.off:
             _fail(f"{key!r} is not supported yet.", config, key, later.way_out)
@@ -108,22 +117,27 @@ def check_world_size(config: LaterParameters, world_size: int) -> None:
         config: the checked parameters.
         world_size: number of processes of the job.
     """
-    partitions = config.partitions
-    if world_size < partitions:
+    partitions, tp = config.partitions, config.tensor_parallel_degree
+    of_replica = partitions * tp
+    keys, said = "partitions", f"partitions={partitions}"
+    if tp > 1:
+        keys, said = "partitions x tensor_parallel_degree", f"{said} x tensor_parallel_degree={tp}"
+    if world_size < of_replica:
+        smaller = f"set partitions to {world_size} or less" if tp == 1 else "choose smaller ones"
         raise ConfigError(
-            f"fewer processes than partitions: {world_size} < partitions={partitions}; start "
-            f"{partitions} processes or a multiple of that, or set partitions to {world_size} or "
-            "less"
+            f"fewer processes than {keys}: {world_size} < {said}; start "
+            f"{of_replica} processes or a multiple of that, or {smaller}"
         )
-    num_replicas, rest = divmod(world_size, partitions)
+    num_replicas, rest = divmod(world_size, of_replica)
     if rest:
+        divide = f"let partitions divide {world_size}" if tp == 1 else f"choose ones that divide {world_size}"
         raise ConfigError(
-            f"the number of processes is not a multiple of partitions: {world_size} processes, "
-            f"partitions={partitions}; start {num_replicas * partitions} or "
-            f"{(num_replicas + 1) * partitions} processes, or let partitions divide {world_size}"
+            f"the number of processes is not a multiple of {keys}: {world_size} processes, "
+            f"{said}; start {num_replicas * of_replica} or "
+            f"{(num_replicas + 1) * of_replica} processes, or {divide}"
         )
     if num_replicas > 1 and not (config.ddp or config.horovod):
         raise ConfigError(
-            f"{world_size} processes hold {num_replicas} replicas of partitions={partitions}, but "
-            f"data parallelism is off: set ddp: True, or start exactly {partitions} processes"
+            f"{world_size} processes hold {num_replicas} replicas of {said}, but "
+            f"data parallelism is off: set ddp: True, or start exactly {of_replica} processes"
         )

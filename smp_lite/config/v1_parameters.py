@@ -38,9 +38,12 @@ class LaterParameters(Parameters):
         True,
         description="Default of smp.DistributedModel's argument of that name.",
     )
-    tensor_parallel_degree: Count = Field(1, description="Above 1 it is refused: not supported yet.")
+    tensor_parallel_degree: Count = Field(
+        1, description="How many ranks share the distributed modules of a stage; above 1 it needs ddp."
+    )
     prescaled_batch: Switch = Field(
-        False, description="Inert: whether tensor-parallel ranks share one batch."
+        False,
+        description="Whether all tensor-parallel ranks bring the same batch; else each brings its own.",
     )
     fp16: Switch = Field(False, description="True is refused: not supported yet.")
     bf16: Switch = Field(False, description="True is refused: not supported yet.")
@@ -91,7 +94,6 @@ class Later:
 
 
 REFUSED: Mapping[str, Later] = {
-    "tensor_parallel_degree": Later(1, "write 1, and cut the model into more partitions"),
     "sharded_data_parallel_degree": Later(1, "write 1: parameters and gradients are whole on each replica"),
     "shard_optimizer_state": Later(False, "write False: each replica keeps the whole state of its part"),
     "fp16": Later(False, "write False, or use torch.autocast in the step function"),

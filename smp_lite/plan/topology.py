@@ -94,6 +94,12 @@ class Topology:
         """Number of ranks."""
         return math.prod(size for _, size in self.axes)
 
+    @property
+    def stage_axes(self) -> tuple[str, ...]:
+        """The axes over which one stage of one replica is split; none: a stage is one rank."""
+        kinds = dict(self.kinds)
+        return tuple(name for name, _ in self.axes if name in kinds.get("TP", ()))
+
     def axis_size(self, axis: str) -> int:
         """Returns the size of one axis."""
         self._check_axes((axis,))
@@ -121,7 +127,12 @@ class Topology:
 
     def group(self, kind: str, rank: int) -> tuple[int, ...]:
         """Returns the world ranks, ascending, of the group of this kind that holds ``rank``."""
-        axes = self._axes_of(kind)
+        return self.along(self._axes_of(kind), rank)
+
+    def along(self, axes: Iterable[str], rank: int) -> tuple[int, ...]:
+        """Returns ``rank`` and the world ranks that differ from it on these axes alone, ascending."""
+        axes = tuple(axes)
+        self._check_axes(axes)
         home = self.coordinate(rank)
         ranges = [range(size) if name in axes else (home[name],) for name, size in self.axes]
         # The product varies its last factor fastest, as ranks do: members come out ascending.

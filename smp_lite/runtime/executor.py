@@ -52,6 +52,7 @@ class StageExecutor:
         streams: random seeds.
         before_backward, after_backward: called around each backward with (microbatch, segment); gradient
             reduction listens here.
+        on_failure: called when an action has failed.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class StageExecutor:
         *,
         before_backward: Callable[[int, Segment], None] | None = None,
         after_backward: Callable[[int, Segment], None] | None = None,
+        on_failure: Callable[[], None] | None = None,
     ) -> None:
         self.stage_index = stage_index
         self.wire = wire
@@ -74,6 +76,7 @@ class StageExecutor:
         self._commands = CommandRunner(placement, streams)
         self._before_backward = before_backward
         self._after_backward = after_backward
+        self._on_failure = on_failure
         self._sends: list[tuple[Action, Transfer]] = []
         self._to_adopt: list[tuple[MicrobatchState, Command]] = []
         self._table: dict[ActionKind, Callable[[Action, MicrobatchState], None]] = {
@@ -111,6 +114,8 @@ class StageExecutor:
                 except Exception as error:
                     self.failure = Failure.of(error, self.stage_index, action, self._commands.doing)
                     self.error = error
+                    if self._on_failure is not None:
+                        self._on_failure()
                     yield from self._transfers_only(actions[number + 1 :])
                     break
                 self.spans.append(Span(action, start, time.perf_counter()))

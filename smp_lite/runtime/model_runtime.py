@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm.collectives import Collectives
 from ..comm.peers import Peers
+from ..comm.ranks import Ranks
+from ..comm.stage_peers import StagePeers
 from ..comm.wires import MemoryWire, Wire
 from ..errors import SMPError, SMPTimeout
 from ..plan.schedules import Policy
@@ -25,7 +26,7 @@ from .executor import StageExecutor
 from .failure import error_like, failure_kind
 from .gradients import GradientBooks
 from .random_streams import RandomStreams
-from .reducer import Reducer, broadcast_tensors
+from .reductions import Reductions
 from .step_runner import StepRunner
 
 
@@ -49,9 +50,10 @@ class ModelRuntime:
         peers: the mp group.
         wire: to the other stages; None where this process plays all of them.
         policy: the schedule's.
-        collectives: over the dp group; None without data parallelism.
+        ranks: the job's, for reducing gradients; None where this process is alone.
         options: see :class:`ReductionOptions`.
-        exchange: gives every dp rank's object to all of them; needed with ``collectives``.
+        exchange: gives every dp rank's object to all of them; needed with ``ranks``.
+        stage_peers: the ranks that share the stage; None where there are no others.
     """
 
     def __init__(
@@ -60,31 +62,33 @@ class ModelRuntime:
         peers: Peers,
         wire: Wire | None,
         policy: Policy,
-        collectives: Collectives | None,
+        ranks: Ranks | None,
         options: ReductionOptions,
         exchange: Callable[[Any], list[Any]] | None = None,
+        stage_peers: StagePeers | None = None,
     ) -> None:
         self.placement = placement
         self.peers = peers
         self.options = options
-        self.collectives = collectives
         self._exchange = exchange
         self.streams = RandomStreams()
-        self.reducer: Reducer | None = None
+        self.reducer: Reductions | None = None
         self._watched: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._passes = 0
         self._reduce_now = False
         placement.free_other_stages(peers.stages)
         parameters = self._parameters = self.local_parameters()
-        if collectives is not None and collectives.size > 1:
-            self.reducer = Reducer(
+        if ranks is not None:
+            self.reducer = Reductions(
                 parameters,
-                collectives,
+                ranks,
                 bucket_cap_bytes=int(options.bucket_cap_mb * 2**20),
                 overlap=options.overlapping_allreduce,
                 as_views=options.gradient_as_bucket_view,
             )
-            broadcast_tensors([*parameters, *self.local_buffers()], collectives, "the initial parameters")
+            self.reducer.broadcast(parameters)
+            self.reducer.broadcast_buffers(self.local_buffers())
+            self.reducer = self.reducer or None
         on_final = self._on_final if self.reducer is not None else None
         queues: dict[tuple[int, int], deque[torch.Tensor]] = {}
         self.books = {stage: GradientBooks(placement, on_final) for stage in sorted(peers.stages)}
@@ -96,11 +100,12 @@ class ModelRuntime:
                 self.streams,
                 before_backward=books.before,
                 after_backward=books.after,
+                on_failure=stage_peers.announce_failure if stage_peers is not None else None,
             )
             for stage, books in self.books.items()
         }
         self.runner = StepRunner(
-            placement.num_stages, peers, policy, self.executors, self.books, self.streams
+            placement.num_stages, peers, policy, self.executors, self.books, self.streams, stage_peers
         )
         self.recorder = Recorder(placement, self.runner)
 
@@ -121,9 +126,9 @@ class ModelRuntime:
         self, num_microbatches: int, inputs: tuple[int, Callable[[], list[str]]] = (0, list)
     ) -> None:
         """Starts a step; ``inputs`` as in :meth:`StepRunner.begin_step`."""
-        if self.collectives is not None and self.collectives.size > 1 and self.options.broadcast_buffers:
-            broadcast_tensors(self.local_buffers(), self.collectives, "buffers")
         if self.reducer is not None:
+            if self.options.broadcast_buffers:
+                self.reducer.broadcast_buffers(self.local_buffers())
             self.reducer.begin_step()
             self._reduce_now = (self._passes + 1) % self.options.backward_passes_per_step == 0
         self._watched = [
@@ -195,9 +200,8 @@ class ModelRuntime:
     @property
     def gradients_are_averaged(self) -> bool:
         """Whether all replicas hold the same gradients now; what a hook of the user's makes is not known."""
-        if self.collectives is None or self.collectives.size == 1:
+        if self.reducer is None:
             return True
-        assert self.reducer is not None
         return self.reducer.hook is None and self._passes % self.options.backward_passes_per_step == 0
 
     def _on_final(self, parameter: nn.Parameter) -> None:

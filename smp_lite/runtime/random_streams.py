@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import random
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -31,10 +32,15 @@ class RandomStreams:
     def __init__(self) -> None:
         self._step_seed = 0
 
-    def begin_step(self) -> int:
-        """Takes the step's seed from the replicated stream, without moving it; returns it."""
-        self._step_seed = self.state_digest()
-        return self._step_seed
+    def begin_step(self, agree: Callable[[int], int] | None = None) -> int:
+        """Takes the step's seed from the replicated stream, without moving it; returns the stream's state.
+
+        Args:
+            agree: gives the ranks of one stage one seed: what is not split must draw the same on all of them.
+        """
+        state = self.state_digest()
+        self._step_seed = state if agree is None else agree(state)
+        return state
 
     @staticmethod
     def state_digest() -> int:

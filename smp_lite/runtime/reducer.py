@@ -72,7 +72,8 @@ class Reducer:
 
     Args:
         parameters: in the model's order, the same on all members.
-        collectives: over the group; its size divides the sum.
+        collectives: over the group.
+        divisor: of the sum; the number of batches in it.
         bucket_cap_bytes: a bucket is closed when it reaches this.
         overlap: start buckets during backward; else all at the end.
         as_views: afterwards ``parameter.grad`` are views of the buckets, which saves one copy of them.
@@ -83,11 +84,13 @@ class Reducer:
         parameters: Sequence[nn.Parameter],
         collectives: Collectives,
         *,
+        divisor: int,
         bucket_cap_bytes: int,
         overlap: bool,
         as_views: bool,
     ) -> None:
         self.collectives = collectives
+        self.divisor = divisor
         self.overlap = overlap
         self.as_views = as_views
         self.hook: tuple[Any, Hook] | None = None
@@ -192,7 +195,7 @@ class Reducer:
                     "torch.futures.Future of the reduced bucket"
                 )
         else:
-            flat.div_(self.collectives.size)
+            flat.div_(self.divisor)
             bucket.pending = self.collectives.all_reduce(flat)
         self._next += 1
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..comm.peers import Check, Peers
+from ..comm.stage_peers import StagePeers
 from ..errors import SMPError, SMPTimeout
 from ..plan.schedules import Policy
 from ..record.describe.metadata import describe_result
@@ -44,6 +45,7 @@ class StepRunner:
         executors: for each stage played here.
         books: for each stage played here.
         streams: random seeds, shared with the executors.
+        stage_peers: the ranks that share the stage; None where there are no others.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class StepRunner:
         executors: dict[int, StageExecutor],
         books: dict[int, GradientBooks],
         streams: RandomStreams,
+        stage_peers: StagePeers | None = None,
     ) -> None:
         self.peers = peers
+        self._stage_peers = stage_peers
         self.executors = executors
         self.books = books
         self.streams = streams
@@ -98,7 +102,10 @@ class StepRunner:
         self._late.clear()
         self.all_know = self._touched_gradients = False
         self._has_failed = None
-        self._start_state = self.streams.begin_step()
+        shared = (
+            self._stage_peers if self._stage_peers is not None and self._stage_peers.share_batch else None
+        )
+        self._start_state = self.streams.begin_step(None if shared is None else shared.of_first)
         for executor in self.executors.values():
             executor.gradient_scale = gradient_scale
             executor.spans.clear()
@@ -328,6 +335,8 @@ class StepRunner:
                 executor.states[work.microbatch_index].update(work.graph, stage)
         for stage, books in self.books.items():
             books.plan(batch.works, recordings, batch.schedule[stage], stage, last_batch=last_batch)
+        if self._stage_peers is not None:
+            self._stage_peers.begin_list()
         with self.streams.executing():
             self.peers.drive(
                 {stage: executor.run(batch.schedule[stage]) for stage, executor in self.executors.items()}
@@ -356,6 +365,8 @@ class StepRunner:
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         if failures:
             self.all_know = True
+            if self._stage_peers is not None:
+                self._stage_peers.start_anew()
             self._touched_gradients |= any(work.pending_backwards() for work in batch.works)
             self._has_failed = step_failure(failures)
             raise self._has_failed from next((e.error for e in own if e.failure is mine), None)
@@ -394,6 +405,7 @@ class StepRunner:
 
         recorded = hash(tuple(recording.digest for recording in recordings.values()))
         looks = 0 if last_batch else 1
+        has_own_batch = self._stage_peers is not None and not self._stage_peers.share_batch
         self.all_know = True  # who is not alike raises, and so do the others
         self.peers.compare(
             [
@@ -409,12 +421,18 @@ class StepRunner:
                     "what a step reads beside its batch",
                     hash(tuple(self._recorder.ordinary.contents)),
                     self._contents,
+                    of_pp_group=has_own_batch,
                 ),
-                Check("the batch of a step", *(self._inputs if last_batch else (0, list))),
+                Check(
+                    "the batch of a step",
+                    *(self._inputs if last_batch else (0, list)),
+                    of_pp_group=has_own_batch,
+                ),
                 Check(
                     "the random numbers drawn in a step function",
                     self._start_state if last_batch and self.drew() else 0,
                     lambda: [f"has the random state {self._start_state:x}"],
+                    of_pp_group=has_own_batch,
                 ),
             ]
         )

@@ -216,9 +216,10 @@ class DistributedModel(ModelWithState):
             peers,
             session.wire(),
             session.policy(),
-            session.collectives(),
+            session.ranks(),
             self._options,
             session.exchange_over_replicas,
+            session.stage_peers if session.stage_peers and not session.stage_peers.is_alone else None,
         )
         self.own_parameters.after_partition()
         self._runtime.runner.on_planned = session.on_planned

@@ -1,0 +1,142 @@
+"""Which gradients are summed over which ranks, and by what the sum is divided.
+
+Every rank whose batch is its own contributes to the mean: so a parameter's gradient is summed over the axes
+along which batches differ, except those that split the parameter itself (its part has seen all their
+batches), and divided by the number of batches. To that come the axes over which the layer leaves each rank a
+summand (:class:`~smp_lite.nn.layout.ParameterLayout`), by which nothing is divided. Parameters with the same
+axes share a :class:`~.reducer.Reducer`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..comm.collectives import Collectives
+from ..comm.ranks import Ranks
+from ..nn.layout import layout_of
+from .reducer import Hook, Reducer, broadcast_tensors
+
+__all__ = ["Reductions", "Rule", "rule_of"]
+
+
+class Rule(NamedTuple):
+    """What is done to a gradient: summed over the ranks along ``axes``, divided by ``divisor``."""
+
+    axes: tuple[str, ...]
+    divisor: int
+
+
+def rule_of(parameter: nn.Parameter, ranks: Ranks) -> Rule:
+    """For one parameter."""
+    layout = layout_of(parameter)
+    splitting = {axis.name for axis in layout.axes} if layout is not None else set()
+    partial = {axis.name for axis in layout.partial_over} if layout is not None else set()
+    summed = tuple(
+        axis
+        for axis, size in ranks.axes.items()
+        if size > 1 and (axis in partial or (axis in ranks.batch_axes and axis not in splitting))
+    )
+    return Rule(summed, math.prod(ranks.axes[axis] for axis in ranks.batch_axes))
+
+
+class Reductions:
+    """All reductions of one rank's gradients.
+
+    Args:
+        parameters: of the stages played here, in the model's order.
+        ranks: of the job.
+        bucket_cap_bytes, overlap, as_views: as of :class:`~.reducer.Reducer`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        ranks: Ranks,
+        *,
+        bucket_cap_bytes: int,
+        overlap: bool,
+        as_views: bool,
+    ) -> None:
+        self._ranks = ranks
+        by_rule: dict[Rule, list[nn.Parameter]] = {rule_of(nn.Parameter(torch.empty(0)), ranks): []}
+        for parameter in parameters:
+            by_rule.setdefault(rule_of(parameter, ranks), []).append(parameter)
+        self._reducers = []
+        self._of: dict[int, Reducer] = {}
+        self._by_axes: dict[tuple[str, ...], Collectives | None] = {}
+        for rule, members in sorted(by_rule.items()):  # in one order on all ranks: making them is collective
+            collectives = self._over(rule.axes)
+            if collectives is not None:
+                reducer = Reducer(
+                    members,
+                    collectives,
+                    divisor=rule.divisor,
+                    bucket_cap_bytes=bucket_cap_bytes,
+                    overlap=overlap,
+                    as_views=as_views,
+                )
+                self._reducers.append(reducer)
+                self._of.update(dict.fromkeys(map(id, members), reducer))
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._reducers)
+
+    @property
+    def started_in_backward(self) -> int:
+        """Buckets of the last step that overlapped."""
+        return sum(reducer.started_in_backward for reducer in self._reducers)
+
+    @property
+    def hook(self) -> tuple[Any, Hook] | None:
+        """What a script does in the place of the sum."""
+        return self._reducers[0].hook if self._reducers else None
+
+    @hook.setter
+    def hook(self, hook: tuple[Any, Hook] | None) -> None:
+        for reducer in self._reducers:
+            reducer.hook = hook
+
+    def broadcast(self, parameters: Sequence[nn.Parameter]) -> None:
+        """The first of the ranks that must have the same part of a parameter gives it to the others."""
+        by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+        for parameter in parameters:
+            layout = layout_of(parameter)
+            splitting = {axis.name for axis in layout.axes} if layout is not None else set()
+            axes = tuple(a for a, size in self._ranks.axes.items() if size > 1 and a not in splitting)
+            by_axes.setdefault(axes, []).append(parameter)
+        for axes, tensors in sorted(by_axes.items()):
+            collectives = self._over(axes)
+            if collectives is not None:
+                broadcast_tensors(tensors, collectives, "the initial parameters")
+
+    def broadcast_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
+        """The first replica gives its buffers to the others."""
+        collectives = self._over(tuple(a for a in self._ranks.batch_axes if self._ranks.axes[a] > 1))
+        if collectives is not None:
+            broadcast_tensors(buffers, collectives, "buffers")
+
+    def begin_step(self) -> None:
+        for reducer in self._reducers:
+            reducer.begin_step()
+
+    def on_final(self, parameter: nn.Parameter) -> None:
+        """The parameter's gradient is whole for this step."""
+        reducer = self._of.get(id(parameter))
+        if reducer is not None:
+            reducer.on_final(parameter)
+
+    def finish(self, *, failed: bool) -> bool:
+        """As :meth:`Reducer.finish`, for all of them."""
+        heard = [reducer.finish(failed=failed) for reducer in self._reducers]
+        return any(heard)
+
+    def _over(self, axes: tuple[str, ...]) -> Collectives | None:
+        if axes not in self._by_axes:
+            self._by_axes[axes] = self._ranks.collectives(axes)
+        return self._by_axes[axes]
