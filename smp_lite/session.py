@@ -93,6 +93,11 @@ class Session:
         """Whether the ranks of a stage bring batches of their own; else all bring the same."""
         return any(axis in self.topology.stage_axes for axis in self.batch_axes)
 
+    @property
+    def mp_size(self) -> int:
+        """How many ranks hold one replica of the model."""
+        return self.num_stages * math.prod(map(self.topology.axis_size, self.topology.stage_axes))
+
     def group(self, kind: str) -> tuple[int, ...]:
         return self.world.group(kind) if self.world else (0,)
 

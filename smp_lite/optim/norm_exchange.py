@@ -19,7 +19,8 @@ from torch.utils._foreach_utils import (
 )
 
 from ..errors import SMPError, SMPMismatch
-from .norm_parts import FOREIGN, Norm, Part, as_in_one_process
+from ..nn.layout import ParameterLayout, layout_of
+from .norm_parts import FOREIGN, Norm, Part, as_in_one_process, of_stage
 from .own_parameters import OwnParameters
 
 if TYPE_CHECKING:
@@ -106,9 +107,12 @@ def total_norm(
     def describe(member: int, numbers: Sequence[int]) -> str:
         names = [own.names[number % len(own.names)] for number in numbers]
         more = ", ..." if len(names) > 3 else ""
-        return f"rank {ranks[member]} gave {', '.join(map(repr, names[:3]))}{more}"
+        return f"rank {stages[member][0]} gave {', '.join(map(repr, names[:3]))}{more}"
 
-    parts = [heard_part for _, heard_part, _ in heard]
+    stages = _by_stage(session, ranks)
+    heard_from = {rank: part for rank, (_, part, _) in zip(ranks, heard, strict=True)}
+    norm_type = call.arguments["norm_type"]
+    parts = [of_stage(call.what, [heard_from[rank] for rank in sharing], norm_type) for sharing in stages]
     norms = as_in_one_process(call.what, parts, _orders(session), describe)
     total = _norm_of(norms, call.arguments["norm_type"], session.device)
     if error_if_nonfinite and not torch.isfinite(total):
@@ -134,14 +138,44 @@ def _part(session: Session, call: Call, items: list[Item], counted: list[torch.T
     groups = {i: members & here for i, members in enumerate(map(frozenset, _numbers_in_groups(session)))}
     chosen = frozenset(i for i, members in groups.items() if members and members <= mine)
     covered = frozenset().union(*(groups[i] for i in chosen))
+    of_parts = set()
+    for position in list(norms):
+        layout = layout_of_item(own, items[position])
+        if layout is not None:
+            of_parts.add(position)
+            if call.arguments["norm_type"] < 0:
+                raise ValueError(
+                    f"{call.what}: norm_type {call.arguments['norm_type']:g} of parameters that are split "
+                    "over ranks: give one of 0 or more"
+                )
+            split = {axis.name for axis in layout.axes}
+            coordinate = session.topology.coordinate(session.rank)
+            if any(coordinate[axis] for axis in session.topology.stage_axes if axis not in split):
+                del norms[position]  # another rank has the same part
     return Part(
         named=tuple(item.number for item in items),
         norms=norms,
+        of_parts=frozenset(of_parts),
         is_single=call.is_single,
         is_whole=mine in (here, weights),
         groups=chosen if covered == mine else frozenset(),
         populated=frozenset(i for i, members in groups.items() if members),
     )
+
+
+def layout_of_item(own: OwnParameters, item: Item) -> ParameterLayout | None:
+    """How the parameter lies that the item is, or whose gradient it is; None: it is whole on this rank."""
+    if item.number == FOREIGN or item.tensor is None:
+        return None
+    return layout_of(own.parameter(item.number % len(own.names)))
+
+
+def _by_stage(session: Session, ranks: Sequence[int]) -> list[list[int]]:
+    """The ranks that share each stage, the stage of the lowest rank first."""
+    found: dict[int, list[int]] = {}
+    for rank in ranks:
+        found.setdefault(session.topology.coordinate(rank)["pp"], []).append(rank)
+    return list(found.values())
 
 
 def _numbers_in_groups(session: Session) -> list[list[int]]:

@@ -16,6 +16,7 @@ tensors have become numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ import torch
 
 from ..errors import SMPMismatch
 
-__all__ = ["FOREIGN", "Norm", "Part", "as_in_one_process"]
+__all__ = ["FOREIGN", "Norm", "Part", "as_in_one_process", "of_stage"]
 
 FOREIGN = -1
 """The number of a tensor that is not the model's; every rank has it."""
@@ -43,6 +44,7 @@ class Part(NamedTuple):
     Attributes:
         named: number of each tensor that it was given, in order.
         norms: by position in ``named``, of those that count and live here.
+        of_parts: positions of those that are norms of a part of the tensor; each part is in one rank's.
         is_single: it was given one tensor and no list.
         is_whole: the norms are of all that this rank has.
         groups: the optimizer groups of which it has named all that this rank has, if there is nothing else
@@ -52,6 +54,7 @@ class Part(NamedTuple):
 
     named: tuple[int, ...]
     norms: dict[int, Norm]
+    of_parts: frozenset[int]
     is_single: bool
     is_whole: bool
     groups: frozenset[int]
@@ -105,6 +108,37 @@ def as_in_one_process(
         "Give the same list on every rank, as from model.parameters(): parameters of other stages have no "
         "gradient here and count all the same. Or give everything that a rank has: model.local_parameters()"
     )
+
+
+def of_stage(what: str, parts: Sequence[Part], norm_type: float) -> Part:
+    """What the ranks of one stage have, as one rank would have it that holds all of the stage.
+
+    Raises:
+        SMPMismatch: they were given different things.
+    """
+    first = parts[0]
+    if any(part.named != first.named for part in parts):
+        raise SMPMismatch(
+            f"{what}: the ranks that share a stage were given different tensors: give all the same"
+        )
+    norms = {}
+    for position in sorted({position for part in parts for position in part.norms}):
+        here = [part.norms[position] for part in parts if position in part.norms]
+        if any(position in part.of_parts for part in parts):
+            value = _together([norm.value for norm in here], norm_type)
+            norms[position] = here[0]._replace(value=value)
+        elif position in first.norms:
+            norms[position] = first.norms[position]
+    return first._replace(norms=norms, of_parts=frozenset())
+
+
+def _together(norms: Sequence[float], norm_type: float) -> float:
+    """The norm of a tensor from those of its parts."""
+    if norm_type == math.inf:
+        return max(norms)
+    if norm_type == 0:
+        return sum(norms)
+    return math.fsum(norm**norm_type for norm in norms) ** (1 / norm_type)
 
 
 def _by_position(what: str, parts: Sequence[Part]) -> list[Norm]:

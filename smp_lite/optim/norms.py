@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import SMPError
-from .norm_exchange import Call, Item, total_norm
+from .norm_exchange import Call, Item, layout_of_item, total_norm
 from .norm_parts import FOREIGN
 from .own_parameters import OwnParameters
 
@@ -263,7 +263,7 @@ class _Functions:
 
     def _is_shared(self) -> bool:
         """Whether other processes hold parts of the model."""
-        return self._session.world is not None and self._session.num_stages > 1
+        return self._session.world is not None and self._session.mp_size > 1
 
     def _is_collective(self, items: list[Item]) -> bool:
         if not self._is_shared() or not self._is_of_the_model(items):
@@ -271,9 +271,9 @@ class _Functions:
         if self._session.step is None:
             return True
         # A hook that runs where a gradient arises: the other ranks do not call.
-        if any(item.tensor is None for item in items):
+        if any(item.tensor is None or layout_of_item(self._own, item) is not None for item in items):
             raise SMPError(
-                "a norm over several stages was asked for while a step runs (in a hook?), when the other "
+                "a norm over several ranks was asked for while a step runs (in a hook?), when the other "
                 "ranks cannot take part: ask for it after the step"
             )
         return False

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ from .inner import check_around, check_methods, torch_optimizer
 from .names_of_fp16 import LOSS_SCALING, MISSING, NamesOfFP16
 from .norms import refuse_inside_step
 from .own_parameters import PARTIAL_KEY
+from .split_state import state_part, whole_state
 from .state_here import StateHere
 
 _OWN = frozenset(
@@ -85,7 +87,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
             )
         torchs = torch_optimizer(optimizer)
         self._checked: CheckedSettings | None = None
-        if session.num_stages > 1:
+        if session.mp_size > 1:
             self._checked = CheckedSettings(torchs)
             check_around(optimizer, torchs)
         self.optimizer = optimizer
@@ -128,6 +130,11 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
             found.append([start + i for i, parameter in enumerate(params) if not is_away(parameter)])
             start += len(params)
         return found
+
+    def _parameter_at(self, position: int) -> torch.Tensor:
+        """The parameter with that number over all groups."""
+        flat = (parameter for lists in self._lists() for parameter in lists["params"])
+        return next(itertools.islice(flat, int(position), None))
 
     def after_partition(self) -> None:
         """Keeps the state of this rank's parameters; called once by the model."""
@@ -330,8 +337,12 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         """
         local = self.local_state_dict()
         local.pop(PARTIAL_KEY)
+        if "state" in local:
+            local["state"] = {
+                i: whole_state(self._parameter_at(i), value) for i, value in local["state"].items()
+            }
         if "param_groups" not in local:
-            if self._session.num_stages == 1:
+            if self._session.mp_size == 1:
                 return local
             raise SMPError(
                 f"{type(self.optimizer).__name__}.state_dict() is not that of an optimizer of torch, so the "
@@ -341,8 +352,8 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         if world is None or not self._session.model.partitioned:
             return local if world is None or not gather_to_rank0 or world.group_rank("MP") == 0 else {}
         collect = world.gather if gather_to_rank0 else world.exchange
-        parts = collect(_to_cpu(local), "MP", "optimizer.state_dict")
-        if parts is None:
+        parts = collect(_to_cpu(local), "PP", "optimizer.state_dict")
+        if parts is None or (gather_to_rank0 and world.group_rank("MP") != 0):
             return {}
         state: dict[int, Any] = {}
         for part in parts:
@@ -393,7 +404,10 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         if model.partitioned:
             self._load(state_dict, is_part)
         elif not is_part:
-            self.optimizer.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+            state = state_dict["state"]
+            if not state_dict.get(PARTIAL_KEY):
+                state = {i: state_part(self._parameter_at(i), value) for i, value in state.items()}
+            self.optimizer.load_state_dict({"state": state, "param_groups": state_dict["param_groups"]})
         else:
             for group, settings in zip(self._torchs.param_groups, state_dict["param_groups"], strict=True):
                 kept = settings.keys() - {"params", "param_names"}
@@ -443,6 +457,9 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
             local_groups.append({**group, **names, "params": list(range(start, start + count))})
             start += count
         state = {number[int(i)]: value for i, value in state_dict["state"].items() if int(i) in number}
+        if not state_dict.get(PARTIAL_KEY):
+            there = {place: position for position, place in number.items()}
+            state = {i: state_part(self._parameter_at(there[i]), value) for i, value in state.items()}
         self.optimizer.load_state_dict({"state": state, "param_groups": local_groups})
 
     def __getattr__(self, name: str) -> Any:

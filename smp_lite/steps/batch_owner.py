@@ -37,25 +37,26 @@ from .overlaps import memory_of, overlaps, tensors_in
 __all__ = ["BatchOwner"]
 
 _WHAT = "the batch of a step"
-_GROUP = "PP"
 _Leaf = tuple[str, torch.dtype, tuple[int, ...]]
 
 
 class BatchOwner:
-    """Brings pp rank 0's batch to the ranks of a pp group that have another one.
+    """Brings pp rank 0's batch to the ranks of its group that have another one.
 
     Args:
-        world: the ranks. Making one is collective over the pp group.
+        world: the ranks. Making one is collective over the group.
+        group: which ranks share a batch: ``PP``, or ``MP`` where the ranks of a stage get the same.
 
     Attributes:
         hands_over: whether all ranks have pp rank 0's batch by now, whatever they bring.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, group: str) -> None:
         self._world = world
-        self._ranks = world.group(_GROUP)
-        self._rank = world.group_rank(_GROUP)
-        self._collectives = world.collectives(_GROUP)
+        self._group = group
+        self._ranks = world.group(group)
+        self._rank = world.group_rank(group)
+        self._collectives = world.collectives(group)
         self._digests: dict[tuple[object, ...], int] = {}
         self.hands_over = False  # as soon as a rank has had a dummy
 
@@ -85,7 +86,7 @@ class BatchOwner:
                 raise self._other_numbers(mine, contents)
             return arguments
         self.hands_over = True
-        self._check(self._world.exchange([*mine], _GROUP, _WHAT))
+        self._check(self._world.exchange([*mine], self._group, _WHAT))
         for place, data in zip(places, self._from_owner([leaves[i] for i in places]), strict=True):
             leaves[place] = data
         settled: dict[str, Any] = rebuild(spec, iter(leaves))
@@ -105,7 +106,7 @@ class BatchOwner:
         return looks, numbers
 
     def _other_numbers(self, mine: tuple[_Leaf, ...], contents: list[int]) -> SMPMismatch:
-        found = self._world.exchange(contents, _GROUP, _WHAT)
+        found = self._world.exchange(contents, self._group, _WHAT)
         member, place = next(
             (member, place)
             for member, theirs in enumerate(found)
@@ -147,7 +148,7 @@ class BatchOwner:
         if is_owner:
             shared = overlaps(mine)
             about = [_About.of(tensor) for tensor in mine], shared, taken_states()
-        described, shared, states = self._world.exchange(about, _GROUP, _WHAT)[0]
+        described, shared, states = self._world.exchange(about, self._group, _WHAT)[0]
         if not is_owner:
             put_back_states(states)
         together = {member for overlap in shared for member in overlap.members}
@@ -182,7 +183,7 @@ class BatchOwner:
         others = [rank for rank in self._ranks if rank != self._world.rank]
         wait_until(
             done,
-            lambda: f"not all ranks of the pp group {list(self._ranks)} came to {_WHAT}",
+            lambda: f"not all ranks of the {self._group.lower()} group {list(self._ranks)} came to {_WHAT}",
             lambda: others,
         )
 

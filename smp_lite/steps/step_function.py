@@ -45,9 +45,10 @@ class StepFunction:
         if session.model is not None:
             session.model.put_away()
         bound = self._splitter.bind(args, kwargs)
-        if session.world is not None and session.num_stages > 1:
+        share = "PP" if session.has_own_batches else "MP"  # who gets the same batch
+        if session.world is not None and len(session.group(share)) > 1:
             if session.batch_owner is None:
-                session.batch_owner = BatchOwner(session.world)
+                session.batch_owner = BatchOwner(session.world, share)
             bound.arguments = session.batch_owner.settle(bound.arguments)
         inputs = self._splitter.split(bound, session.cfg.microbatches)
         is_handed = session.batch_owner is not None and session.batch_owner.hands_over

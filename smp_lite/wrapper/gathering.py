@@ -11,6 +11,7 @@ from torch import nn
 
 from .. import session as session_module
 from ..errors import SMPError
+from ..nn.layout import layout_of
 from ..record.parameters.away import is_away
 
 __all__ = ["Brought", "bring", "gathered", "put_back"]
@@ -45,6 +46,12 @@ def gathered(model: nn.Module | None = None, rank: int | None = None) -> Iterato
     module: nn.Module = wrapper.module if wrapper is not None else model  # type: ignore[assignment]
     if rank is not None and not 0 <= rank < len(session.group("MP")):
         raise SMPError(f"smp.gathered(rank={rank}): mp ranks go from 0 to {len(session.group('MP')) - 1}")
+    split = [name for name, parameter in module.named_parameters() if layout_of(parameter) is not None]
+    if split:
+        raise SMPError(
+            f"smp.gathered(): {', '.join(split[:3])} and others are split over tensor-parallel ranks, so the "
+            "module computes only together with them: for whole weights ask model.state_dict()"
+        )
     if wrapper is not None:
         wrapper.put_away()  # after cpu(), whose copies may be older
     brought = bring(session, module, rank)

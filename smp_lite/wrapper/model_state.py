@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import SMPError
+from ..nn.layout import layout_of, part_of, whole_of
 from ..optim.own_parameters import PARTIAL_KEY
 from ..record.parameters.away import is_away
 from ..record.parameters.placement import FOREIGN, SPLIT
@@ -60,15 +61,19 @@ class ModelState:
         """All entries on CPU, in the module's order; collective over the mp group."""
         local = self.local()
         local.pop(PARTIAL_KEY)
-        mine = {key: _to_cpu(value) for key, value in local.items()}
+        live = self.module.state_dict(keep_vars=True)
+        mine = {}
+        for key, value in local.items():
+            layout = layout_of(live[key]) if isinstance(value, torch.Tensor) else None
+            mine[key] = _to_cpu(value if layout is None else whole_of(value, layout))
         world = self.session.world
         parts: list[dict[str, Any]] | None
         if world is None or self.runtime is None:
             parts = [mine]
         elif gather_to_rank0:
-            parts = world.gather(mine, "MP", "model.state_dict")
+            parts = world.gather(mine, "PP", "model.state_dict")
         else:
-            parts = world.exchange(mine, "MP", "model.state_dict")
+            parts = world.exchange(mine, "PP", "model.state_dict")
         if parts is None or (gather_to_rank0 and world is not None and world.group_rank("MP") != 0):
             return {}
         found: dict[str, Any] = {}
@@ -89,9 +94,13 @@ class ModelState:
         if not partial or same_partition_load or self.session.world is None:
             return {**state, PARTIAL_KEY: partial}
         merged: dict[str, Any] = {}
-        for part in self.session.world.exchange(state, "MP", "model.load_state_dict"):
+        for part in self.session.world.exchange(state, "PP", "model.load_state_dict"):
             merged.update(part)
-        return {**merged, PARTIAL_KEY: False}
+        return {**merged, PARTIAL_KEY: self._is_split()}
+
+    def _is_split(self) -> bool:
+        """Whether entries of partial dicts are parts of parameters, merged or not."""
+        return any(layout_of(parameter) is not None for parameter in self.module.parameters())
 
     def load(self, state: dict[str, Any], *, strict: bool) -> Any:
         """Copies the entries of this rank's stage into place.
@@ -111,6 +120,10 @@ class ModelState:
                 "(strict=False ignores both)"
             )
         local = {key: value for key, value in state.items() if key in own and not is_away(own[key])}
+        if not partial:
+            for key, value in local.items():
+                if isinstance(value, torch.Tensor) and (layout := layout_of(own[key])) is not None:
+                    local[key] = part_of(value, layout)
         result = self.module.load_state_dict(local, strict=False)
         result.missing_keys[:] = missing
         result.unexpected_keys[:] = unknown
