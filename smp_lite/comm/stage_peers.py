@@ -77,6 +77,7 @@ class StagePeers:
 
     def start_anew(self) -> None:
         """After a list that failed on some rank; all ranks of the stage know that it did."""
+        self._list_number += 1  # whoever did not look for it must not hear of it later
         for axis in self._axes.values():
             axis.renew()
 

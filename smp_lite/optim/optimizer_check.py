@@ -8,6 +8,10 @@ norm of all gradients, or estimates one step size for the whole model (D-Adaptat
 Nothing in a class says which kind it is, so an unknown one is tried out: a copy of it steps a few small
 tensors together, and more copies step each of them alone, from the same starts and along the same losses,
 which are sums over the tensors. If the tensors end at different places, it looks across them.
+
+Where parameters are split over the ranks of a stage, each rank steps its part, and that equals one process
+for optimizers that treat every element by itself. So the tensors are also stepped in halves: Adafactor, Muon
+and LAMB end at other places than with the whole.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from torch import nn
 from torch.optim import optimizer as torch_hooks
 
 from ..errors import SMPError
+from ..nn.layout import layout_of
 
 __all__ = ["check_optimizer"]
 
@@ -44,6 +49,12 @@ _TORCHS_OWN = {
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.LBFGS
 }
 
+_BY_ELEMENT = {
+    *(torch.optim.SGD, torch.optim.ASGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax),
+    *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta),
+    torch.optim.Rprop,
+}
+
 _warned: set[type] = set()
 
 
@@ -53,9 +64,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     Leaves no trace: the optimizer, random streams and hooks are as before.
 
     Raises:
-        SMPError: it does.
+        SMPError: it does; or it looks at a whole parameter, and some are split over ranks.
     """
     kind = type(optimizer)
+    if kind not in _BY_ELEMENT and any(layout_of(p) for g in optimizer.param_groups for p in g["params"]):
+        _check_within(optimizer)
     if kind in _TORCHS_OWN:
         return
     way_out = (
@@ -85,6 +98,28 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         raise SMPError(
             f"{kind.__name__} over several partitions: tried on a few small tensors, it steps them otherwise "
             f"together than one by one, so it looks at all parameters at once, and {way_out}"
+        )
+
+
+def _check_within(optimizer: torch.optim.Optimizer) -> None:
+    kind = type(optimizer)
+    way_out = (
+        "the parts of a parameter that is split over ranks would be stepped otherwise than the whole. Use "
+        "one that treats every element by itself, as Adam, AdamW and SGD do"
+    )
+    try:
+        with _no_trace(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            looks_within = _looks_within(optimizer)
+    except _CannotTell as reason:
+        raise SMPError(
+            f"whether {kind.__name__} treats every element by itself could not be found out ({reason}), and "
+            f"if not, {way_out}"
+        ) from None
+    if looks_within:
+        raise SMPError(
+            f"{kind.__name__} with tensor parallelism: tried on small tensors, it steps them otherwise in "
+            f"halves than whole, so {way_out}"
         )
 
 
@@ -131,6 +166,32 @@ def _looks_across(optimizer: torch.optim.Optimizer) -> bool:
     raise _CannotTell(f"{type(failure).__name__}: {failure}")
 
 
+def _looks_within(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it steps a tensor otherwise than its halves, along any dimension."""
+    failure: Exception | None = None
+    for with_closure in (False, True):
+        try:
+            for i, parameter in enumerate(chosen := _choose(optimizer)):
+                whole = _run(optimizer, chosen, [i], with_closure).ends[0]
+                for dim in range(parameter.ndim):
+                    if whole.shape[dim] < 2:
+                        continue
+                    halves = [
+                        _run(optimizer, chosen, [i], with_closure, _half(dim, which)).ends[0]
+                        for which in (0, 1)
+                    ]
+                    if not _same(torch.cat(halves, dim), whole, _start(parameter, i)):
+                        return True
+            return False
+        except Exception as error:  # whatever a foreign class raises
+            failure = error
+    raise _CannotTell(f"{type(failure).__name__}: {failure}")
+
+
+def _half(dim: int, which: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.tensor_split(2, dim)[which].clone()
+
+
 def _choose(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """A few of its parameters, of every group and number of dimensions."""
     chosen: list[torch.Tensor] = []
@@ -169,13 +230,14 @@ def _run(
     chosen: Sequence[torch.Tensor],
     members: Sequence[int],
     with_closure: bool,
+    cut: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> _Trial:
-    """Steps a copy of the optimizer over some of the small tensors.
+    """Steps a copy of the optimizer over some of the small tensors, or over what ``cut`` leaves of them.
 
     The loss of each is ``slope * (p + p**2 / 2)``: its gradient depends on where the tensor is, so
     that optimizers which look around before they step show it.
     """
-    small = {i: nn.Parameter(_start(chosen[i], i)) for i in members}
+    small = {i: nn.Parameter(cut(_start(chosen[i], i))) for i in members}
     trial = _copy(optimizer, {id(chosen[i]): parameter for i, parameter in small.items()})
     step = _bare_step(trial)
     if callable(train := getattr(type(trial), "train", None)):
@@ -188,7 +250,7 @@ def _run(
             evaluations += 1
             loss = torch.zeros((), dtype=torch.float64)
             for i, parameter in small.items():
-                slope = _slope(parameter.detach(), i, step_index)
+                slope = cut(_slope(_start(chosen[i], i), i, step_index))
                 at = parameter.detach()
                 parameter.grad = slope * (1 + at)
                 loss = loss + (slope * (at + at * at / 2)).abs().sum().double()

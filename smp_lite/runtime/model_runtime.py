@@ -27,6 +27,7 @@ from .failure import error_like, failure_kind
 from .gradients import GradientBooks
 from .random_streams import RandomStreams
 from .reductions import Reductions
+from .replicated_gradients import check_replicated_gradients
 from .step_runner import StepRunner
 
 
@@ -73,6 +74,8 @@ class ModelRuntime:
         self._exchange = exchange
         self.streams = RandomStreams()
         self.reducer: Reductions | None = None
+        self._shared = stage_peers if stage_peers is not None and stage_peers.share_batch else None
+        self._checks = False
         self._watched: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._passes = 0
         self._reduce_now = False
@@ -126,6 +129,7 @@ class ModelRuntime:
         self, num_microbatches: int, inputs: tuple[int, Callable[[], list[str]]] = (0, list)
     ) -> None:
         """Starts a step; ``inputs`` as in :meth:`StepRunner.begin_step`."""
+        self._checks = inputs[0] != 0
         if self.reducer is not None:
             if self.options.broadcast_buffers:
                 self.reducer.broadcast_buffers(self.local_buffers())
@@ -152,6 +156,9 @@ class ModelRuntime:
         try:
             found = self.runner.finish(outputs, keep_graph=keep_graph)
             self._refuse_changed_parameters()
+            if has_backward and self._checks and self._shared is not None:
+                own = {self.placement.alias(p) or "": p for p in self._parameters}
+                check_replicated_gradients(own, self._shared)
         except Exception as error:
             self._join_reduction(error, expected=has_backward)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smp_lite as smp
+from smp_lite.comm.axis import Axis
 from smp_lite.nn.layout import layout_of, whole_of
 from smp_lite.nn.one_d import ColumnParallelLinear, RowParallelLinear
 from smp_lite.session import current
@@ -118,3 +120,134 @@ def train(
         "replica": replica,
         "coordinate": (smp.pp_rank(), smp.tp_rank(), smp.rdp_rank()),
     }
+
+
+def _model(parameters: dict[str, Any], **options: Any) -> tuple[Any, Any]:
+    smp.init(parameters)
+    torch.manual_seed(0)
+    net = Net(**options)
+    split(net, current().axis("tp"))
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        model.backward(loss)
+        return loss
+
+    return model, step
+
+
+def fails_in_one_rank(
+    parameters: dict[str, Any], pp_rank: int, tp_rank: int, has_joined: bool
+) -> tuple[str, float, float]:
+    """One rank of a stage fails in the midst of a block: the error, seconds until it, the next step's loss.
+
+    Args:
+        has_joined: it fails when the others count on it for a collective already; else before.
+    """
+    _, step = _model(parameters)
+    x, y = batches(1)[0]
+    step(x, y)
+    axis = current().axis("tp")
+
+    def fail(kind: str, *args: Any) -> None:
+        if kind == "all_reduce":
+            raise ArithmeticError("the cause")
+
+    def fail_before(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        if type(tensor) is torch.Tensor:  # and is not being recorded
+            raise ArithmeticError("the cause")
+        return Axis.all_reduce(axis, tensor, op)
+
+    start = time.monotonic()
+    if (smp.pp_rank(), smp.tp_rank()) == (pp_rank, tp_rank):
+        if has_joined:
+            axis.observer = fail
+        else:
+            axis.all_reduce = fail_before
+    text = ""
+    try:
+        step(x, y)
+    except ArithmeticError as error:
+        text = str(error)
+    took = time.monotonic() - start
+    axis.observer = None
+    vars(axis).pop("all_reduce", None)
+    return text, took, step(x, y).reduce_mean().item()
+
+
+def other_batch(parameters: dict[str, Any]) -> str:
+    """Tensor-parallel ranks that bring different batches though they share one."""
+    _, step = _model(parameters)
+    x, y = batches(1)[0]
+    try:
+        step(x + smp.tp_rank(), y)
+    except smp.SMPError as error:
+        return str(error)
+    return ""
+
+
+def used_wrongly(parameters: dict[str, Any]) -> str:
+    """A split layer whose output each rank uses as if it were whole."""
+    smp.init(parameters)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * CLASSES))
+    net[2] = ColumnParallelLinear.from_dense(net[2], current().axis("tp"))
+    net[2].forward = lambda x: F.linear(x, net[2].weight, net[2].bias)  # and without its backward's sum
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        model.backward(loss)
+        return loss
+
+    try:
+        step(*batches(1)[0])
+    except smp.SMPError as error:
+        return str(error)
+    return ""
+
+
+def loads(parameters: dict[str, Any], state: dict[str, Any], optimizer_state: dict[str, Any]) -> list[float]:
+    """Goes on from a dense model's state, and from what is saved here in turn."""
+    model, step = _model(parameters)
+    optim = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
+    model.load_state_dict(state)
+    optim.load_state_dict(optimizer_state)
+    losses = []
+    for number, (x, y) in enumerate(batches(5)[3:]):
+        optim.zero_grad()
+        losses.append(step(x, y).reduce_mean().item())
+        optim.step()
+        if number == 0:  # through whole ones, and through this rank's own
+            whole, whole_optim = model.state_dict(), optim.state_dict()
+            own, own_optim = model.local_state_dict(), optim.local_state_dict()
+            for parameter in model.local_parameters():
+                nn.init.zeros_(parameter)
+            model.load_state_dict(own)
+            optim.load_state_dict(own_optim)
+            model.load_state_dict(whole)
+            optim.load_state_dict(whole_optim)
+    return losses
+
+
+def refused(parameters: dict[str, Any]) -> dict[str, str]:
+    """What each misuse is told."""
+    model, _ = _model(parameters)
+    found = {}
+
+    def attempt(name: str, call: Any) -> None:
+        try:
+            call()
+        except (smp.SMPError, ValueError) as error:
+            found[name] = str(error)
+
+    for kind in ("Adafactor", "Muon"):
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        optimizer = getattr(torch.optim, kind)(matrices)
+        attempt(kind, lambda optimizer=optimizer: smp.DistributedOptimizer(optimizer))
+    attempt("FusedLAMB", lambda: smp.DistributedOptimizer(smp.optimizers.FusedLAMB(model.parameters())))
+    attempt("gathered", lambda: smp.gathered(model).__enter__())
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -90,3 +91,72 @@ def test_tied_weights_and_a_limit_on_the_norm() -> None:
     kwargs = {"parameters": {**BASE, "partitions": 2}, "tied": True, "clip": 0.5, "optimizer": "SGD"}
     found = run_distributed("tests.tensor.runtime_cases:train", 4, kwargs=kwargs)
     check(found, dense(tied=True, clip=0.5, optimizer="SGD"))
+
+
+@pytest.mark.parametrize("has_joined", [False, True])
+@pytest.mark.parametrize(("partitions", "pp_rank", "tp_rank"), [(2, 0, 1), (2, 1, 0), (1, 0, 1)])
+def test_a_failure_in_one_rank_of_a_stage_ends_the_step_on_all(
+    partitions: int, pp_rank: int, tp_rank: int, has_joined: bool
+) -> None:
+    kwargs = {
+        "parameters": {**BASE, "partitions": partitions},
+        "pp_rank": pp_rank,
+        "tp_rank": tp_rank,
+        "has_joined": has_joined,
+    }
+    found = run_distributed("tests.tensor.runtime_cases:fails_in_one_rank", 2 * partitions, kwargs=kwargs)
+    texts = {text for text, _, _ in found}
+    assert len(texts) == 1
+    assert "ArithmeticError: the cause" in texts.pop()
+    assert all(took < 20 for _, took, _ in found)  # far below the watchdog's limit
+    assert all(loss == pytest.approx(dense()["losses"][0][0], rel=1e-6) for _, _, loss in found)
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_ranks_of_a_stage_that_share_a_batch_must_bring_the_same(partitions: int) -> None:
+    parameters = {**BASE, "partitions": partitions}
+    for text in run_distributed(
+        "tests.tensor.runtime_cases:other_batch", 2 * partitions, kwargs={"parameters": parameters}
+    ):
+        assert "the batch of a step differs: x, float32[8, 8], has other numbers on rank 1" in text
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_a_layer_that_is_used_otherwise_than_it_is_made_for_is_noticed(partitions: int) -> None:
+    parameters = {**BASE, "partitions": partitions}
+    kwargs = {"parameters": parameters}
+    found = run_distributed("tests.tensor.runtime_cases:used_wrongly", 2 * partitions, kwargs=kwargs)
+    texts = [text for text in found if text]
+    assert len(texts) >= 2  # the ranks of the stages where it shows
+    assert all("must be the same on all, since the parameter is not split" in text for text in texts)
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_a_dense_models_state_goes_on_split(partitions: int) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    optim = torch.optim.AdamW(net.parameters(), lr=0.05)
+    losses, states = [], []
+    for x, y in batches(5):
+        states.append(copy.deepcopy((net.state_dict(), optim.state_dict())))
+        optim.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optim.step()
+        losses.append(loss.item())
+    state, optimizer_state = states[3]
+    kwargs = {
+        "parameters": {**BASE, "partitions": partitions},
+        "state": state,
+        "optimizer_state": optimizer_state,
+    }
+    for found in run_distributed("tests.tensor.runtime_cases:loads", 2 * partitions, kwargs=kwargs):
+        assert found == pytest.approx(losses[3:], rel=1e-6)
+
+
+def test_what_split_parameters_do_not_allow_is_refused() -> None:
+    parameters = {**BASE, "partitions": 1}
+    for found in run_distributed("tests.tensor.runtime_cases:refused", 2, kwargs={"parameters": parameters}):
+        for kind in ("Adafactor", "Muon", "FusedLAMB"):
+            assert f"{kind} with tensor parallelism" in found[kind]
+        assert "split over tensor-parallel ranks" in found["gathered"]

@@ -63,6 +63,8 @@ _FOREIGN = (
     "mpi4py",
     "_abc",
 )
+_COMMUNICATION = f"{__name__.partition('.')[0]}.comm."
+"""What parallel layers talk through; it says nothing while a module runs on fake tensors."""
 # Swapped for fake ones during a fake run, which looks after them itself.
 _TABLES = frozenset(("_parameters", "_buffers", "_flat_weights"))
 _RANDOM = (random.Random, torch.Generator)
@@ -437,7 +439,8 @@ def may_change(value: Any) -> bool:
 
 
 def _is_users(module: str | None) -> bool:
-    return (module or "").partition(".")[0] not in _FOREIGN
+    name = module or ""
+    return name.partition(".")[0] not in _FOREIGN and not name.startswith(_COMMUNICATION)
 
 
 def _slots_of(kind: type) -> tuple[str, ...]:

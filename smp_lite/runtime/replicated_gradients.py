@@ -1,0 +1,60 @@
+"""Whether what the ranks of a stage hold alike gets the same gradient on all of them.
+
+A parameter that is not split is the same on all ranks of its stage, and stays so only if its gradient is.
+That is so where every split layer adds up, in its backward, what its ranks have of their common input's
+gradient. A layer that is used in another way than it is made for (a column-parallel one whose output is not
+used as one rank's features, a value from which each rank takes its own part) leaves the ranks different
+gradients, and training would go on with models that drift apart. So the first steps, and then one now and
+then, are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ..comm.stage_peers import StagePeers
+from ..errors import SMPMismatch
+from ..nn.layout import layout_of
+
+__all__ = ["check_replicated_gradients"]
+
+_TOLERANCE = 1e-4
+"""Relative; kernels may add in another order in every run."""
+
+
+def check_replicated_gradients(parameters: Mapping[str, nn.Parameter], peers: StagePeers) -> None:
+    """Compares the norms of gradients between the ranks of the stage; collective over them.
+
+    Args:
+        parameters: of the stage by name; the same on all its ranks.
+        peers: which get the same batch.
+
+    Raises:
+        SMPMismatch: they differ; on all ranks of the stage.
+    """
+    named = [(name, p) for name, p in parameters.items() if p.requires_grad and _is_replicated(p, peers)]
+    if not named:
+        return
+    norms = [0.0 if p.grad is None else float(p.grad.detach().norm(dtype=torch.float64)) for _, p in named]
+    mine = torch.tensor(norms, dtype=torch.float64)
+    theirs = peers.axis("+".join(peers.names)).all_gather(mine.unsqueeze(0))
+    low, high = theirs.amin(0), theirs.amax(0)
+    differs = (high - low) > _TOLERANCE * high
+    if bool(differs.any()):
+        worst = int(torch.where(differs, (high - low) / high, 0.0).argmax())
+        found = ", ".join(f"{norm:.4g}" for norm in theirs[:, worst].tolist())
+        raise SMPMismatch(
+            f"the gradient of {named[worst][0]!r} has the norms {found} on the ranks that share its stage, "
+            "and must be the same on all, since the parameter is not split: a layer that is split over ranks "
+            "does not get its input, or hand on its output, as it is made for. Look at the modules between "
+            "this parameter and the next split one"
+        )
+
+
+def _is_replicated(parameter: nn.Parameter, peers: StagePeers) -> bool:
+    """Whether all ranks of the stage hold it alike, and nobody adds up gradients afterwards."""
+    layout = layout_of(parameter)
+    return layout is None or not (layout.partial_over or layout.axes)
