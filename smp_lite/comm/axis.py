@@ -24,7 +24,9 @@ from .waiting import wait_until
 
 __all__ = ["Axis", "elements_received"]
 
-Observer = Callable[[str, "Axis", int], Any]
+Observer = Callable[[str, "Axis", int], Callable[[], None] | None]
+"""Is told of a collective's kind, axis and number of elements when it starts; what it returns is called when
+it has ended."""
 
 
 class Axis:

@@ -13,7 +13,7 @@ import time
 import torch
 
 from ..errors import PeerFailed
-from .axis import Axis
+from .axis import Axis, Observer
 from .collectives import Pending
 from .transport import Tag
 from .world import World
@@ -38,6 +38,7 @@ class StagePeers:
         self._world = world
         self._others = [rank for rank in world.topology.along(names, world.rank) if rank != world.rank]
         self._axes: dict[str, Axis] = {}
+        self._observer: Observer | None = None
         self._list_number = 0
         self._looked_at = 0.0
         self._sent: list[Pending] = []
@@ -58,7 +59,14 @@ class StagePeers:
                 lambda: world.collectives(name),
                 self._look,
             )
+            self._axes[name].observer = self._observer
         return self._axes[name]
+
+    def observe(self, observer: Observer) -> None:
+        """Tells it of every collective from now on."""
+        self._observer = observer
+        for axis in self._axes.values():
+            axis.observer = observer
 
     def of_first(self, number: int) -> int:
         """The number that the first rank of the stage has; collective over the stage."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 import atexit
 import os
 import time
+from collections.abc import Callable
 
+from ..comm.axis import Axis
 from ..runtime.step_runner import StepRunner
 from ..session import Session
-from ..views.timeline import TimelineWriter, merge_timelines
+from ..views.timeline import TimedCollective, TimelineWriter, merge_timelines
 
 TRACE_VARIABLE = "SMP_LITE_TRACE"
 
@@ -42,6 +44,9 @@ class StepTimeline:
             )
             for stage in sorted(stages)
         }
+        self._collectives: list[TimedCollective] = []
+        if session.stage_peers is not None and not session.stage_peers.is_alone:
+            session.stage_peers.observe(self._starts)
         atexit.register(self.close)
 
     @classmethod
@@ -51,7 +56,18 @@ class StepTimeline:
 
     def add_step(self, step_index: int, runner: StepRunner) -> None:
         for stage, spans in runner.spans().items():
-            self._writers[stage].add_step(step_index, spans)
+            self._writers[stage].add_step(step_index, spans, self._collectives)
+        self._collectives.clear()
+
+    def _starts(self, kind: str, axis: Axis, num_elements: int) -> Callable[[], None]:
+        start_s = time.perf_counter()
+
+        def ends() -> None:
+            self._collectives.append(
+                TimedCollective(kind, axis.name, axis.ranks, num_elements, start_s, time.perf_counter())
+            )
+
+        return ends
 
     def close(self) -> None:
         for writer in self._writers.values():

@@ -23,11 +23,11 @@ from collections.abc import Iterable
 from os import SEEK_END, PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..plan.actions import Action, ActionKind
 
-__all__ = ["TimedAction", "TimelineWriter", "merge_timelines"]
+__all__ = ["TimedAction", "TimedCollective", "TimelineWriter", "merge_timelines"]
 
 _KIND_NAMES = {
     ActionKind.FORWARD: "forward",
@@ -51,6 +51,24 @@ class TimedAction(Protocol):
 
     @property
     def end_s(self) -> float: ...
+
+
+class TimedCollective(NamedTuple):
+    """When a collective of a parallel layer ran, waiting included, in ``time.perf_counter`` seconds.
+
+    Attributes:
+        kind: such as ``all_reduce``.
+        axis: name of the axis.
+        ranks: world ranks that took part.
+        num_elements: of the whole tensor.
+    """
+
+    kind: str
+    axis: str
+    ranks: tuple[int, ...]
+    num_elements: int
+    start_s: float
+    end_s: float
 
 
 class TimelineWriter:
@@ -87,9 +105,15 @@ class TimelineWriter:
         self._file.write(b"[\n" + _lines(events) + _END)
         self._file.flush()
 
-    def add_step(self, step_index: int, spans: Iterable[TimedAction]) -> None:
-        """Appends the actions of one step."""
+    def add_step(
+        self,
+        step_index: int,
+        spans: Iterable[TimedAction],
+        collectives: Iterable[TimedCollective] = (),
+    ) -> None:
+        """Appends the actions of one step, and the collectives inside them."""
         events = [self._event(step_index, span) for span in spans]
+        events += [self._collective(step_index, collective) for collective in collectives]
         if not events:
             return
         self._file.seek(-len(_END), SEEK_END)
@@ -113,14 +137,30 @@ class TimelineWriter:
     def _event(self, step_index: int, span: TimedAction) -> dict[str, Any]:
         action = span.action
         kind = _KIND_NAMES[action.kind]
+        arguments = {"kind": kind, "microbatch": action.microbatch_index, "step": step_index}
+        return self._complete(str(action), kind, span.start_s, span.end_s, arguments)
+
+    def _collective(self, step_index: int, collective: TimedCollective) -> dict[str, Any]:
+        name = f"{collective.kind} over {collective.axis}"
+        arguments = {
+            "kind": collective.kind,
+            "ranks": list(collective.ranks),
+            "elements": collective.num_elements,
+            "step": step_index,
+        }
+        return self._complete(name, "collective", collective.start_s, collective.end_s, arguments)
+
+    def _complete(
+        self, name: str, category: str, start_s: float, end_s: float, arguments: dict[str, Any]
+    ) -> dict[str, Any]:
         return {
-            "name": str(action),
-            "cat": kind,
+            "name": name,
+            "cat": category,
             "ph": "X",
-            "ts": round((span.start_s + self._clock_offset_s) * 1e6, 3),
-            "dur": round((span.end_s - span.start_s) * 1e6, 3),
+            "ts": round((start_s + self._clock_offset_s) * 1e6, 3),
+            "dur": round((end_s - start_s) * 1e6, 3),
             **self._ids,
-            "args": {"kind": kind, "microbatch": action.microbatch_index, "step": step_index},
+            "args": arguments,
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -251,3 +252,15 @@ def refused(parameters: dict[str, Any]) -> dict[str, str]:
     attempt("FusedLAMB", lambda: smp.DistributedOptimizer(smp.optimizers.FusedLAMB(model.parameters())))
     attempt("gathered", lambda: smp.gathered(model).__enter__())
     return found
+
+
+def traced(parameters: dict[str, Any], directory: str) -> None:
+    """Two steps under SMP_LITE_TRACE."""
+    os.environ["SMP_LITE_TRACE"] = directory
+    try:
+        model, step = _model(parameters)
+        for x, y in batches(2):
+            step(x, y)
+        model._timeline.close()
+    finally:
+        del os.environ["SMP_LITE_TRACE"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.harness import run_distributed
-from tests.tensor.runtime_cases import Net, batches
+from tests.tensor.runtime_cases import BATCH, WIDTH, Net, batches
 
 BASE = {"microbatches": 2, "tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True}
 
@@ -160,3 +162,23 @@ def test_what_split_parameters_do_not_allow_is_refused() -> None:
         for kind in ("Adafactor", "Muon", "FusedLAMB"):
             assert f"{kind} with tensor parallelism" in found[kind]
         assert "split over tensor-parallel ranks" in found["gathered"]
+
+
+def test_the_timeline_shows_collectives_inside_the_actions(tmp_path: Path) -> None:
+    parameters = {**BASE, "partitions": 2}
+    kwargs = {"parameters": parameters, "directory": str(tmp_path)}
+    run_distributed("tests.tensor.runtime_cases:traced", 4, kwargs=kwargs)
+    for rank in range(4):
+        events = [e for e in json.loads((tmp_path / f"rank{rank}.json").read_text()) if e["ph"] == "X"]
+        actions = [e for e in events if e["cat"] in ("forward", "backward")]
+        sums = [e for e in events if e["name"] == "all_reduce over tp" and e["args"]["step"] == 1]
+        peer = rank ^ 1
+        assert all(e["args"]["ranks"] == sorted([rank, peer]) for e in sums)
+        # Of each pair of layers one in forward and one in backward, for both microbatches.
+        assert sum(e["args"]["elements"] == BATCH // 2 * WIDTH for e in sums) % 4 == 0
+        inside = [
+            e
+            for e in sums
+            if any(a["ts"] <= e["ts"] and e["ts"] + e["dur"] <= a["ts"] + a["dur"] + 1 for a in actions)
+        ]
+        assert len(inside) == len(sums) > 0
