@@ -1,0 +1,5 @@
+"""What the layers over a grid of ranks share: axes, parameters, norms, the loss, attention.
+
+The layers themselves: :mod:`smp_lite.nn.two_d` (2D and 2.5D), :mod:`smp_lite.nn.three_d` and
+:mod:`smp_lite.nn.sequence`.
+"""

@@ -1,0 +1,103 @@
+"""The base of layers whose parameters are parts of a dense layer's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+
+from ..layout import ParameterLayout, part_of, set_layout, whole_of
+
+__all__ = ["LaidOut", "cast_for_autocast", "without_autocast"]
+
+
+class LaidOut(nn.Module):
+    """Holds this rank's parts, and remembers how they lie.
+
+    A parameter's mark does not survive ``copy.deepcopy``, ``to_empty``, ``load_state_dict(assign=True)`` and
+    the like, which make new ones. The layer marks them again, so that no part ever passes for a whole.
+    """
+
+    dense_type: ClassVar[type[nn.Module]]
+    """Of what ``from_dense`` takes and ``to_dense`` gives."""
+
+    _layouts: dict[str, ParameterLayout]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._layouts = {}
+
+    @classmethod
+    def _empty(cls) -> Self:
+        layer = cls.__new__(cls)
+        LaidOut.__init__(layer)
+        return layer
+
+    @classmethod
+    def _check_dense(cls, dense: nn.Module) -> None:
+        if not isinstance(dense, cls.dense_type):
+            raise TypeError(
+                f"{cls.__name__}.from_dense takes a {cls.dense_type.__name__}, got {type(dense).__name__}"
+            )
+
+    def _hold(self, dense: nn.Module, layouts: Mapping[str, ParameterLayout]) -> None:
+        """Takes the parts of a dense layer's own parameters, which all ranks hold."""
+        for name, parameter in dense._parameters.items():
+            if parameter is None:
+                self.register_parameter(name, None)
+                continue
+            part = nn.Parameter(part_of(parameter, layouts[name]), parameter.requires_grad)
+            self._layouts[name] = layouts[name]
+            self.register_parameter(name, part)
+        self._mark()
+        self.train(dense.training)
+
+    def _give(self, dense: nn.Module) -> None:
+        """The wholes, to a dense layer of the same kind; collective."""
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                whole = whole_of(parameter, self._layouts[name])
+                setattr(dense, name, nn.Parameter(whole, parameter.requires_grad))
+        dense.train(self.training)
+
+    def _mark(self) -> None:
+        for name, layout in self._layouts.items():
+            parameter = self._parameters[name]
+            if parameter is not None:
+                set_layout(parameter, layout)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        super()._apply(*args, **kwargs)
+        self._mark()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._mark()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark()
+
+
+def cast_for_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What torch's autocast does with the inputs of a matrix product, differentiably; else nothing."""
+    if not _autocasts(tensors[0]):
+        return tensors
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return tuple(
+        tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+        for tensor in tensors
+    )
+
+
+def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """For what has cast its inputs itself."""
+    return torch.autocast(x.device.type, enabled=False) if _autocasts(x) else nullcontext()
+
+
+def _autocasts(x: torch.Tensor) -> bool:
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)

@@ -1,0 +1,1 @@
+"""Configurations of five systems, compiled to one plan."""

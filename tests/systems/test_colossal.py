@@ -1,0 +1,206 @@
+"""The Colossal-AI dialect: the forms of the document, the groups of each tensor mode, and its errors."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smp_lite.config import ConfigError
+from smp_lite.systems import load_plan
+
+DATA = Path(__file__).parent / "data"
+
+
+def parallel(**sizes: Any) -> dict[str, Any]:
+    return {"parallel": sizes}
+
+
+@pytest.mark.parametrize(
+    ("config", "pp", "tp", "mode"),
+    [
+        (parallel(pipeline={"size": 2}, tensor={"size": 4, "mode": "2d"}), 2, 4, "2d"),
+        (parallel(pipeline=2, tensor={"size": 4, "mode": "2d"}), 2, 4, "2d"),
+        (parallel(pipeline=2), 2, 1, None),
+        (parallel(tensor={"size": 4, "mode": "2d"}), 1, 4, "2d"),
+        (parallel(tensor={"size": 4, "mode": "1d"}), 1, 4, "1d"),
+        (parallel(tensor={"size": 8, "mode": "2.5d", "depth": 2}), 1, 8, "2.5d"),
+        (parallel(tensor={"size": 8, "mode": "3d"}), 1, 8, "3d"),
+        (parallel(tensor={"size": 8, "mode": "sequence"}), 1, 8, "sequence"),
+        (parallel(pipeline={"size": 4}), 4, 1, None),
+        (parallel(tensor=1), 1, 1, None),
+        (parallel(tensor={"size": 1}), 1, 1, None),
+        ({"parallel": None}, 1, 1, None),
+        ({}, 1, 1, None),
+    ],
+)
+def test_the_forms_of_the_document(config: dict[str, Any], pp: int, tp: int, mode: str | None) -> None:
+    plan = load_plan(config, world_size=16, dialect="colossal")
+    assert (plan.pp_size, plan.tp_size, plan.dp_size) == (pp, tp, 16 // (pp * tp))
+    assert plan.tensor.mode == mode
+
+
+def test_2d_ranks_and_groups() -> None:
+    plan = load_plan(parallel(pipeline=2, tensor={"size": 4, "mode": "2d"}), world_size=16)
+    at = plan.topology.coordinate
+    assert [r for r in range(16) if at(r)["dp"] == 0] == list(range(8))
+    assert [r for r in range(16) if at(r)["pp"] == 0] == [*range(4), *range(8, 12)]
+    assert [r for r in range(16) if plan.topology.group_rank("COL", r) == 0] == [
+        r for r in range(16) if r % 4 < 2
+    ]
+    assert [plan.topology.group_rank("ROW", r) for r in range(16)] == [r % 2 for r in range(16)]
+    assert plan.topology.group("TENSOR", 5) == (4, 5, 6, 7)
+
+
+@pytest.mark.parametrize("tensor", [{"mode": "2.5d", "depth": 2}, {"mode": "3d"}])
+def test_cuboids_of_eight(tensor: dict[str, Any]) -> None:
+    plan = load_plan(parallel(pipeline=2, tensor={"size": 8, **tensor}), world_size=32)
+    at = plan.topology.coordinate
+    assert [r for r in range(32) if at(r)["dp"] == 0] == list(range(16))
+    assert [r for r in range(32) if at(r)["pp"] == 0] == [*range(8), *range(16, 24)]
+    assert [plan.role_rank("tp", r) for r in range(32)] == [r % 8 for r in range(32)]
+
+
+def test_2_5d_rank_is_column_row_depth() -> None:
+    plan = load_plan(parallel(tensor={"size": 18, "mode": "2.5d", "depth": 2}), world_size=18)
+    for t in range(18):
+        at = plan.topology.coordinate(t)
+        assert t == at["tp_col"] + 3 * (at["tp_row"] + 3 * at["tp_dep"])
+    group = plan.topology.group
+    assert group("ROW", 4) == (3, 4, 5)
+    assert group("COL", 4) == (1, 4, 7)
+    assert group("DEP", 4) == (4, 13)
+    assert group("XZ", 4) == (1, 4, 7, 10, 13, 16)
+
+
+def test_3d_rank_is_weight_input_output() -> None:
+    plan = load_plan(parallel(tensor={"size": 27, "mode": "3d"}), world_size=27)
+    for t in range(27):
+        at = plan.topology.coordinate(t)
+        assert t == at["tp_w"] + 3 * (at["tp_in"] + 3 * at["tp_out"])
+    group = plan.topology.group
+    assert group("WEIGHT", 13) == (12, 13, 14)
+    assert group("INPUT", 13) == (10, 13, 16)
+    assert group("OUTPUT", 13) == (4, 13, 22)
+    assert group("INPUT_X_WEIGHT", 13) == tuple(range(9, 18))
+    assert group("OUTPUT_X_WEIGHT", 13) == (3, 4, 5, 12, 13, 14, 21, 22, 23)
+
+
+def test_sequence_groups_sum_gradients_over_data_too() -> None:
+    plan = load_plan(parallel(pipeline=2, tensor={"size": 2, "mode": "sequence"}), world_size=8)
+    assert plan.topology.group("SEQUENCE", 0) == (0, 1)
+    assert plan.topology.group("SEQUENCE_DP", 0) == (0, 1, 4, 5)
+
+
+def test_microbatches_chunks_and_partition_methods() -> None:
+    config = {**parallel(pipeline=2), "num_microbatches": 4, "num_model_chunks": 2}
+    plan = load_plan(config, world_size=2)
+    assert (plan.schedule.name, plan.stages.num_chunks, plan.stages.owners) == ("virtual", 2, (0, 1, 0, 1))
+    assert plan.microbatches.source == "slice"
+    assert plan.bubble == Fraction(1, 9)
+    assert plan.stage_of_layer(8, [4, 4, 4, 4, 8, 8, 1, 1]) == (0, 0, 1, 1, 2, 3, 3, 3)
+    layered = load_plan({**parallel(pipeline=4), "partition_method": "layer"}, world_size=4)
+    assert layered.stage_of_layer(10) == (0, 0, 1, 1, 2, 2, 2, 3, 3, 3)
+    with pytest.raises(ConfigError, match=r"stage 0 would be empty.*allow_empty_stages"):
+        layered.stage_of_layer(3)
+    empty = load_plan(
+        {**parallel(pipeline=4), "partition_method": "layer", "allow_empty_stages": True}, world_size=4
+    )
+    assert empty.stage_of_layer(3) == (1, 2, 3)
+
+
+def test_who_shares_gradients() -> None:
+    assert load_plan(parallel(), world_size=4).data_parallel.policy == "ddp"
+    named = load_plan({**parallel(), "gradient_handler": [{"type": "MoeGradientHandler"}]}, world_size=4)
+    assert (named.data_parallel.policy, named.data_parallel.handlers) == ("handlers", ("MoeGradientHandler",))
+    assert load_plan({**parallel(), "zero": {"level": 2}}, world_size=4).data_parallel.policy == "zero2"
+
+
+def test_data_may_be_said_where_it_is_right() -> None:
+    plan = load_plan(parallel(data=4, pipeline=2))
+    assert (plan.world_size, plan.dp_size) == (8, 4)
+    assert plan.said("axis.dp").key == "parallel.data" and not plan.said("axis.dp").is_default
+    inferred = load_plan(parallel(pipeline=2), world_size=8).said("axis.dp")
+    assert inferred.is_default and inferred.is_inferred
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size", "message"),
+    [
+        (parallel(pipeline=2, tensor=4), 8, "you need to specify the mode for tensor parallelism.*mode='1d'"),
+        (parallel(tensor={"size": 4}), 8, "you need to specify the mode"),
+        (parallel(tensor={"size": 4, "mode": None}), 8, "you need to specify the mode"),
+        (parallel(tensor={"size": 4, "mode": "2D"}), 8, "must be one of None, '1d'.*did you mean '2d'"),
+        (parallel(tensor={"mode": "2d"}), 8, "parallel.tensor has no size"),
+        (parallel(tensor={"size": 8, "mode": "2d"}), 8, "must be a square.*use 1, 4, 9, 16"),
+        (parallel(tensor={"size": 4, "mode": "3d"}), 4, "must be a cube.*use 1, 8, 27"),
+        (parallel(tensor={"size": 8, "mode": "2.5d"}), 8, "needs depth.*add depth=2 or depth=8"),
+        (parallel(tensor={"size": 8, "mode": "2.5d", "depth": 4}), 8, "use depth=2, depth=8.*sizes"),
+        (parallel(tensor={"size": 4, "mode": "2d", "depth": 1}), 4, "unknown key 'parallel.tensor.depth'"),
+        (parallel(pipeline={}), 4, "parallel.pipeline has no size"),
+        (parallel(pipeline="2"), 4, "must be an int or a dict"),
+        (parallel(pipeline=True), 4, "must be an int or a dict"),
+        (parallel(pipeline=0), 4, "whole number of 1 or more"),
+        (parallel(pipeline={"size": 2, "chunks": 2}), 4, "unknown key 'parallel.pipeline.chunks'"),
+        (parallel(pipelines=2), 4, "unknown key 'parallel.pipelines': did you mean 'pipeline'"),
+        (parallel(pipeline=3), 8, "8 ranks are not a multiple of pipeline 3 x tensor 1 = 3: start 6 or 9"),
+        (parallel(data=4, pipeline=4), 8, "parallel.data must be 2.*Got parallel.data=4"),
+        (parallel(pipeline=4), None, "number of ranks is not known: a replica has 4.*--world-size"),
+        (
+            {**parallel(pipeline=4), "num_microbatches": 6, "num_model_chunks": 2},
+            4,
+            "multiple of the pipeline",
+        ),
+        (
+            {**parallel(), "partition_method": "layers"},
+            4,
+            "partition_method must be one of.*did you mean 'layer'",
+        ),
+        ({**parallel(), "gradient_handler": {"type": "x"}}, 4, "gradient_handler must be a list"),
+        ({**parallel(pipeline=2), "zero": {"level": 2}}, 4, "A pipeline does not go with zero level 2"),
+        ({**parallel(), "zero": {"level": 4}}, 4, "level=1, 2 or 3"),
+        ({**parallel(), "num_chunks": 2, "num_model_chunks": 2}, 4, "two names of one thing"),
+        (
+            {**parallel(), "num_microbatch": 2},
+            4,
+            "unknown key 'num_microbatch': did you mean 'num_microbatches'",
+        ),
+    ],
+)
+def test_errors_name_the_key(config: dict[str, Any], world_size: int | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_plan(config, world_size=world_size)
+
+
+def test_a_python_file_says_line_and_leaves_the_rest_alone() -> None:
+    plan = load_plan(DATA / "colossal.py", world_size=16)
+    assert (plan.pp_size, plan.tp_size, plan.microbatches.count) == (2, 4, 4)
+    assert plan.notes == ("not about parallelism, left alone: BATCH_SIZE",)
+
+
+def test_what_a_python_file_imports_need_not_be_there(tmp_path: Path) -> None:
+    path = tmp_path / "config.py"
+    path.write_text(
+        "from colossalai.amp import AMP_TYPE\n"
+        "import colossalai.nn as col_nn\n"
+        "SIZE = 2\n"
+        "parallel = dict(pipeline=SIZE, tensor=dict(size=SIZE * 2, mode='1d'))\n"
+        "fp16 = dict(mode=AMP_TYPE.NAIVE)\n"
+        "NUM_MICRO_BATCHES = 4\n"
+    )
+    plan = load_plan(path, world_size=8)
+    assert (plan.pp_size, plan.tp_size, plan.microbatches.count) == (2, 4, 4)
+    assert dict(plan.others) == {"fp16.mode": "colossalai.amp.AMP_TYPE.NAIVE"}
+    assert any("was not loaded" in warning for warning in plan.warnings)
+
+
+def test_an_error_in_a_python_file_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.py"
+    path.write_text("a = 1\nparallel = dict(pipeline=1 / 0)\n")
+    with pytest.raises(ConfigError, match=r"config.py:2 cannot be run: ZeroDivisionError"):
+        load_plan(path, world_size=8)
+    path.write_text("parallel = dict(\n")
+    with pytest.raises(ConfigError, match="is not valid Python"):
+        load_plan(path, world_size=8)
