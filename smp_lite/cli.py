@@ -1,5 +1,5 @@
 """The command `smp-lite`: `run` starts a script on several processes, `launch` prints what starts it on a
-cluster, `plan` looks before it, `port` reads scripts of SMP v1.
+cluster, `plan` looks before it, `explain` reads configurations of five systems, `port` scripts of SMP v1.
 
 `run` and `launch` must answer at once and so import no torch; what `plan` needs is imported when it is
 asked for.
@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="smp-lite", description="Run, launch and plan SMP training scripts."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,launch,plan,check,port}")
+    names = "{run,launch,plan,explain,check,port}"
+    commands = parser.add_subparsers(dest="command", required=True, metavar=names)
     run = commands.add_parser("run", help="run a script on several processes of this machine")
     _add_run_arguments(run)
     launch = commands.add_parser("launch", help="print what starts a script on a cluster; start nothing")
@@ -38,6 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         from smp_lite.preview import step_preview as preview
 
         preview.add_plan_arguments(plan)
+    explain = commands.add_parser(
+        "explain", help="show what a configuration of one of five systems asks for, and say it as another"
+    )
+    if arguments[:1] == ["explain"]:
+        from smp_lite.systems.command import add_explain_arguments, run_explain
+
+        add_explain_arguments(explain)
     check = commands.add_parser("check", help="compare a script's first steps with one process's, to the bit")
     if arguments[:1] == ["check"]:
         from smp_lite.check.command import add_check_arguments, run_check
@@ -48,13 +56,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         from smp_lite.smp_v1.port.command import add_port_arguments, run_port
 
         add_port_arguments(port)
-    args = parser.parse_args(arguments)
+    if arguments[:1] == ["explain"]:
+        # Changes of keys may stand between options, which a parser of sub-commands does not take.
+        args = argparse.Namespace(command="explain", **vars(explain.parse_intermixed_args(arguments[1:])))
+    else:
+        args = parser.parse_args(arguments)
     try:
         if args.command == "check":
             args.parameters = None if args.parameters is None else _read_parameters(args.parameters)
             return run_check(args)
         if args.command == "port":
             return run_port(args)
+        if args.command == "explain":
+            return run_explain(args)
         if args.command == "run":
             return _run(args)
         if args.command == "launch":
@@ -74,6 +88,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, required=True, metavar="N", help="how many ranks to start")
     add_cuda_argument(parser)
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="a configuration of one of five systems (see smp-lite explain); takes the place of --parameters",
+    )
+    parser.add_argument(
+        "--dialect", metavar="SYSTEM", help="whose configuration it is, where the file does not tell"
+    )
     _add_script_arguments(parser)
 
 
@@ -106,7 +128,11 @@ def _add_script_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", "--module", action="store_true", help="SCRIPT is a module name, as in python -m"
     )
-    parser.add_argument("script", help="the Python script that every rank runs")
+    parser.add_argument(
+        "script",
+        metavar="[KEY=VALUE ...] script",
+        help="the Python script that every rank runs; before it, changes to --config in its system's words",
+    )
     parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments for the script")
 
 
@@ -117,6 +143,7 @@ def _run(args: argparse.Namespace) -> int:
     from smp_lite.entrypoints.this_machine.launcher import run_local
     from smp_lite.smp_v1.alias import refuse_original
 
+    overrides = _take_overrides(args)
     if not args.module and not Path(args.script).is_file():
         raise ValueError(f"script {args.script!r} is not a file (working directory: {os.getcwd()})")
     refuse_original(sys.path)
@@ -138,11 +165,47 @@ def _run(args: argparse.Namespace) -> int:
         mpirun=find_mpirun(),
         is_root=os.geteuid() == 0,
     )
+    environment = dict(os.environ)
+    if args.config is not None:
+        environment |= _config_variable(args, overrides)
     if parameters is not None:
         Config.from_parameters(parameters).check_world_size(args.processes)
-    ending = run_local(plan, args.processes, os.environ)
+    ending = run_local(plan, args.processes, environment)
     ending.show()
     return ending.exit_code
+
+
+def _take_overrides(args: argparse.Namespace) -> list[str]:
+    """Takes the ``key=value`` that stand before the script out of the arguments.
+
+    Raises:
+        ValueError: there are some without --config, or no script after them.
+    """
+    overrides = []
+    while "=" in args.script and not Path(args.script).is_file():
+        overrides.append(args.script)
+        if not args.args:
+            raise ValueError(f"no script after {args.script}: name the Python script that every rank runs")
+        args.script = args.args.pop(0)
+    if args.config is None and overrides:
+        raise ValueError(f"{overrides[0]} changes a configuration, but there is none: add --config FILE")
+    if args.config is None and args.dialect is not None:
+        raise ValueError("--dialect says whose configuration --config FILE is: add that")
+    if args.config is not None and args.parameters is not None:
+        raise ValueError("--config and --parameters are two configurations: give one of them")
+    return overrides
+
+
+def _config_variable(args: argparse.Namespace, overrides: list[str]) -> dict[str, str]:
+    """For the ranks; the configuration is read here once, so that what is wrong with it is told at once."""
+    from smp_lite.config import PARAMETERS_VARIABLE
+    from smp_lite.systems.given import CONFIG_VARIABLE, variable_for
+    from smp_lite.systems.loading import load_plan
+
+    if PARAMETERS_VARIABLE in os.environ:
+        raise ValueError(f"--config, but the environment variable {PARAMETERS_VARIABLE} is set too: unset it")
+    load_plan(args.config, world_size=args.processes, dialect=args.dialect, overrides=overrides)
+    return {CONFIG_VARIABLE: variable_for(args.config, args.dialect, overrides)}
 
 
 def _file_of(module: str) -> Path | None:

@@ -27,6 +27,7 @@ from .plan.topology import Topology
 
 if TYPE_CHECKING:
     from .comm.world import World
+    from .systems.parallel_plan import ParallelPlan
 
 WIRE_VARIABLE = "SMP_LITE_WIRE"
 """``mpi`` (the default in an MPI job) or ``c10d``: what tensors travel over between stages."""
@@ -51,9 +52,17 @@ class Session:
         config: validated.
         topology: axes over all ranks.
         world: the processes; None where this process plays all stages.
+        plan: of another system's configuration; ``config`` is then what it comes to in SMP's words.
     """
 
-    def __init__(self, config: Config, topology: Topology, world: World | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        topology: Topology,
+        world: World | None,
+        plan: ParallelPlan | None = None,
+    ) -> None:
+        self.plan = plan
         self.cfg = config  # the SMP API's name: scripts read smp.state.cfg.<parameter>
         self.topology = topology
         self.world = world
@@ -144,6 +153,8 @@ class Session:
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """Axes along which ranks have batches of their own, besides pp; gradients are means over them."""
+        if self.plan is not None:
+            return self.plan.role_axes("dp")
         if self.cfg.tensor_parallel_degree > 1 and not self.cfg.prescaled_batch:
             return ("dp", "tp")
         return ("dp",)
@@ -173,7 +184,11 @@ class Session:
 
     def _stages(self) -> list[int]:
         """Of each rank of the pp group."""
-        return [self.topology.coordinate(rank)["pp"] for rank in self.group("PP")]
+        return [self.stage_of(rank) for rank in self.group("PP")]
+
+    def stage_of(self, rank: int) -> int:
+        """The stage that a rank holds, or a part of."""
+        return self.topology.coordinate(rank).get("pp", 0)
 
     def _pp_groups(self) -> list[tuple[int, ...]]:
         """Those of the mp group."""

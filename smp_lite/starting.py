@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,8 @@ from .record.parameters.away import forget_all
 from .session import Session, current, is_initialized, set_current
 from .smp_v1 import cuda_as_cpu
 from .stop_notice import listen, stop_listening
+from .systems.given import config_of, given_plan
+from .systems.supported import refuse_unsupported
 
 if TYPE_CHECKING:
     from .comm.transport import Transport
@@ -31,12 +33,21 @@ if TYPE_CHECKING:
 _rehearsal: tuple[Mapping[str, Any] | None, Callable[[Session], None]] | None = None
 
 
-def init(config: Mapping[str, Any] | str | None = None) -> None:
+def init(
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    dialect: str | None = None,
+    overrides: Sequence[str] = (),
+) -> None:
     """Sets the library up; the first call of a script. Collective over all ranks.
 
     Args:
-        config: the parameters of SageMaker's ``modelparallel`` dict, or the path of a JSON file with them.
-            ``SM_HP_MP_PARAMETERS``, which launchers set, wins over it.
+        config: the parameters of SageMaker's ``modelparallel`` dict, or the path of a JSON file with them; or
+            a configuration of another system (Enflame, Colossal-AI, LiBai, torchprime), as a dict or a file,
+            recognised by its shape. ``SM_HP_MP_PARAMETERS`` and ``SMP_LITE_CONFIG``, which launchers set, win
+            over it.
+        dialect: whose configuration it is, where its shape does not tell.
+        overrides: ``key=value``, as that system writes it on its command line.
 
     Raises:
         ConfigError: a parameter is wrong; the text names it.
@@ -44,7 +55,7 @@ def init(config: Mapping[str, Any] | str | None = None) -> None:
             transformers calls it while it is imported, and then the script does.)
     """
     if is_initialized():
-        _check_again(config)
+        _check_again(config, dialect, overrides)
         return
     if _rehearsal is not None:
         given, prepare = _rehearsal
@@ -60,18 +71,27 @@ def init(config: Mapping[str, Any] | str | None = None) -> None:
     listen()
     transport = connect(os.environ)
     _install_excepthook(transport)
-    validated = load_config(config, os.environ)
-    validated.check_world_size(transport.size)
+    plan, config = given_plan(config, os.environ, transport.size, dialect, overrides)
+    if plan is not None:
+        refuse_unsupported(plan)
+        validated = config_of(plan, has_mpi=transport.has_mpi)
+    else:
+        validated = load_config(config, os.environ)
+        validated.check_world_size(transport.size)
     if transport.rank == 0 and (hints := validated.hints_text()) is not None:
         print(f"smp_lite: {hints}", flush=True)
     _check_needs_of_mpi(validated, transport)
-    topology = Topology.from_placement(
-        transport.size,
-        validated.partitions,
-        validated.tensor_parallel_degree,
-        validated.placement_strategy,
+    topology = (
+        plan.topology
+        if plan is not None
+        else Topology.from_placement(
+            transport.size,
+            validated.partitions,
+            validated.tensor_parallel_degree,
+            validated.placement_strategy,
+        )
     )
-    session = Session(validated, topology, World(topology, transport))
+    session = Session(validated, topology, World(topology, transport), plan)
     assert session.world is not None
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // session.world.local_size))
@@ -84,10 +104,19 @@ def init(config: Mapping[str, Any] | str | None = None) -> None:
     set_current(_open(session))
 
 
-def _check_again(given: Mapping[str, Any] | str | None) -> None:
+def _check_again(given: Any, dialect: str | None, overrides: Sequence[str]) -> None:
     """A second call of :func:`init`: the first one counts, so it may not ask for anything else."""
     if given is None or PARAMETERS_VARIABLE in os.environ or _rehearsal is not None:
         return  # what counts does not come from this call
+    session = current()
+    plan, given = given_plan(given, os.environ, session.topology.world_size, dialect, overrides)
+    if plan is not None or session.plan is not None:
+        if plan != session.plan:
+            raise SMPError(
+                "smp.init() was called again, with another configuration. The first call counts: give it "
+                "this one, or call smp.reset() between (in notebooks and tests)"
+            )
+        return
     asked, has = load_config(given, {}).model_dump(), current().cfg.model_dump()
     differ = [f"{key}={asked[key]!r} (is {has[key]!r})" for key in asked if asked[key] != has[key]]
     if differ:

@@ -109,7 +109,7 @@ HINTS: Mapping[str, Any] = {
 """Key -> the value that asks for nothing; with another one a line says what becomes of it."""
 
 INERT: Mapping[str, str] = {
-    **dict.fromkeys(("prescaled_batch", "fp16_params"), "tensor_parallel_degree"),
+    "fp16_params": "tensor_parallel_degree",
     **dict.fromkeys(
         (
             "sdp_reduce_bucket_size",

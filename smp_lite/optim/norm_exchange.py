@@ -174,7 +174,7 @@ def _by_stage(session: Session, ranks: Sequence[int]) -> list[list[int]]:
     """The ranks that share each stage, the stage of the lowest rank first."""
     found: dict[int, list[int]] = {}
     for rank in ranks:
-        found.setdefault(session.topology.coordinate(rank)["pp"], []).append(rank)
+        found.setdefault(session.stage_of(rank), []).append(rank)
     return list(found.values())
 
 

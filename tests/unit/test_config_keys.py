@@ -55,7 +55,6 @@ def test_a_name_is_a_str() -> None:
 
 
 REFUSED_KEYS = {
-    "tensor_parallel_degree": ((1,), 2),
     "sharded_data_parallel_degree": ((0, 1), 2),
     "fp16": ((False, 0), True),
     "bf16": ((False, 0), 1),
@@ -70,6 +69,21 @@ def test_a_key_that_would_change_results_is_refused_unless_it_asks_for_nothing(k
     for value in off:
         assert getattr(Config.from_parameters({"partitions": 2, key: value}), key) == value
     assert failure({"partitions": 2, key: on}).startswith(f"{key!r} is not supported yet. Got {key}=")
+
+
+def test_tensor_parallelism_needs_ddp_as_it_did() -> None:
+    told = failure({"partitions": 2, "tensor_parallel_degree": 2})
+    assert told.startswith("tensor_parallel_degree above 1 needs `ddp` to be set as well.")
+    config = Config.from_parameters({"partitions": 2, "tensor_parallel_degree": 2, "ddp": True})
+    config.check_world_size(8)
+    with pytest.raises(
+        ConfigError, match=r"6 processes, partitions=2 x tensor_parallel_degree=2; start 4 or 8"
+    ):
+        config.check_world_size(6)
+    with pytest.raises(ConfigError, match=r"2 < partitions=2 x tensor_parallel_degree=2; start 4"):
+        config.check_world_size(2)
+    told = failure({"partitions": 1, "tensor_parallel_degree": 2, "ddp": True, "fp16_params": True})
+    assert told.startswith("'fp16_params' is not supported yet.")
 
 
 INERT_KEYS = {

@@ -1,0 +1,127 @@
+"""What the layers split over one axis share: parameters that hold parts, and the errors for sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from ...comm.axis import Axis
+from ..layout import ParameterLayout, layout_of, part_of, set_layout, whole_of
+
+__all__ = [
+    "ONE_RANK",
+    "SplitModule",
+    "check_divides",
+    "layout_over",
+    "nearest_sizes",
+    "next_multiple",
+    "shallow_copy",
+    "whole",
+]
+
+ONE_RANK = Axis("one", (0,), 0)
+"""No splitting: a layer over this axis is its dense counterpart."""
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class SplitModule(nn.Module):
+    """A module whose parameters have layouts, which its copies keep; torch copies parameters
+    without them."""
+
+    smp_layouts: dict[str, ParameterLayout]
+
+    def keep_parts(
+        self, layouts: Mapping[str, ParameterLayout], shared: dict[int, nn.Parameter] | None = None
+    ) -> None:
+        """Lets go of the dense parameters of these names, and holds this rank's parts in their place.
+
+        Args:
+            shared: parts by the identity of their dense parameter, so that tied parameters stay one.
+        """
+        shared = {} if shared is None else shared
+        for name, layout in layouts.items():
+            dense = self._parameters[name]
+            if dense is None:
+                continue
+            if id(dense) not in shared:
+                shared[id(dense)] = nn.Parameter(part_of(dense, layout), requires_grad=dense.requires_grad)
+            self._parameters[name] = shared[id(dense)]
+        self.smp_layouts = {**self.__dict__.get("smp_layouts", {}), **layouts}
+        self._mark()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark()
+
+    def _mark(self) -> None:
+        for name, layout in self.smp_layouts.items():
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                set_layout(parameter, layout)
+
+
+def shallow_copy(kind: type[M], dense: nn.Module) -> M:
+    """A module of another class with the attributes of a dense one, and its very parameters."""
+    layer = kind.__new__(kind)
+    nn.Module.__init__(layer)
+    own = {name: value for name, value in vars(dense).items() if name not in vars(layer)}
+    layer.__dict__.update(own)
+    layer._parameters.update(dense._parameters)
+    return layer.train(dense.training)
+
+
+def next_multiple(size: int, parts: int) -> int:
+    """The smallest multiple of ``parts`` that is not below ``size``."""
+    return -(-size // parts) * parts
+
+
+def nearest_sizes(size: int, parts: int) -> str:
+    """``"8 or 12"``: the multiples around a size that is none."""
+    below, above = size // parts * parts, next_multiple(size, parts)
+    return f"{below} or {above}" if below else f"{above}"
+
+
+def check_divides(what: str, size: int, axis: Axis, way_out: str = "") -> None:
+    """
+    Raises:
+        ValueError: the axis's ranks cannot share ``size`` equally; names the nearest sizes.
+    """
+    if size % axis.size:
+        raise ValueError(
+            f"{what} is {size}, which the {axis.size} ranks of axis {axis.name!r} cannot share equally; the "
+            f"nearest that they can: {nearest_sizes(size, axis.size)}{way_out}"
+        )
+
+
+def layout_over(
+    tensor: Tensor,
+    axis: Axis,
+    dim: int | None,
+    *,
+    sections: tuple[int, ...] | None = None,
+    padded: int | None = None,
+    partial: bool = False,
+) -> ParameterLayout:
+    """Of a whole tensor that is split along one dimension, or along none.
+
+    Args:
+        sections, padded: of that dimension, as in :class:`~smp_lite.nn.layout.ParameterLayout`.
+        partial: each rank's gradient is a summand.
+    """
+    dims = tuple((axis,) if i == dim else () for i in range(tensor.dim()))
+    found_sections = {dim: sections} if sections is not None and dim is not None else {}
+    pads = padded is not None and dim is not None and padded != tensor.shape[dim]
+    found_padded = {dim: padded} if pads and padded is not None and dim is not None else {}
+    return ParameterLayout(
+        tuple(tensor.shape), dims, (axis,) if partial else (), found_sections, found_padded
+    )
+
+
+def whole(parameter: nn.Parameter) -> nn.Parameter:
+    """The dense parameter again; collective over the axes that split it."""
+    layout = layout_of(parameter)
+    tensor = parameter.detach().clone() if layout is None else whole_of(parameter, layout)
+    return nn.Parameter(tensor, requires_grad=parameter.requires_grad)

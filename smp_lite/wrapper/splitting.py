@@ -1,0 +1,132 @@
+"""Which modules of an ordinary model are split over the ranks of a stage, by the plan of a configuration.
+
+Whatever the system, it comes to a style for each module (:mod:`smp_lite.nn.plans`). Mode 1d takes the plan
+that comes with the model, or derives one. Enflame splits every linear layer by itself: outputs are gathered,
+or partial sums added. torchprime's rules name weights; where XLA would find out what their neighbours need,
+here each output is made whole again. Where only elementwise functions stand between two layers, the two are a
+pair, with one sum instead of a gather and a split: the same values.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..config.errors import ConfigError
+from ..errors import SMPError
+from ..nn.layout import layout_of
+from ..nn.plans import derive_plan, parallelize
+from ..nn.plans.patterns import expand, shipped_plan
+from ..session import Session
+from ..systems.model_shape import describe_model
+from ..systems.parallel_plan import ParallelPlan
+from ..systems.sharding_rules import check_all_match, match_tensors
+
+__all__ = ["split_modules"]
+
+_BY_HAND = {"2d": "smp_lite.nn.two_d", "2.5d": "smp_lite.nn.two_d", "3d": "smp_lite.nn.three_d"}
+_BY_ITSELF = {"column": "colwise_gather_output", "row": "rowwise_split_input"}
+_IN_A_PAIR = {"column": "colwise", "row": "rowwise"}
+
+
+def split_modules(plan: ParallelPlan, module: nn.Module, session: Session) -> None:
+    """Splits modules of the whole model, in place.
+
+    Raises:
+        SMPError: the plan does not fit the model.
+        ConfigError: rules that match nothing, or are for tensors of other ranks.
+    """
+    by_hand = any(layout_of(parameter) is not None for parameter in module.parameters())
+    styles: dict[str, str] | None
+    if plan.rules:
+        styles = _styles_of_rules(plan, module)
+    elif plan.tp_size == 1 or by_hand:
+        return
+    elif plan.tensor.mode in _BY_HAND:
+        raise SMPError(
+            f"{plan.said('tensor').text()}: no layer of {type(module).__name__} is split. Layers of mode "
+            f"{plan.tensor.mode!r} are chosen in the model: build it from those of "
+            f"{_BY_HAND[plan.tensor.mode]}, or use mode '1d', which splits ordinary models"
+        )
+    elif plan.tensor.mode == "enflame":
+        styles = _styles_of_every_linear(plan, module)
+    else:
+        found, shipped = _plan_for(module)
+        styles = None if shipped else found
+    if styles is None or styles:
+        parallelize(module, session.axis("+".join(plan.role_axes("tp"))), styles)
+
+
+def _plan_for(module: nn.Module) -> tuple[dict[str, str], bool]:
+    """The plan that comes with the model, or one of its safe pairs; and whether it came with it."""
+    try:
+        return shipped_plan(module), True
+    except SMPError:
+        return derive_plan(module), False
+
+
+def _pairs(module: nn.Module) -> dict[str, str]:
+    """The style of every module of the plan for the model; none where nothing is safe."""
+    try:
+        plan, shipped = _plan_for(module)
+        return {name: entry.style for name, entry in expand(module, plan, shipped=shipped).items()}
+    except SMPError:
+        return {}
+
+
+def _styles_of_every_linear(plan: ParallelPlan, module: nn.Module) -> dict[str, str]:
+    way = "row" if plan.tensor.sharding_dim == 0 else "column"
+    styles = {}
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Linear):
+            size = child.in_features if way == "row" else child.out_features
+            if size % plan.tp_size:
+                below = size // plan.tp_size * plan.tp_size
+                nearest = f"{below} or {below + plan.tp_size}" if below else f"{plan.tp_size}"
+                raise SMPError(
+                    f"{plan.said('tensor').text()}: {name} has {size} {'in' if way == 'row' else 'out'}put "
+                    f"features, which {plan.tp_size} shards cannot share equally; the nearest sizes that "
+                    f"they can: {nearest}"
+                )
+            styles[name] = _BY_ITSELF[way]
+    if not styles:
+        raise SMPError(
+            f"{plan.said('tensor').text()}: {type(module).__name__} has no torch.nn.Linear, and only these "
+            "are split"
+        )
+    return styles | _pairs(module) if plan.tensor.fuse else styles
+
+
+def _styles_of_rules(plan: ParallelPlan, module: nn.Module) -> dict[str, str]:
+    """For weights that a rule splits over the tensor axis."""
+    shape = describe_model(module)
+    rules = match_tensors(plan.parameter_rules, shape.tensors, shape.ties)
+    lost = check_all_match(plan.rules, shape.tensors, shape.modules)
+    if lost and plan.strict_rules:
+        raise ConfigError(lost[0])
+    tensor_axes = set(plan.role_axes("tp"))
+    modules = dict(module.named_modules())
+    ways: dict[str, str] = {}
+    for name, rule in rules.items():
+        dims = [bool(tensor_axes & set(axes)) for axes in rule.dims]
+        if plan.tp_size == 1 or not any(dims):
+            continue
+        owner, _, own = name.rpartition(".")
+        kind = modules[owner]
+        if own == "bias" and isinstance(kind, nn.Linear):
+            continue  # goes with its weight
+        if own != "weight" or not isinstance(kind, nn.Linear | nn.Embedding):
+            raise SMPError(
+                f"sharding {rule.name!r}: {name} belongs to a {type(kind).__name__}, and over the tensor "
+                "axis only weights of Linear and Embedding are split"
+            )
+        ways[owner] = "column" if dims[0] else "row"
+    styles = {}
+    for owner, way in ways.items():
+        if isinstance(modules[owner], nn.Embedding):
+            styles[owner] = "embedding_rowwise" if way == "column" else "embedding_colwise"
+        else:
+            styles[owner] = _BY_ITSELF[way]
+    pairs = {name: style for name, style in _pairs(module).items() if style in _IN_A_PAIR.values()}
+    if pairs and all(_IN_A_PAIR.get(ways.get(name, "")) == style for name, style in pairs.items()):
+        styles |= pairs
+    return styles
