@@ -134,6 +134,8 @@ class ModelRuntime:
             if self.options.broadcast_buffers:
                 self.reducer.broadcast_buffers(self.local_buffers())
             self.reducer.begin_step()
+            if self._passes % self.options.backward_passes_per_step == 0:
+                self.reducer.set_aside()
             self._reduce_now = (self._passes + 1) % self.options.backward_passes_per_step == 0
         self._watched = [
             (parameter, parameter.detach().clone())
@@ -156,6 +158,8 @@ class ModelRuntime:
         try:
             found = self.runner.finish(outputs, keep_graph=keep_graph)
             self._refuse_changed_parameters()
+            if has_backward and self.reducer is not None and not self._reduce_now:
+                self.reducer.refuse_more_passes()
             if has_backward and self._checks and self._shared is not None:
                 own = {self.placement.alias(p) or "": p for p in self._parameters}
                 check_replicated_gradients(own, self._shared)
@@ -165,6 +169,8 @@ class ModelRuntime:
         if has_backward:
             self._passes += 1
             self._reduce(None)
+        if self.reducer is not None:
+            self.reducer.put_back(failed=False)
         return found
 
     def _refuse_changed_parameters(self) -> None:
@@ -185,6 +191,8 @@ class ModelRuntime:
             self._join_reduction(error, expected=torch.is_grad_enabled() and self.placement.root.training)
 
     def _join_reduction(self, error: BaseException, *, expected: bool) -> None:
+        if self.reducer is not None:
+            self.reducer.put_back(failed=True)
         if expected and isinstance(error, Exception) and not isinstance(error, SMPTimeout):
             self._reduce(error)
 
@@ -195,6 +203,7 @@ class ModelRuntime:
         failed = self.reducer.finish(failed=error is not None)
         if not failed:
             return
+        self.reducer.put_back(failed=True)
         assert self._exchange is not None
         texts = self._exchange(None if error is None else (self.peers.rank, str(error), failure_kind(error)))
         self.runner.drop_gradients_of(self.placement)

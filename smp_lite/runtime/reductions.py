@@ -18,6 +18,7 @@ from torch import nn
 
 from ..comm.collectives import Collectives
 from ..comm.ranks import Ranks
+from ..errors import SMPError
 from ..nn.layout import layout_of
 from .reducer import Hook, Reducer, broadcast_tensors
 
@@ -69,6 +70,9 @@ class Reductions:
         self._reducers = []
         self._of: dict[int, Reducer] = {}
         self._by_axes: dict[tuple[str, ...], Collectives | None] = {}
+        self._summed: list[nn.Parameter] = []
+        self._aside: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._as_views = as_views
         for rule, members in sorted(by_rule.items()):  # in one order on all ranks: making them is collective
             collectives = self._over(rule.axes)
             if collectives is not None:
@@ -82,6 +86,8 @@ class Reductions:
                 )
                 self._reducers.append(reducer)
                 self._of.update(dict.fromkeys(map(id, members), reducer))
+                if collectives.size != rule.divisor:
+                    self._summed += members
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
@@ -120,6 +126,35 @@ class Reductions:
         collectives = self._over(tuple(a for a in self._ranks.batch_axes if self._ranks.axes[a] > 1))
         if collectives is not None:
             broadcast_tensors(buffers, collectives, "buffers")
+
+    def set_aside(self) -> None:
+        """Before a step that may add to gradients which are reduced already: a mean of equal numbers is that
+        number, but a sum of them is not, so they are kept until :meth:`put_back`."""
+        for parameter in self._summed:
+            if parameter.grad is not None:
+                gradient = parameter.grad.clone() if self._as_views else parameter.grad
+                self._aside.append((parameter, gradient))
+                parameter.grad = None
+
+    def refuse_more_passes(self) -> None:
+        """After a backward whose gradients are reduced only by a later one.
+
+        Raises:
+            SMPError: they would be added to gradients that are reduced already.
+        """
+        if any(bool(gradient.any()) for _, gradient in self._aside):
+            raise SMPError(
+                "backward_passes_per_step above 1: gradients of parameters that are split over ranks have "
+                "been reduced, and more would be added to them: call optimizer.zero_grad() after every "
+                "reduction"
+            )
+
+    def put_back(self, *, failed: bool) -> None:
+        """Adds what was set aside to the gradients again; after a step that failed nothing of it stays."""
+        for parameter, gradient in self._aside:
+            if not failed:
+                parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+        self._aside = []
 
     def begin_step(self) -> None:
         for reducer in self._reducers:

@@ -9,23 +9,60 @@ pair, with one sum instead of a gather and a split: the same values.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from ..config.errors import ConfigError
 from ..errors import SMPError
 from ..nn.layout import layout_of
-from ..nn.plans import derive_plan, parallelize
+from ..nn.plans import derive_plan
+from ..nn.plans import parallelize as in_place
 from ..nn.plans.patterns import expand, shipped_plan
-from ..session import Session
+from ..session import Session, current
 from ..systems.model_shape import describe_model
 from ..systems.parallel_plan import ParallelPlan
 from ..systems.sharding_rules import check_all_match, match_tensors
 
-__all__ = ["split_modules"]
+__all__ = ["parallelize", "split_modules"]
 
 _BY_HAND = {"2d": "smp_lite.nn.two_d", "2.5d": "smp_lite.nn.two_d", "3d": "smp_lite.nn.three_d"}
 _BY_ITSELF = {"column": "colwise_gather_output", "row": "rowwise_split_input"}
 _IN_A_PAIR = {"column": "colwise", "row": "rowwise"}
+
+
+def parallelize(model: nn.Module, plan: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Splits modules of an ordinary model over the tensor-parallel ranks, in place; before it is wrapped.
+
+    Every rank keeps its part of their weights; the model takes the same inputs and gives the same outputs.
+    All ranks must bring the same batch (``prescaled_batch: True``).
+
+    Args:
+        model: the whole model, the same on all ranks.
+        plan: patterns of names to styles, ``{"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj":
+            "rowwise"}``; the styles are those of transformers. None: what transformers ships with the model,
+            or else the pairs of linear layers that are safe (:func:`smp_lite.nn.plans.derive_plan`).
+
+    Returns:
+        The style of every module that was changed, by its full name.
+
+    Raises:
+        SMPError: ``smp.init()`` was not called, the ranks of a stage have batches of their own, or the plan
+            does not fit the model; names the pattern and the way out.
+    """
+    session = current()
+    if session.has_own_batches:
+        raise SMPError(
+            "smp.parallelize: the ranks that share a stage must bring the same batch: set prescaled_batch: "
+            "True"
+        )
+    if session.model is not None:
+        raise SMPError("smp.parallelize was called after smp.DistributedModel: split the model before")
+    axis = session.axis("+".join(session.topology.stage_axes))
+    if plan is None:
+        found, shipped = _plan_for(model)
+        return in_place(model, axis, None if shipped else found)
+    return in_place(model, axis, plan)
 
 
 def split_modules(plan: ParallelPlan, module: nn.Module, session: Session) -> None:
@@ -53,7 +90,7 @@ def split_modules(plan: ParallelPlan, module: nn.Module, session: Session) -> No
         found, shipped = _plan_for(module)
         styles = None if shipped else found
     if styles is None or styles:
-        parallelize(module, session.axis("+".join(plan.role_axes("tp"))), styles)
+        in_place(module, session.axis("+".join(plan.role_axes("tp"))), styles)
 
 
 def _plan_for(module: nn.Module) -> tuple[dict[str, str], bool]:

@@ -12,7 +12,7 @@ from torch import nn
 
 import smp_lite as smp
 from smp_lite.comm.axis import Axis
-from smp_lite.nn.layout import layout_of, whole_of
+from smp_lite.nn.layout import ParameterLayout, layout_of, set_layout, whole_of
 from smp_lite.nn.one_d import ColumnParallelLinear, RowParallelLinear
 from smp_lite.session import current
 
@@ -264,3 +264,64 @@ def traced(parameters: dict[str, Any], directory: str) -> None:
         model._timeline.close()
     finally:
         del os.environ["SMP_LITE_TRACE"]
+
+
+class _Part(torch.autograd.Function):
+    """``x * w``, of whose weight's gradient each rank computes the part from its own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return g * w, ctx.axis.part(g * x, 0).sum(0), None
+
+
+class Scale(nn.Module):
+    def __init__(self, axis: Axis | None) -> None:
+        super().__init__()
+        self.axis = axis
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        if axis is not None:
+            set_layout(self.weight, ParameterLayout((WIDTH,), ((),), (axis,)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight if self.axis is None else _Part.apply(x, self.weight, self.axis)
+
+
+def scaled(axis: Axis | None) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Scale(axis), nn.Linear(WIDTH, CLASSES))
+
+
+def accumulates(parameters: dict[str, Any], passes: int, as_views: bool) -> list[dict[str, torch.Tensor]]:
+    """Gradients after each of four steps without zero_grad, and one evaluation between."""
+    smp.init(parameters)
+    model = smp.DistributedModel(
+        scaled(current().axis("tp")), backward_passes_per_step=passes, gradient_as_bucket_view=as_views
+    )
+
+    @smp.step
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        if torch.is_grad_enabled():
+            model.backward(loss)
+        return loss
+
+    found = []
+    for number, (x, y) in enumerate(batches(4, smp.rdp_rank())):
+        if number == 2 and passes == 2:
+            try:
+                step(x, y)
+            except smp.SMPError as error:
+                assert "call optimizer.zero_grad() after every reduction" in str(error)  # noqa: PT017
+                break
+        step(x, y)
+        with torch.no_grad():
+            step(x, y)
+        found.append({n: p.grad.clone() for n, p in model.local_named_parameters()})
+    return found

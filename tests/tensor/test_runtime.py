@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.harness import run_distributed
-from tests.tensor.runtime_cases import BATCH, WIDTH, Net, batches
+from tests.tensor.runtime_cases import BATCH, WIDTH, Net, batches, scaled
 
 BASE = {"microbatches": 2, "tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True}
 
@@ -182,3 +182,22 @@ def test_the_timeline_shows_collectives_inside_the_actions(tmp_path: Path) -> No
             if any(a["ts"] <= e["ts"] and e["ts"] + e["dur"] <= a["ts"] + a["dur"] + 1 for a in actions)
         ]
         assert len(inside) == len(sums) > 0
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_that_are_summed_over_ranks_add_up_over_steps(passes: int, as_views: bool) -> None:
+    net = scaled(None)
+    expected = []
+    data = [batches(4, replica) for replica in range(2)]
+    for step in range(4):
+        for replica in range(2):
+            x, y = data[replica][step]
+            (F.cross_entropy(net(x), y) / 2).backward()
+        expected.append({name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None})
+    kwargs = {"parameters": {**BASE, "partitions": 1}, "passes": passes, "as_views": as_views}
+    for found in run_distributed("tests.tensor.runtime_cases:accumulates", 4, kwargs=kwargs):
+        assert len(found) == (4 if passes == 1 else 2)  # more than that is refused
+        for step in range(passes - 1, len(found), passes):  # where they have been reduced
+            for name, gradient in expected[step].items():
+                torch.testing.assert_close(found[step][name], gradient, rtol=1e-5, atol=1e-6)

@@ -62,6 +62,7 @@ def check_code(
     known: Collection[str],
     shipped: bool,
     summands: bool = False,
+    giver: str | None = None,
 ) -> bool:
     """
     Args:
@@ -71,6 +72,7 @@ def check_code(
         known: attributes that hold this rank's numbers from now on.
         shipped: the plan came with the model: its authors have looked at sizes.
         summands: the module itself is of that style.
+        giver: a module in it that hands on parts, by its name in the owner.
 
     Returns:
         Whether it hands this rank's part of the features on to the module around it.
@@ -97,7 +99,7 @@ def check_code(
             "nobody knows what it does with this rank's part of its output: name it as "
             "'colwise_gather_output'"
         )
-    return follower.gives_part
+    return follower.gives_part or (giver is not None and giver not in follower.seen)
 
 
 def _check_sizes(name: str, owner: nn.Module, styles: Mapping[str, Style], known: Collection[str]) -> None:
@@ -156,17 +158,24 @@ class _Follower:
             self.values[arguments[1].arg] = frozenset({_TRAINED})
         self.block(tree.body)
 
-    def run_method(self, name: str, node: ast.Call) -> Marks | None:
-        """A method of the module itself; None where there is no code to see."""
+    def run_method(self, name: str, node: ast.Call, given: Marks | None = None) -> Marks | None:
+        """A method of the module itself; None where there is no code to see.
+
+        Args:
+            given: marks of all its arguments, where the call is of a function that will call it.
+        """
         method = getattr(type(self.owner), name, None)
         tree = function_of(method) if inspect.isfunction(method) else None
         if tree is None or self.depth > _MAX_DEPTH:
             return None
-        given = [self.marks(each) for each in node.args]
-        named = {keyword.arg: self.marks(keyword.value) for keyword in node.keywords if keyword.arg}
         arguments = [each.arg for each in (*tree.args.posonlyargs, *tree.args.args)][1:]
+        if given is None:
+            values = dict(zip(arguments, [self.marks(each) for each in node.args], strict=False))
+            values |= {keyword.arg: self.marks(keyword.value) for keyword in node.keywords if keyword.arg}
+        else:
+            values = dict.fromkeys(arguments, given)
         outside, returned = self.values, self.returned
-        self.values, self.returned = {**dict(zip(arguments, given, strict=False)), **named}, []
+        self.values, self.returned = values, []
         self.depth += 1
         self.block(tree.body)
         found = _union(self.returned)
@@ -207,12 +216,14 @@ class _Follower:
         elif isinstance(node, ast.Try):
             self.block([*node.body, *node.orelse, *node.finalbody])
         elif isinstance(node, ast.Return) and node.value is not None:
-            if self.returned is not None:
+            several = isinstance(node.value, ast.Tuple) and node.value.elts
+            first = node.value.elts[0] if several else node.value
+            if self.depth and self.returned is not None:
                 self.returned.append(self.marks(node.value))
+            elif self.returned is not None:
+                self.returned.append(self.marks(first))  # attention weights come second
             else:
-                several = isinstance(node.value, ast.Tuple) and node.value.elts
-                marks = self.marks(node.value.elts[0] if several else node.value)
-                self.gives_part = self.gives_part or _PART in marks
+                self.gives_part = self.gives_part or _PART in self.marks(first)
         elif isinstance(node, ast.Expr):
             self.marks(node.value)
 
@@ -346,6 +357,11 @@ class _Follower:
         else:
             self.marks(node.func)
         marks = self.meet([self.marks(each) for each in arguments], node)
+        for each in arguments:
+            handed = _own_name(each)
+            if handed is not None and handed not in self.modules:
+                found = self.run_method(handed, node, marks)
+                marks = marks if found is None else found
         if _PART in marks:
             for each in arguments:
                 self.check_rate(each)

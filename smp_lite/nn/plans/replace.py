@@ -458,7 +458,8 @@ def _see_to_takers(name: str, modules: Mapping[str, nn.Module], styles: Mapping[
         around = _owner(around, modules)
         start = f"{around}." if around else ""
         inside = {full[len(start) :]: style for full, style in styles.items() if full.startswith(start)}
-        if not check_code(around, modules[around], inside, known=(), shipped=True):
+        giver = name[len(start) :]
+        if not check_code(around, modules[around], inside, known=(), shipped=True, giver=giver):
             return
     raise SMPError(
         f"plan: {name} ({type(modules[name]).__name__}) returns this rank's part of the features, and no "
