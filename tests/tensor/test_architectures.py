@@ -10,6 +10,7 @@ from tests.tensor.architecture_cases import batch_of, loss_of
 from tests.tensor.plans.architectures import ARCHITECTURES, build
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("attention", ["eager", pytest.param("sdpa", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_three_steps_equal_the_dense_model(name: str, attention: str) -> None:
@@ -24,7 +25,8 @@ def test_three_steps_equal_the_dense_model(name: str, attention: str) -> None:
         losses.append(loss.item())
     kwargs = {"name": name, "attention": attention}
     held = set()
-    for found in run_distributed("tests.tensor.architecture_cases:train", 4, kwargs=kwargs):
+    case = "tests.tensor.architecture_cases:train"
+    for found in run_distributed(case, 4, kwargs=kwargs, timeout_s=240):  # four imports of transformers
         assert found["losses"] == pytest.approx(losses, rel=1e-5)
         assert found["num_split"] > 2
         for parameter, value in found["parameters"].items():

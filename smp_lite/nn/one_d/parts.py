@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
 
@@ -28,8 +28,8 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class SplitModule(nn.Module):
-    """A module whose parameters have layouts, which its copies keep; torch copies parameters
-    without them."""
+    """A module whose parameters have layouts, which its copies keep; torch makes new parameters without them
+    (``copy.deepcopy``, ``to_empty``, ``load_state_dict(assign=True)``)."""
 
     smp_layouts: dict[str, ParameterLayout]
 
@@ -54,6 +54,15 @@ class SplitModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._mark()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        super()._apply(*args, **kwargs)
+        self._mark()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
         self._mark()
 
     def _mark(self) -> None:

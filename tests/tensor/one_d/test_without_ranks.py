@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -121,3 +123,18 @@ def test_on_one_rank_a_layer_is_the_dense_one() -> None:
     x = torch.randn(2, 8)
     for layer in (ColumnParallelLinear.from_dense(dense, one), RowParallelLinear.from_dense(dense, one)):
         assert torch.allclose(layer(x), dense(x))
+
+
+def test_parameters_that_torch_makes_anew_keep_their_layouts() -> None:
+    axis = Axis("tp", range(2), 0)
+    layer = ColumnParallelLinear(4, 6, axis=axis)
+    layouts = [layout_of(parameter) for parameter in layer.parameters()]
+    assert None not in layouts
+    state = {name: value.clone() for name, value in layer.state_dict().items()}
+    for change in (
+        copy.deepcopy,
+        lambda made: made.to_empty(device="meta"),
+        lambda made: made.load_state_dict(state, assign=True) and made,
+    ):
+        again = change(copy.deepcopy(layer))
+        assert [layout_of(parameter) for parameter in again.parameters()] == layouts
