@@ -2,8 +2,10 @@
 
 A *partial* checkpoint holds each mp rank's own part and resumes on the same partition, which is stored with
 it. A *full* one is the state of the whole model and of the whole optimizer, each a file that any plain
-PyTorch program reads, and resumes on any number of partitions. (SMP API reference, "Saving and Loading"; the
-layout follows SMP 1.10, whose full checkpoints have no optimizer state.)
+PyTorch program reads, and resumes on any number of partitions. A *portable* one is a folder of
+``torch.distributed.checkpoint``: each rank writes what it holds under the names of the whole model, and it
+resumes on any layout, each rank reading its pieces (:mod:`.portable_saving`). (SMP API reference, "Saving and
+Loading"; the names follow SMP 1.10, whose full checkpoints have no optimizer state.)
 
 Every state that a kill can leave resumes, and from one save: each part names its save
 (:mod:`smp_lite.storage.identity`), and a save takes the place of the one before at once
@@ -41,6 +43,7 @@ from ..storage.layout import (
 from ..storage.switch import Switch, new_name, write_newest
 from ..storage.torch_files import write_torch
 from ..wrapper.distributed_model import DistributedModel
+from .portable_names import portable_name, remove_old_portable
 from .together import together
 
 _SAVE = "save_checkpoint"
@@ -55,13 +58,18 @@ def save_checkpoint(
     user_content: Any = None,
     translate_if_full: bool = True,
     num_kept_partial_checkpoints: int | None = None,
+    *,
+    portable: bool = False,
 ) -> None:
     """Saves model, optimizer and user content under ``path``. Collective: call it on all ranks.
 
     Partial: ``path/{tag}_partial/model_{mp_rank}.pt``, ``optimizer_{mp_rank}.pt``, ``user_content.pt`` and
     the partition. Full: ``path/{tag}`` with the whole state dict, ``path/optimizer_{tag}`` with the state
-    dict of a plain optimizer over the same parameters, ``path/user_content_{tag}``. In both cases
-    ``path/newest`` names the newest. An older save of the same tag is replaced as a whole.
+    dict of a plain optimizer over the same parameters, ``path/user_content_{tag}``. Portable:
+    ``path/{tag}_portable``, which plain PyTorch reads with ``torch.distributed.checkpoint.load({"model":
+    ..., "optimizer": ...}, checkpoint_id=...)`` or turns into one file with ``format_utils.
+    dcp_to_torch_save``; the optimizer's state is that of ``get_optimizer_state_dict``, by parameter name. In
+    all cases ``path/newest`` names the newest. An older save of the same tag is replaced as a whole.
 
     Args:
         path: a folder; one job at a time saves into it.
@@ -71,7 +79,11 @@ def save_checkpoint(
         user_content: rank 0's is saved; tensors, numbers, strings and plain containers are read back without
             asking.
         translate_if_full: accepted; there is nothing to translate without tensor parallelism.
-        num_kept_partial_checkpoints: older partial checkpoints than the last n are removed.
+        num_kept_partial_checkpoints: older partial checkpoints than the last n are removed; with
+            ``portable``, portable ones.
+        portable: save a portable checkpoint, whatever ``partial`` says: for changes of the layout between
+            runs (numbers of stages, tensor-parallel ranks and replicas). All hosts must have the same file
+            system at ``path``.
 
     Raises:
         SMPError: a rank could not write its part. The older save of the same tag is as it was.
@@ -81,16 +93,17 @@ def save_checkpoint(
     keep = num_kept_partial_checkpoints
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"num_kept_partial_checkpoints must be a positive integer, got {keep!r}")
-    check_tag(tag, _SAVE, partial=partial)
+    partial = partial and not portable
+    check_tag(tag, _SAVE, partial=partial or portable)
     session = current()
     model = model if model is not None else session.model
     _check_wrappers(model, optimizer)
     if partial and model is not None and not model.partitioned:
         raise SMPError(f"{_SAVE}: the model is not partitioned yet, run a step first")
     objects = {MODEL: model, OPTIMIZER: optimizer, USER_CONTENT: user_content}
-    identity = _agree(session, tag, partial, objects)
+    identity = _agree(session, tag, partial, objects, portable=portable)
     root = Path(path)
-    name = partial_name(tag) if partial else tag
+    name = portable_name(tag) if portable else partial_name(tag) if partial else tag
     switch = Switch(root, name, identity.save)
 
     def commit() -> None:
@@ -104,10 +117,17 @@ def save_checkpoint(
             write_newest(root, name)
             if partial and keep is not None:
                 remove_old(root, name, keep)
+            if portable and keep is not None:
+                remove_old_portable(root, name, keep)
 
     try:
-        together(session, _SAVE, lambda: _begin(switch, identity) if session.rank == 0 else None)
-        if partial:
+        is_folder = partial or portable
+        together(session, _SAVE, lambda: _begin(switch, identity, is_folder) if session.rank == 0 else None)
+        if portable:
+            from .portable_saving import write_portable  # a second for torch's part of it
+
+            write_portable(session, _SAVE, switch, identity, objects, _writing)
+        elif partial:
             together(session, _SAVE, lambda: _write_own_parts(session, switch, identity, objects))
         else:
             _write_whole(session, switch, identity, objects)
@@ -125,11 +145,11 @@ def _check_wrappers(model: Any, optimizer: Any) -> None:
             raise TypeError(f"{_SAVE}: it saves an smp.{kind.__name__}, got {type(found).__name__}")
 
 
-def _agree(session: Session, tag: str, partial: bool, objects: dict[str, Any]) -> Identity:
+def _agree(session: Session, tag: str, partial: bool, objects: dict[str, Any], *, portable: bool) -> Identity:
     """The save's identity, from rank 0; the ranks that write must be about to write the same."""
     model = objects[MODEL]
-    asked: dict[str, Any] = {"tag": tag, "partial": partial}
-    if session.group_rank("DP") == 0:
+    asked: dict[str, Any] = {"tag": tag, "portable": portable, "partial": partial}
+    if session.group_rank("RDP") == 0 or portable:
         asked["model and optimizer"] = [part for part in (MODEL, OPTIMIZER) if objects[part] is not None]
         asked["step"] = session.steps_run
         if model is not None and model.partitioned:
@@ -174,18 +194,18 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _begin(switch: Switch, identity: Identity) -> None:
+def _begin(switch: Switch, identity: Identity, is_folder: bool) -> None:
     """The folder to write in; nothing that is no checkpoint may be in the way of the names to come."""
     root, tag = switch.root, identity.tag
     names = {part: full_file(part, tag) for part in PARTS}
-    final = [root / switch.name] if identity.partial else [root / name for name in names.values()]
-    wrong = [path for path in final if (path.is_file() if identity.partial else path.is_dir())]
+    final = [root / switch.name] if is_folder else [root / name for name in names.values()]
+    wrong = [path for path in final if (path.is_file() if is_folder else path.is_dir())]
     if wrong:
-        kind = "file" if identity.partial else "folder"
+        kind = "file" if is_folder else "folder"
         raise SMPError(f"{_SAVE}: {os.fspath(wrong[0])!r} is a {kind}: choose another tag, or remove it")
     with _writing(root / switch.name):
         switch.begin()
-        if not identity.partial:
+        if not is_folder:
             saved = [names[part] for part in identity.parts]
             gone = [name for name in names.values() if name not in saved and _is_ours(root / name)]
             switch.list_files(saved, gone)
@@ -209,7 +229,7 @@ def _write_own_parts(session: Session, switch: Switch, identity: Identity, objec
             write_torch(switch.folder / file, content, note)
 
     for part in (MODEL, OPTIMIZER):
-        if objects[part] is not None and session.group_rank("DP") == 0:
+        if objects[part] is not None and session.group_rank("RDP") == 0:
             write(part, objects[part].local_state_dict())
     if objects[USER_CONTENT] is not None and session.rank == 0:
         write(USER_CONTENT, objects[USER_CONTENT])
@@ -222,7 +242,7 @@ def _write_whole(session: Session, switch: Switch, identity: Identity, objects: 
     """One part after the other, so that rank 0 never holds more than the largest."""
     for part in identity.parts:
         content = objects[part]
-        if part != USER_CONTENT and session.group_rank("DP") == 0:
+        if part != USER_CONTENT and session.group_rank("RDP") == 0:
             content = content.state_dict(gather_to_rank0=True)
 
         def write(part: str = part, content: Any = content) -> None:

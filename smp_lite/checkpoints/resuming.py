@@ -17,6 +17,7 @@ from ..session import Session, current
 from ..storage.finding import Found, find_full, find_partial
 from ..storage.layout import MODEL, OPTIMIZER, USER_CONTENT, check_tag, find_newest, partial_name
 from ..storage.torch_files import read_torch
+from .portable_names import Portable, find_portable, look_at
 from .together import together
 
 _RESUME = "resume_from_checkpoint"
@@ -35,16 +36,21 @@ def resume_from_checkpoint(
 ) -> Any:
     """Loads what :func:`save_checkpoint` saved into the model and the optimizer; call it on all ranks.
 
-    Call it after both wrappers exist; before the first step, the weights are put in place by it.
+    Call it after both wrappers exist; before the first step, the weights are put in place by it. Of a
+    portable checkpoint each rank reads its own pieces; before the first step it is checked, and read by it.
 
     Args:
-        path: as given to :func:`save_checkpoint`.
+        path: as given to :func:`save_checkpoint`; or a folder that ``torch.distributed.checkpoint.save``
+            has written, of ``{"model": model.state_dict(), "optimizer": get_optimizer_state_dict(...)}`` or
+            of the model's state dict alone.
         tag: which checkpoint; None: the newest of that kind.
-        partial: False: a full one, which may also come from another program.
-        strict: keys must match.
+        partial: False: a full one, which may also come from another program. A portable one is both kinds:
+            it is told by itself, and where there are two checkpoints of one tag the later counts.
+        strict: keys must match. Of a portable checkpoint, those of the model; the optimizer's always must.
         load_optimizer: also load the optimizer's state, where it was saved.
         load_sharded_optimizer_state: accepted; there is no sharded state.
-        translate_function: applied to a full state dict before it is loaded.
+        translate_function: applied to a full state dict before it is loaded; not for portable ones, of which
+            no rank has the whole state dict.
         weights_only: as in :func:`smp_lite.checkpoints.saving.load`, for all files.
 
     Returns:
@@ -61,6 +67,17 @@ def resume_from_checkpoint(
         raise SMPError(f"{_RESUME}: wrap the model with smp.DistributedModel first")
     root = Path(path)
     found = _find(session, root, tag, partial, load_optimizer)
+    if isinstance(found, Portable):
+        if translate_function is not None:
+            raise SMPError(
+                f"{_RESUME}: translate_function needs a whole state dict, but {os.fspath(found.folder)!r} is "
+                "a portable checkpoint, which each rank reads in pieces: save a full one, with partial=False"
+            )
+        from .portable_loading import resume_portable  # a second for torch's part of it
+
+        return resume_portable(
+            session, found, strict=strict, load_optimizer=load_optimizer, weights_only=weights_only
+        )
     contents: dict[str, Any] = {}
 
     def read() -> None:
@@ -87,18 +104,25 @@ def resume_from_checkpoint(
     return contents.get(USER_CONTENT)
 
 
-def _find(session: Session, root: Path, tag: str | None, partial: bool, load_optimizer: bool) -> Found:
+def _find(
+    session: Session, root: Path, tag: str | None, partial: bool, load_optimizer: bool
+) -> Found | Portable:
     """The files of a save that every rank has; the best one where a kill has left several."""
 
-    def which() -> tuple[str | None, bool, str | None]:
-        name = None
+    def which() -> tuple[str | None, bool, str | None, str | None]:
+        name = portable = None
         if session.rank == 0:
-            if tag is None:
+            if tag is not None:
+                check_tag(tag, _RESUME, partial=True)
+            found = find_portable(root, tag, partial=partial)
+            if found is not None:
+                portable = os.path.relpath(found.folder, root)
+            elif tag is None:
                 name = find_newest(root, partial=partial)
             else:
                 check_tag(tag, _RESUME, partial=partial)
                 name = partial_name(tag) if partial else tag
-        return tag, partial, name
+        return tag, partial, name, portable
 
     answers = together(session, _RESUME, which)
     for rank, answer in enumerate(answers):
@@ -107,7 +131,9 @@ def _find(session: Session, root: Path, tag: str | None, partial: bool, load_opt
                 f"{_RESUME}: all ranks must resume from the same checkpoint, but (tag, partial) is "
                 f"{answer[:2]} on rank {rank} and {answers[0][:2]} on rank 0"
             )
-    name = answers[0][2]
+    name, portable = answers[0][2:]
+    if portable is not None:
+        return _look_at_portable(session, root / portable)
     assert name is not None
     found: list[Found] = []
 
@@ -134,6 +160,20 @@ def _find(session: Session, root: Path, tag: str | None, partial: bool, load_opt
         f"{_RESUME}: the ranks found different saves of {name!r}, which are not mixed ({said}). Resume from "
         "another checkpoint"
     )
+
+
+def _look_at_portable(session: Session, folder: Path) -> Portable:
+    found: list[Portable] = []
+
+    def look() -> tuple[str | None, str]:
+        found.append(look_at(folder))
+        return found[0].save, str(found[0])
+
+    seen = together(session, _RESUME, look)
+    if len({save for save, _ in seen}) > 1:
+        said = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in enumerate(seen))
+        raise SMPError(f"{_RESUME}: the ranks found different saves at {os.fspath(folder)!r} ({said})")
+    return found[0]
 
 
 def _load_optimizer(session: Session, found: Found, state: dict[str, Any] | None, wanted: bool) -> None:

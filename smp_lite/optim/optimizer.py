@@ -432,7 +432,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
             with self._here():
                 own = self.optimizer.state_dict()["param_groups"]
             now = [{**g, "params": positions} for g, positions in zip(own, pending["positions"], strict=True)]
-            self._load({"state": pending["state"], "param_groups": now}, is_part=True)
+            self._load({"state": pending["state"], "param_groups": now, PARTIAL_KEY: True}, is_part=True)
 
     def _load(self, state_dict: dict[str, Any], is_part: bool) -> None:
         saved = [list(group["params"]) for group in state_dict["param_groups"]]
