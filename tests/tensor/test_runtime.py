@@ -201,3 +201,12 @@ def test_gradients_that_are_summed_over_ranks_add_up_over_steps(passes: int, as_
         for step in range(passes - 1, len(found), passes):  # where they have been reduced
             for name, gradient in expected[step].items():
                 torch.testing.assert_close(found[step][name], gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_a_partial_checkpoint_goes_on(tmp_path: Path, partitions: int) -> None:
+    kwargs = {"parameters": {**BASE, "partitions": partitions}, "path": str(tmp_path), "resumes": False}
+    case = "tests.tensor.runtime_cases:partial_checkpoint"
+    whole = run_distributed(case, 2 * partitions, kwargs=kwargs)
+    resumed = run_distributed(case, 2 * partitions, kwargs={**kwargs, "resumes": True})
+    assert [losses[2:] for losses in whole] == resumed
