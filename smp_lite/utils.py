@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .api import dp_rank, pp_rank, rank, tp_rank
+from .nn.layout import layout_of
 
 __all__ = ["get_distribution_axis", "rmsg"]
 
@@ -15,5 +16,15 @@ def rmsg(message: Any) -> str:
 
 
 def get_distribution_axis(parameter: Any) -> int | None:
-    """The axis along which a parameter is cut over tensor-parallel ranks: None, since none is."""
+    """The dimension along which a parameter is split over tensor-parallel ranks; None: it is whole.
+
+    ``torch.cat`` of the ranks' parts along it, in the order of ``smp.tp_rank()``, is the whole, and of a
+    vocabulary perhaps with rows of zeros at its end.
+    """
+    layout = layout_of(parameter)
+    if layout is None:
+        return None
+    for dim, axes in enumerate(layout.dims):
+        if any(axis.size > 1 for axis in axes):
+            return dim
     return None

@@ -49,6 +49,42 @@ class Collectives(Protocol):
         """Sends to one group rank and receives from one."""
 
 
+class OneMember:
+    """Of a group of one rank: what it has is the sum already."""
+
+    size = 1
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Pending:
+        return _Done()
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> Pending:
+        return _Done()
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Pending:
+        return _Done()
+
+    def all_gather(self, mine: torch.Tensor, all_of_them: torch.Tensor) -> Pending:
+        all_of_them.copy_(mine.unsqueeze(0))
+        return _Done()
+
+    def reduce_scatter(self, parts: torch.Tensor, mine: torch.Tensor) -> Pending:
+        mine.copy_(parts[0])
+        return _Done()
+
+    def all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> Pending:
+        got.copy_(sent)
+        return _Done()
+
+    def exchange(self, sent: torch.Tensor, dest: int, got: torch.Tensor, source: int) -> Pending:
+        got.copy_(sent)
+        return _Done()
+
+
+class _Done:
+    def done(self) -> bool:
+        return True
+
+
 class C10dCollectives:
     """Over a torch process group."""
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
-from ..smp_v1.missing import Submodule, missing_in
+from ..smp_v1.missing import missing_in
 from .layer_norm import FusedLayerNorm
 
-__all__ = ["FusedLayerNorm"]
+_DISTRIBUTED = (
+    *("DistributedAttentionLayer", "DistributedEmbedding", "DistributedLinear", "DistributedModule"),
+    *("DistributedTransformer", "DistributedTransformerLMHead", "DistributedTransformerLayer"),
+    *("DistributedLayerNorm", "DistributedTransformerOutputLayer", "FlashAttentionLayer"),
+)
+
+__all__ = ["FusedLayerNorm", *_DISTRIBUTED]
 
 _missing = missing_in("nn", __name__)
 
 
 def __getattr__(name: str) -> Any:
-    return Submodule("nn.huggingface") if name == "huggingface" else _missing(name)
+    # At their first use: these modules ask the session, which imports from here.
+    if name in _DISTRIBUTED:
+        return getattr(importlib.import_module(".distributed", __name__), name)
+    if name == "huggingface":
+        return importlib.import_module(".huggingface", __name__)
+    return _missing(name)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..comm.collectives import Collectives
+from ..comm.collectives import Collectives, OneMember
 from ..comm.ranks import Ranks
 from ..errors import SMPError
 from ..nn.layout import layout_of
@@ -75,6 +75,8 @@ class Reductions:
         self._as_views = as_views
         for rule, members in sorted(by_rule.items()):  # in one order on all ranks: making them is collective
             collectives = self._over(rule.axes)
+            if collectives is None and rule.divisor > 1 and members:
+                collectives = OneMember()  # the part has seen the batches of all: only the mean is lacking
             if collectives is not None:
                 reducer = Reducer(
                     members,

@@ -50,7 +50,6 @@ def _refused(
         yield Name(path, "refused", says, kind=kind)
 
 
-_TP = "tensor parallelism, which is not supported yet: cut the model into more partitions"
 _FP16 = "fp16, which is not supported yet: train in fp32, or under torch.autocast in the step function"
 _SHARDED = (
     "sharded optimizer state, which is not supported yet: each replica keeps the whole state of its part"
@@ -69,7 +68,11 @@ def _translators() -> Iterator[str]:
             "translate_hf_state_dict_to_smdistributed translate_hf_block_state_dict_to_smdistributed "
             "translate_layer_state_dict_to_hf_gpt2_block get_hf_gpt2_transformer_layer_hooks",
         ),
-        ("gptj", "translate_hf_gptj_state_dict_to_smdistributed"),
+        (
+            "gptj",
+            "translate_hf_gptj_state_dict_to_smdistributed "
+            "translate_hf_gptj_state_dict_to_smdistributed_gptj",
+        ),
         ("gptneo", "translate_hf_gptneo_state_dict_to_smdistributed"),
         ("bert", ""),
         ("roberta", "translate_state_dict_to_smdistributed"),
@@ -163,33 +166,30 @@ def _all() -> Iterable[Name]:
         "patches.checkpoint.checkpoint patches.checkpoint.checkpoint_sequential", _SUBMODULE_CHECKPOINT
     )
 
-    on = ("tensor_parallelism", (True,))
-    yield Name("model_creation", "runs", "dtype holds inside; other arguments are hints", refused_with=on)
-    yield Name("tensor_parallelism", "runs", "enabled=False; other arguments are hints", ("enabled", (True,)))
-    yield Name("set_tensor_parallelism", "runs", "enabled=False", ("enabled", (True,)))
+    keeps = "new modules keep the weights of those that they replace, where names and shapes allow it"
+    yield Name("model_creation", "runs", f"dtype holds inside; {keeps}")
+    yield from _runs("tensor_parallelism set_tensor_parallelism", keeps)
     yield Name(
         "delay_param_initialization", "hint", "each process makes the whole model at once, and keeps its part"
     )
-    yield from _refused("tp_register tp_register_with_module", _TP)
+    yield from _runs("tp_register tp_register_with_module")
 
     yield Name("nn.FusedLayerNorm", "runs", "torch's LayerNorm")
-    for kind in ("Module", "Linear", "Embedding", "Transformer", "TransformerLMHead", "TransformerLayer"):
-        yield from _refused(f"nn.Distributed{kind}", _TP, kind="class")
-    yield from _refused(
-        "nn.DistributedAttentionLayer nn.DistributedTransformerOutputLayer", _TP, kind="class"
+    for kind in ("Module", "Linear", "Embedding", "Transformer", "TransformerLayer"):
+        yield Name(f"nn.Distributed{kind}", "runs")
+    yield from _runs("nn.DistributedAttentionLayer nn.DistributedTransformerOutputLayer")
+    yield Name(
+        "nn.DistributedTransformerLMHead",
+        "runs",
+        "embeddings are whole on every rank; the batch is dimension 0 of its logits",
     )
-    yield from _refused(
-        "nn.FlashAttentionLayer",
-        "SMP's attention kernels, not supported yet: use torch's scaled_dot_product_attention",
-        kind="class",
-    )
+    yield Name("nn.FlashAttentionLayer", "runs", "torch's kernels")
     for path in _translators():
-        yield from _refused(path, _TP)
+        yield Name(path, "runs", "whole state dicts")
     yield Name("optimizers.FusedLAMB", "runs", "plain torch; over several partitions with max_grad_norm=0")
     yield Name("optimizers.FusedLamb", "runs", "another spelling of FusedLAMB")
     yield Name("optimizers.FusedNovoGrad", "runs", "plain torch")
-    yield from _runs("utils.rmsg")
-    yield Name("utils.get_distribution_axis", "runs", "None: no parameter is cut over tensor-parallel ranks")
+    yield from _runs("utils.rmsg utils.get_distribution_axis")
 
     yield from _runs("model.DistributedModel state_mod.state exceptions.SMPError")
     yield from _refused(

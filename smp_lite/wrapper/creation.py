@@ -1,8 +1,8 @@
-"""How a model is built: ``smp.model_creation`` and its parts, as far as they mean something without tensor
-parallelism and delayed initialisation.
+"""How a model is built: ``smp.model_creation`` and its parts.
 
-Follows the SMP API reference ("smdistributed.modelparallel.torch.model_creation"). Scripts put every model
-into ``model_creation``, distributed or not, with options for kernels of distributed modules.
+Follows the SMP API reference ("smdistributed.modelparallel.torch.model_creation", tensor parallelism API).
+Scripts put every model into ``model_creation``, distributed or not, with options for kernels of distributed
+modules.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import session as session_module
 from ..errors import SMPError
 from ..record.source_line import warn_once_at_user_line
+from .tp_marks import Mark, mark, marking
 
 __all__ = ["delay_param_initialization", "model_creation", "set_tensor_parallelism", "tensor_parallelism"]
 
@@ -24,62 +26,87 @@ _OPTIONS = frozenset(
     [
         *("fused_softmax", "fused_dropout", "fused_bias_gelu", "flash_attention", "triton_flash_attention"),
         *("attention_in_fp32", "fp32_residual_addition", "query_key_layer_scaling", "use_alibi"),
-        *("distribute_embedding", "zero_init"),
+        *("distribute_embedding", "zero_init", "alibi_bias_max", "scale_attention_scores", "activation"),
+        *("num_layers", "num_attention_heads", "attention_head_size", "hidden_size", "intermediate_size"),
+        *("vocab_size", "num_positions", "attention_dropout_prob", "hidden_dropout_prob", "causal_mask_size"),
+        *("layernorm_epsilon", "num_token_types", "add_cross_attention", "add_lm_head", "initializer_range"),
+        *("use_normal_initialization", "pre_layernorm", "post_layernorm", "scale_attn_by_layer_idx"),
     ]
 )
-"""Of distributed modules; without them they choose nothing."""
+"""Of distributed modules; each takes those that it knows."""
 
 
 @contextlib.contextmanager
 def model_creation(
     tensor_parallelism: bool = False, dtype: torch.dtype | None = None, **options: Any
 ) -> Iterator[None]:
-    """Within: models are built with parameters of ``dtype``.
+    """Within: models are built with parameters of ``dtype``, to be distributed or not.
 
     Args:
-        tensor_parallelism: whether modules are to be distributed; True is not supported yet.
+        tensor_parallelism: whether modules are to be distributed, as by :func:`tensor_parallelism`.
         dtype: torch's default dtype inside; None: as it is.
-        options: of distributed modules; taken, and without effect.
+        options: of distributed modules.
 
     Raises:
-        SMPError: ``tensor_parallelism=True``.
         TypeError: ``dtype`` is no floating dtype.
     """
-    _refuse("model_creation(tensor_parallelism=True)", tensor_parallelism)
-    _look_at_options("model_creation", options)
-    if dtype is None:
-        yield
-        return
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(f"smp.model_creation: dtype must be a floating torch.dtype, got {dtype!r}")
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    with _distributing("model_creation", tensor_parallelism, options):
+        if dtype is None:
+            yield
+            return
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise TypeError(f"smp.model_creation: dtype must be a floating torch.dtype, got {dtype!r}")
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager
 def tensor_parallelism(enabled: bool = True, **options: Any) -> Iterator[None]:
-    """Within: modules are to be distributed over tensor-parallel ranks; only ``enabled=False`` yet.
+    """Within: modules that are made are to be distributed over the tensor-parallel ranks.
 
-    Raises:
-        SMPError: ``enabled``.
+    A context, or a decorator of the function that makes the model; the innermost one wins. Modules are
+    replaced in ``smp.DistributedModel()``: of nested ones the outermost that has a distributed counterpart
+    (torch's Linear and Embedding, transformers' GPT-2, GPT-J, GPT-Neo, BERT and RoBERTa, and what
+    ``smp.tp_register`` names), except where a module inside is made with ``enabled=False``, weights are
+    shared with a module outside, or the ranks cannot share its sizes, which a warning says. At degree 1
+    modules are replaced too, with the same results.
+
+    In SMP the new modules have new weights. Here they keep those of the modules that they replace, wherever
+    names and shapes say which is which, so that training equals that of the model in one process.
+
+    Args:
+        enabled: False: modules made inside stay as they are, whatever stands around.
+        options: arguments of the distributed modules, which go before those that the original module gives
+            them; each takes those that it knows.
     """
-    _refuse("tensor_parallelism(enabled=True)", enabled)
-    _look_at_options("tensor_parallelism", options)
-    yield
+    with _distributing("tensor_parallelism", enabled, options):
+        yield
 
 
 def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **options: Any) -> None:
-    """Whether a module is to be distributed over tensor-parallel ranks; only ``enabled=False`` yet.
+    """Whether a module, with everything in it, is to be distributed, as by :func:`tensor_parallelism`.
+
+    Args:
+        module: before ``smp.DistributedModel``.
 
     Raises:
-        SMPError: ``enabled``.
+        TypeError: it is no module.
+        SMPError: it has been wrapped already.
     """
-    _refuse("set_tensor_parallelism(..., enabled=True)", enabled)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"smp.set_tensor_parallelism needs a module, got {module!r}")
+    model = session_module.current().model if session_module.is_initialized() else None
+    if enabled and model is not None and any(part is module for part in model.modules()):
+        raise SMPError(
+            "smp.set_tensor_parallelism was called after smp.DistributedModel, which replaces modules: call "
+            "it before"
+        )
     _look_at_options("set_tensor_parallelism", options)
+    mark(module, Mark(bool(enabled), options))
 
 
 @contextlib.contextmanager
@@ -96,12 +123,11 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     yield
 
 
-def _refuse(what: str, enabled: bool) -> None:
-    if enabled:
-        raise SMPError(
-            f"smp.{what}: tensor parallelism is not supported yet, at degree 1 neither. Write False (AWS's "
-            "GPT scripts: --use_distributed_transformer 0), and cut the model into more partitions"
-        )
+@contextlib.contextmanager
+def _distributing(caller: str, enabled: bool, options: dict[str, Any]) -> Iterator[None]:
+    _look_at_options(caller, options)
+    with marking(Mark(bool(enabled), options)):
+        yield
 
 
 def _look_at_options(caller: str, options: dict[str, Any]) -> None:

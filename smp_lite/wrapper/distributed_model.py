@@ -28,10 +28,12 @@ from ..runtime.model_runtime import ModelRuntime, ReductionOptions
 from ..smp_v1 import cuda_as_cpu
 from ..steps.step_timeline import StepTimeline
 from .activation_checkpointing import check_marked
+from .applying_plan import apply_plan
 from .hops import end_hops
 from .lazy_modules import has_lazy_modules, initialise_lazy_modules
 from .model_with_state import ModelWithState
 from .partitioning import decide_partition, load_partition, report_partition
+from .tp_replacement import replace_marked, translations
 
 if TYPE_CHECKING:
     from ..steps.step_context import StepContext
@@ -43,7 +45,8 @@ class DistributedModel(ModelWithState):
     """Wraps the model of the job; one for each script.
 
     Args:
-        module: any eager ``nn.Module``, built alike on all ranks.
+        module: any eager ``nn.Module``, built alike on all ranks. Modules in it that are marked for tensor
+            parallelism are replaced in it; where it is replaced itself, ``model.module`` is the new one.
         trace_device: accepted for SMP scripts ("cpu" or "gpu"); tracing runs on fake tensors.
         trace_execution_times: partition by measured times instead of flops.
         overlapping_allreduce: start the data-parallel reduction while backward still runs; None: as the
@@ -84,6 +87,10 @@ class DistributedModel(ModelWithState):
             raise ValueError(
                 f"backward_passes_per_step must be a positive integer, got {backward_passes_per_step}"
             )
+        apply_plan(session, module)
+        module, self._replaced = replace_marked(session, module)
+        if (translated := translations(self._replaced)) is not None:
+            session.module_manager.translate_functions.append(translated)
         self.module = module
         if (take_back := end_hops(module)) is not None:
             session.overrides.callback(take_back)

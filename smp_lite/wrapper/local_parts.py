@@ -7,9 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from .. import session as session_module
+from ..nn.distributed import DistributedModule
 from ..runtime.model_runtime import ModelRuntime
 from ..smp_v1.missing import refusal
 from ..smp_v1.names import NAMES
+from ..utils import get_distribution_axis
 
 __all__ = ["LocalParts"]
 
@@ -24,35 +27,54 @@ class LocalParts(nn.Module):
         """The user's own module."""
         return self.module
 
-    # Tensor parallelism, for one tensor-parallel rank -------------------------------------------------------
+    # Tensor parallelism -------------------------------------------------------------------------------------
 
     def distributed_modules(self) -> Iterator[nn.Module]:
-        """Modules whose parameters are cut over tensor-parallel ranks: none."""
-        return iter(())
+        """Modules with parameters that are split over the tensor-parallel ranks, and SMP's own kinds."""
+        for module in self.module.modules():
+            own = module._parameters.values()
+            if isinstance(module, DistributedModule) or any(map(self._is_split, own)):
+                yield module
 
     def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is cut over tensor-parallel ranks: none is."""
-        return False
+        """Whether a parameter is split over the tensor-parallel ranks."""
+        return self._is_split(parameter)
 
     def is_distributed_buffer(self, buffer: torch.Tensor) -> bool:
-        """Whether a buffer is cut over tensor-parallel ranks: none is."""
-        return False
+        """Whether a buffer is split over the tensor-parallel ranks."""
+        return self._is_split(buffer)
 
     def is_scaled_batch_parameter(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter sees the batches of all tensor-parallel ranks: none does."""
-        return False
+        """Whether a parameter is used on the batches of all tensor-parallel ranks; never with
+        ``prescaled_batch``, where they have one batch."""
+        if self._is_split(parameter):
+            return session_module.current().has_own_batches
+        return id(parameter) in {
+            id(module._parameters[name])
+            for module in self.module.modules()
+            if isinstance(module, DistributedModule)
+            for name in module.names_of_all_batches
+        }
 
     def is_scaled_batch_buffer(self, buffer: torch.Tensor) -> bool:
-        """Whether a buffer sees the batches of all tensor-parallel ranks: none does."""
-        return False
+        """Whether a buffer is used on the batches of all tensor-parallel ranks: only if it is split."""
+        return self._is_split(buffer) and session_module.current().has_own_batches
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters whose gradients are averaged over the dp group: all of this rank's."""
-        return self.local_named_parameters()
+        """Parameters of this rank whose gradients are means over the batches of the dp group's ranks."""
+        for name, parameter in self.local_named_parameters():
+            if not self.is_scaled_batch_parameter(parameter):
+                yield name, parameter
 
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters whose gradients are averaged over the rdp group in another way: none."""
-        return iter(())
+        """Parameters of this rank whose gradients are of all tensor-parallel ranks' batches already."""
+        for name, parameter in self.local_named_parameters():
+            if self.is_scaled_batch_parameter(parameter):
+                yield name, parameter
+
+    @staticmethod
+    def _is_split(tensor: torch.Tensor | None) -> bool:
+        return tensor is not None and get_distribution_axis(tensor) is not None
 
     def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The slices of parameters that a sharded optimizer steps.

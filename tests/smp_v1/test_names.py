@@ -95,7 +95,7 @@ def _entered(value: Any) -> Any:
 
 def test_nothing_public_is_missing_in_the_table() -> None:
     own = {"SMPError", "SMPMismatch", "SMPTimeout", "amp", "clip_grad_norm_", "gathered", "init_in_memory"}
-    own |= {"progress", "reset", "set_watchdog", "should_stop"}  # this library's own
+    own |= {"batches", "parallelize", "progress", "reset", "set_watchdog", "should_stop"}  # our own
     assert set(smp.__all__) - own <= NAMES.keys()
 
 
@@ -126,19 +126,15 @@ def test_model_creation_sets_the_dtype_inside_alone() -> None:
     assert torch.get_default_dtype() is torch.float32
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda: smp.model_creation(tensor_parallelism=True),
-        lambda: smp.tensor_parallelism(),
-        lambda: smp.tensor_parallelism(enabled=True, fused_softmax=False),
-    ],
-)
-def test_tensor_parallelism_is_refused_at_degree_one_too(use: Any) -> None:
-    with pytest.raises(smp.SMPError, match="tensor parallelism is not supported yet"), use():
-        pass
-    with pytest.raises(smp.SMPError, match="tensor parallelism is not supported yet"):
-        smp.set_tensor_parallelism(nn.Linear(1, 1))
+def test_tensor_parallelism_at_degree_one_replaces_too() -> None:
+    smp.init_in_memory({"partitions": 1})
+    with smp.model_creation(tensor_parallelism=True, fused_softmax=False):
+        net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with smp.tensor_parallelism():
+        net.append(nn.Linear(2, 2))
+    smp.set_tensor_parallelism(net[2], False)
+    model = smp.DistributedModel(net)
+    assert [type(module) for module in model.get_module()] == [smp.nn.DistributedLinear, nn.ReLU, nn.Linear]
 
 
 def test_what_switches_it_off_passes() -> None:

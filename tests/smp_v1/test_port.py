@@ -10,7 +10,7 @@ import pytest
 
 import smp_lite
 from smp_lite.cli import main
-from smp_lite.smp_v1.names import NAMES
+from smp_lite.smp_v1.names import NAMES, Name
 from tests.smp_v1.porting import SMP, Port, porter
 
 
@@ -212,20 +212,19 @@ def test_the_version_and_the_errors_run(port: Port) -> None:
 def test_a_missing_name_may_be_imported_and_asked_for(port: Port) -> None:
     text = f"""\
         {SMP.strip()}
-        from smdistributed.modelparallel.torch.nn import DistributedLinear as L
-        isinstance(m, smp.nn.DistributedEmbedding)
+        from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint as L
+        isinstance(m, smp.patches.checkpoint.checkpoint_sequential)
         isinstance(m, (int, L))
     """
+    name = "smp.patches.checkpoint.checkpoint"
     ported = port(text)
-    assert ported.of == {"smp.nn.DistributedLinear": "runs", "smp.nn.DistributedEmbedding": "runs"}
-    assert "any other use is refused: belongs to tensor parallelism" in ported.says(
-        "smp.nn.DistributedLinear"
-    )
-    assert ported.lines("smp.nn.DistributedLinear") == "2, 4"
+    assert ported.of == {name: "runs", f"{name}_sequential": "runs"}
+    assert "any other use is refused: belongs to SMP's own checkpointing" in ported.says(name)
+    assert ported.lines(name) == "2, 4"
 
     ported = port(f"{text.rstrip(' ')}        isinstance(L(2, 2), int)\n")
-    assert ported.becomes("smp.nn.DistributedLinear") == "refused"
-    assert ported.says("smp.nn.DistributedLinear").startswith("line 5: belongs to tensor parallelism")
+    assert ported.becomes(name) == "refused"
+    assert ported.says(name).startswith("line 5: belongs to SMP's own checkpointing")
 
 
 # Objects ----------------------------------------------------------------------------------------------------
@@ -271,6 +270,19 @@ def test_torchs_own_methods_and_other_objects_are_not_listed(port: Port) -> None
 # Arguments and conditions -----------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def _an_argument_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No name of the table is refused for an argument now; the command can tell, so it is asked of a table
+    in which some are."""
+    for name, argument, says in (
+        ("model_creation", "tensor_parallelism", "dtype holds inside"),
+        ("tensor_parallelism", "enabled", "enabled=False"),
+        ("set_tensor_parallelism", "enabled", "enabled=False"),
+    ):
+        monkeypatch.setitem(NAMES, name, Name(name, "runs", says, (argument, (True,))))
+
+
+@pytest.mark.usefixtures("_an_argument_is_refused")
 @pytest.mark.parametrize(
     ("call", "becomes", "says"),
     [
@@ -312,6 +324,7 @@ def test_an_argument_decides(port: Port, call: str, becomes: str, says: str) -> 
     assert ported.code == (becomes == "refused")
 
 
+@pytest.mark.usefixtures("_an_argument_is_refused")
 def test_the_worst_use_decides_and_is_named(port: Port) -> None:
     text = "import smp_lite as smp\nsmp.set_tensor_parallelism(a, False)\nsmp.set_tensor_parallelism(b)\n"
     text += "smp.set_tensor_parallelism(c, c.on)\nsmp.set_tensor_parallelism(d)"
@@ -321,6 +334,7 @@ def test_the_worst_use_decides_and_is_named(port: Port) -> None:
     assert says.startswith("lines 3, 5: enabled is True")
 
 
+@pytest.mark.usefixtures("_an_argument_is_refused")
 def test_uses_are_told_in_the_order_of_their_lines(port: Port) -> None:
     text = "def f():\n    smp.tensor_parallelism(a)\nsmp.tensor_parallelism(b)"
     first, second = port(SMP + text).says("smp.tensor_parallelism").split("; line ")
@@ -330,31 +344,31 @@ def test_uses_are_told_in_the_order_of_their_lines(port: Port) -> None:
 @pytest.mark.parametrize(
     ("text", "condition"),
     [
-        ("if a.b > 0:\n    smp.tp_register(x)", "a.b > 0"),
-        ("if a:\n    pass\nelse:\n    smp.tp_register(x)", "not (a)"),
-        ("if a:\n    pass\nelif b:\n    smp.tp_register(x)", "not (a) and b"),
-        ("if a:\n    def f():\n        if b: smp.tp_register(x)", "a and b"),
-        ("y = smp.tp_register(x) if a else 0", "a"),
-        ("y = 0 if a else smp.tp_register(x)", "not (a)"),
-        ("a and b and smp.tp_register(x)", "a and b"),
-        ("a or smp.tp_register(x)", "not (a)"),
-        ("match a:\n    case 1:\n        smp.tp_register(x)", "case 1"),
+        ("if a.b > 0:\n    smp.hvd_average_grads(x)", "a.b > 0"),
+        ("if a:\n    pass\nelse:\n    smp.hvd_average_grads(x)", "not (a)"),
+        ("if a:\n    pass\nelif b:\n    smp.hvd_average_grads(x)", "not (a) and b"),
+        ("if a:\n    def f():\n        if b: smp.hvd_average_grads(x)", "a and b"),
+        ("y = smp.hvd_average_grads(x) if a else 0", "a"),
+        ("y = 0 if a else smp.hvd_average_grads(x)", "not (a)"),
+        ("a and b and smp.hvd_average_grads(x)", "a and b"),
+        ("a or smp.hvd_average_grads(x)", "not (a)"),
+        ("match a:\n    case 1:\n        smp.hvd_average_grads(x)", "case 1"),
     ],
 )
 def test_what_only_the_run_reaches_depends(port: Port, text: str, condition: str) -> None:
     ported = port(SMP + text)
 
-    assert ported.becomes("smp.tp_register") == "depends" and ported.code == 0
-    assert ported.says("smp.tp_register").startswith(f"refused if {condition}: belongs to tensor parallelism")
+    assert ported.becomes("smp.hvd_average_grads") == "depends" and ported.code == 0
+    assert ported.says("smp.hvd_average_grads").startswith(f"refused if {condition}: belongs to Horovod's")
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "if __name__ == '__main__':\n    smp.tp_register(x)",
-        "if smp.tp_register(x):\n    pass",
-        "def f():\n    for x in y:\n        smp.tp_register(x)",
-        "if a: smp.tp_register(x)\nsmp.tp_register(x)",
+        "if __name__ == '__main__':\n    smp.hvd_average_grads(x)",
+        "if smp.hvd_average_grads(x):\n    pass",
+        "def f():\n    for x in y:\n        smp.hvd_average_grads(x)",
+        "if a: smp.hvd_average_grads(x)\nsmp.hvd_average_grads(x)",
     ],
 )
 def test_what_is_reached_anyway_is_refused(port: Port, text: str) -> None:
@@ -412,13 +426,14 @@ def test_a_script_with_smps_own_import_is_told_how_to_start(port: Port) -> None:
 # The command ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("_an_argument_is_refused")
 def test_a_table_the_worst_first_and_a_summary(port: Port) -> None:
     text = f"""\
         {SMP.strip()}
         smp.rank()
         smp.delay_param_initialization()
         smp.model_creation(x)
-        smp.tp_register(x)
+        smp.hvd_average_grads(x)
         smp.init({{"partitions": 2}})
         for _ in range(3):
             smp.rank(); smp.rank()
@@ -441,7 +456,7 @@ def test_a_table_the_worst_first_and_a_summary(port: Port) -> None:
 def test_files_and_folders_have_a_total(port: Port) -> None:
     files = {
         "a.py": f"{SMP}smp.rank()",
-        "job/b.py": f"{SMP}smp.tp_register(x)\nsmp.size()",
+        "job/b.py": f"{SMP}smp.hvd_average_grads(x)\nsmp.size()",
         "job/deep/c.py": "print(1)",
         "job/.hidden/d.py": "smp is no Python",
         "job/notes.txt": "neither",
@@ -475,11 +490,11 @@ def test_a_file_that_cannot_be_read_is_named(
 ) -> None:
     if content is not None:
         (tmp_path / "bad.py").write_bytes(content)
-    ported = port("", "bad.py", "good.py", files={"good.py": f"{SMP}smp.tp_register(x)"})
+    ported = port("", "bad.py", "good.py", files={"good.py": f"{SMP}smp.hvd_average_grads(x)"})
 
     assert ported.code == 2
     assert ported.err.startswith(f"smp-lite port: {place}: ") and why in ported.err
-    assert ported.becomes("smp.tp_register") == "refused"  # the others are read all the same
+    assert ported.becomes("smp.hvd_average_grads") == "refused"  # the others are read all the same
 
 
 def test_files_of_other_encodings_and_ends_of_lines_are_read(port: Port, tmp_path: Path) -> None:
@@ -535,7 +550,7 @@ assert not {{"torch", "mpi4py", "numpy"}} & set(sys.modules)
 def test_the_command_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    assert "{run,launch,plan,check,port}" in capsys.readouterr().out
+    assert "{run,launch,plan,explain,check,port}" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["port"])
     assert "FILE" in capsys.readouterr().err

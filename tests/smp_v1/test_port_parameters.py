@@ -121,7 +121,7 @@ if __name__ == "__main__":
 def test_what_aws_gpt_script_calls(port: Port) -> None:
     ported = port(GPT)
 
-    depend = {f'"{key}"' for key in REFUSED} | {"smp.model_creation"}
+    depend = {f'"{key}"' for key in REFUSED}
     assert {name for name, becomes in ported.of.items() if becomes == "depends"} == depend
     hints = {"offload_activations", "delayed_parameter_initialization", "fast_mode"}
     hints |= {"activation_loading_horizon"}
@@ -150,10 +150,8 @@ def test_what_aws_gpt_script_calls(port: Port) -> None:
     assert {name: ported.lines(name) for name in lines} == {n: line_of(GPT, p) for n, p in lines.items()}
     assert ported.lines("smp.step") == "13, 20" and ported.lines("StepOutput.reduce_mean") == "26, 41"
     assert ported.says('"fp16"').startswith("refused if True (here args.fp16 > 0): write False, or use")
-    assert ported.says('"tensor_parallel_degree"').startswith(
-        "refused if above 1 (here args.tensor_parallel_degree): write 1"
-    )
-    summary = "train.py: 23 names and 22 parameters: 35 run, 4 hints, 6 depend on values, 0 refused"
+    rest = f"{41 - len(REFUSED)} run, 4 hints, {len(REFUSED)} depend on values, 0 refused"
+    summary = f"train.py: 23 names and 22 parameters: {rest}"
     assert summary in ported.out.splitlines()
     cuda = f"(lines {line_of(GPT, 'empty_cache')}, {line_of(GPT, 'set_device')})"
     assert f"--cuda-as-cpu {cuda}" in ported.out
@@ -458,10 +456,9 @@ def test_a_cell_that_is_wrong_is_named(port: Port) -> None:
 
 
 def test_lines_in_texts_are_told_by_cell_too(port: Port) -> None:
-    ported = port(
-        files={"job.ipynb": [f"{SMP}smp.set_tensor_parallelism(a, False)", "smp.set_tensor_parallelism(b)"]}
-    )
-    assert ported.says("smp.set_tensor_parallelism").startswith("line 2:1: enabled is True")
+    checkpoint = "smp.patches.checkpoint.checkpoint"
+    cells = [f"{SMP}isinstance(a, {checkpoint})", f"{checkpoint}(b)"]
+    assert port(files={"job.ipynb": cells}).says(checkpoint).startswith("line 2:1: belongs to")
 
 
 def test_old_notebooks_are_read(port: Port) -> None:

@@ -1,3 +1,4 @@
-from smp_lite.smp_v1.missing import missing_in
+import smp_lite.nn.huggingface.gptneo
+from smp_lite.nn.huggingface.gptneo import *  # noqa: F403
 
-__getattr__ = missing_in("nn.huggingface.gptneo", __name__)
+__all__ = smp_lite.nn.huggingface.gptneo.__all__

@@ -1,0 +1,56 @@
+"""Layer norm inside a distributed block."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..one_d.operations import copy_to_ranks, sum_over_ranks
+from .base import DistributedModule
+
+__all__ = ["DistributedLayerNorm"]
+
+
+class DistributedLayerNorm(DistributedModule):
+    """Layer norm of what lies in a distributed block.
+
+    With ``optimize: "memory"`` a rank has ``H / T`` features and as much of ``weight`` and ``bias``; the
+    ranks sum up mean and variance, of one number for each token. With ``"speed"`` all have all, and so it is
+    torch's.
+
+    Args:
+        normalized_shape: H.
+        eps: added to the variance.
+    """
+
+    def __init__(self, normalized_shape: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.normalized_shape, self.eps = normalized_shape, eps
+        self.weight = nn.Parameter(torch.ones(normalized_shape))
+        self.bias = nn.Parameter(torch.zeros(normalized_shape))
+        if self.region.splits_features:
+            self.region.check_shares("DistributedLayerNorm: normalized_shape", normalized_shape)
+            self.share({"weight": 0, "bias": 0})
+        else:
+            self.share({})
+            self.note_all_batches(("weight", "bias"))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        region = self.region
+        if not region.splits_features:
+            weight, bias = region.of_all_batches(self.weight), region.of_all_batches(self.bias)
+            return F.layer_norm(input, (self.normalized_shape,), weight, bias, self.eps)
+        x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        centred = x - self._mean(x)
+        variance = self._mean(centred * centred)
+        return (centred * (variance + self.eps).rsqrt()).to(input.dtype) * self.weight + self.bias
+
+    def _mean(self, x: torch.Tensor) -> torch.Tensor:
+        """Over all ranks' features; each rank uses it for its own part, so its gradient is summed too."""
+        axis = self.region.axis
+        total = sum_over_ranks(x.sum(-1, keepdim=True), axis)
+        return copy_to_ranks(total, axis) / self.normalized_shape
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, ranks={self.region.axis.size}"

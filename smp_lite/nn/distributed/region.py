@@ -1,0 +1,152 @@
+"""How activations lie between the ranks inside a distributed block, and how they get in and out.
+
+Outside a block each tensor-parallel rank has whole features, ``(B, S, H)``: of a batch of its own, or with
+``prescaled_batch`` of one that all share. Inside, all ranks work on one batch of N rows, which is T * B
+where each brings its own. With ``optimize: "memory"`` a rank has ``(N, S, H / T)``, its part of the
+features; with ``"speed"`` all have ``(N, S, H)``. (SMP developer guide, "tensor parallelism": prescaled
+batch, optimize.)
+
+Gradients: inside, every rank's gradient of what all ranks hold alike is the whole one. Where ranks bring
+their own batches the losses' gradients meet here, as a sum over the batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ... import session as session_module
+from ...comm.axis import Axis
+from ..one_d.operations import gather_along, split_along
+from ..one_d.parts import nearest_sizes
+
+__all__ = ["CannotShare", "Region", "all_to_all"]
+
+
+class CannotShare(ValueError):
+    """The tensor-parallel ranks cannot share a size equally."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """The inside of distributed blocks.
+
+    Attributes:
+        axis: the tensor-parallel ranks.
+        own_batches: whether each rank brings a batch of its own.
+        splits_features: whether a rank inside has its part of the features; else all have them whole.
+    """
+
+    axis: Axis
+    own_batches: bool
+    splits_features: bool
+
+    @classmethod
+    def of_session(cls) -> Region:
+        """What the job's parameters say.
+
+        Raises:
+            SMPError: ``smp.init()`` was not called.
+        """
+        session = session_module.current()
+        axis, memory = session.axis("tp"), session.cfg.optimize == "memory"
+        return cls(axis, session.has_own_batches and axis.size > 1, memory and axis.size > 1)
+
+    @property
+    def num_batches(self) -> int:
+        """Of different batches that meet inside."""
+        return self.axis.size if self.own_batches else 1
+
+    def check_shares(self, what: str, size: int) -> None:
+        """
+        Raises:
+            CannotShare: ``size`` is no multiple of the number of ranks.
+        """
+        if size % self.axis.size:
+            raise CannotShare(
+                f"{what}={size}: the {self.axis.size} tensor-parallel ranks cannot share it equally; the "
+                f"nearest that they can: {nearest_sizes(size, self.axis.size)}"
+            )
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """``(B, ..., H)`` outside to what it is inside."""
+        if self.own_batches:
+            if self.splits_features:
+                return all_to_all(x, self.axis, -1, 0)
+            return gather_along(x, self.axis, 0, gradients="same")
+        return split_along(x, self.axis, -1) if self.splits_features else x
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """The reverse of :meth:`enter`."""
+        if self.own_batches:
+            if self.splits_features:
+                return all_to_all(x, self.axis, 0, -1)
+            return split_along(x, self.axis, 0)
+        return gather_along(x, self.axis, -1, gradients="same") if self.splits_features else x
+
+    def enter_bias(
+        self, bias: torch.Tensor | None, like: torch.Tensor, batch_size: int
+    ) -> torch.Tensor | None:
+        """What is added to scores, of a shape that broadcasts to ``(B, heads, S, S)``, for the rows inside.
+
+        No gradient flows through it. With batches of their own, ranks may have one or none (a batch without
+        padding needs none), of other shapes: they agree first, so that all go on alike.
+
+        Args:
+            like: gives dtype and device.
+            batch_size: B, since a bias may have one row for all.
+        """
+        if not self.own_batches:
+            return bias
+        with torch.no_grad():
+            shape = [0, 0, 0] if bias is None else list(bias.shape[1:])
+            if not isinstance(like, FakeTensor) and like.device.type != "meta":
+                mine = torch.tensor([shape], device=like.device)
+                shape = self.axis.all_gather(mine, 0).amax(0).tolist()
+            if not any(shape):
+                return None
+            mine = like.new_zeros(1, 1, 1, 1) if bias is None else bias
+            return self.axis.all_gather(mine.expand(batch_size, *shape), 0)
+
+    def of_all_batches(self, whole: torch.Tensor) -> torch.Tensor:
+        """A parameter that all ranks hold whole and use inside on the same rows.
+
+        Each rank's gradient of it is of all batches, and will be averaged with the others' as if it were of
+        one: so it is divided by their number.
+        """
+        return _Divided.apply(whole, self.num_batches) if self.num_batches > 1 else whole
+
+
+def all_to_all(x: torch.Tensor, axis: Axis, split_dim: int, join_dim: int) -> torch.Tensor:
+    """Gives rank i the i-th part along one dimension, and joins what came along another; its backward
+    is the reverse.
+
+    Raises:
+        ValueError: the size of ``split_dim`` is no multiple of the number of ranks.
+    """
+    return x if axis.size == 1 else _AllToAll.apply(x, axis, split_dim, join_dim)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, split_dim: int, join_dim: int) -> torch.Tensor:
+        ctx.how = axis, join_dim, split_dim
+        return axis.all_to_all(x, split_dim, join_dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _AllToAll.apply(grad, *ctx.how), None, None, None
+
+
+class _Divided(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, divisor: int) -> torch.Tensor:
+        ctx.divisor = divisor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad / ctx.divisor, None

@@ -1,0 +1,32 @@
+"""RoBERTa: its layers and its encoder."""
+
+from __future__ import annotations
+
+from .encoder import NAMES
+from .names import StateDict
+
+__all__ = [
+    "translate_hf_state_dict_to_smdistributed_roberta",
+    "translate_state_dict_to_hf_roberta",
+    "translate_state_dict_to_smdistributed",
+]
+
+
+def translate_state_dict_to_hf_roberta(state_dict: StateDict, max_seq_len: int | None = None) -> StateDict:
+    """From ``smp.nn``'s names to those of a ``Roberta...`` model, whatever is around its encoder.
+
+    Args:
+        state_dict: whole tensors.
+        max_seq_len: taken as it is for the other models; there are no masks here.
+    """
+    return NAMES.to_hf(state_dict)
+
+
+def translate_hf_state_dict_to_smdistributed_roberta(
+    state_dict: StateDict, max_seq_len: int | None = None
+) -> StateDict:
+    """The reverse."""
+    return NAMES.to_smp(state_dict)
+
+
+translate_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_roberta
