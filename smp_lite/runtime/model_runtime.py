@@ -160,9 +160,6 @@ class ModelRuntime:
             self._refuse_changed_parameters()
             if has_backward and self.reducer is not None and not self._reduce_now:
                 self.reducer.refuse_more_passes()
-            if has_backward and self._checks and self._shared is not None:
-                own = {self.placement.alias(p) or "": p for p in self._parameters}
-                check_replicated_gradients(own, self._shared)
         except Exception as error:
             self._join_reduction(error, expected=has_backward)
             raise
@@ -171,6 +168,10 @@ class ModelRuntime:
             self._reduce(None)
         if self.reducer is not None:
             self.reducer.put_back(failed=False)
+        if has_backward and self._checks and self._shared is not None:
+            # Not before: a gradient may be a view of memory that is being reduced.
+            own = {self.placement.alias(p) or "": p for p in self._parameters}
+            check_replicated_gradients(own, self._shared)
         return found
 
     def _refuse_changed_parameters(self) -> None:
