@@ -27,7 +27,7 @@ from .failure import error_like, failure_kind
 from .gradients import GradientBooks
 from .random_streams import RandomStreams
 from .reductions import Reductions
-from .replicated_gradients import check_replicated_gradients
+from .replicated_gradients import check_replicated_gradients, check_results
 from .step_runner import StepRunner
 
 
@@ -172,6 +172,8 @@ class ModelRuntime:
             # Not before: a gradient may be a view of memory that is being reduced.
             own = {self.placement.alias(p) or "": p for p in self._parameters}
             check_replicated_gradients(own, self._shared)
+        if self._checks and self._shared is not None:
+            check_results(found, self._shared)
         return found
 
     def _refuse_changed_parameters(self) -> None:

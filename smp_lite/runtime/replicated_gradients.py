@@ -10,7 +10,7 @@ then, are looked at.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from ..comm.stage_peers import StagePeers
 from ..errors import SMPMismatch
 from ..nn.layout import layout_of
 
-__all__ = ["check_replicated_gradients"]
+__all__ = ["check_replicated_gradients", "check_results"]
 
 _TOLERANCE = 1e-4
 """Relative; kernels may add in another order in every run."""
@@ -51,6 +51,36 @@ def check_replicated_gradients(parameters: Mapping[str, nn.Parameter], peers: St
             "and must be the same on all, since the parameter is not split: a layer that is split over ranks "
             "does not get its input, or hand on its output, as it is made for. Look at the modules between "
             "this parameter and the next split one"
+        )
+
+
+def check_results(results: Sequence[torch.Tensor], peers: StagePeers) -> None:
+    """Compares numbers that a step function returns between the ranks of the stage; collective over them.
+
+    A sum over parameters, such as a penalty on their size, has each rank's part of the split ones only.
+
+    Args:
+        results: of the step, the same ones on all ranks; only tensors of one number count.
+        peers: which get the same batch.
+
+    Raises:
+        SMPMismatch: they differ; on all ranks.
+    """
+    numbers = [
+        float(tensor.detach()) for tensor in results if tensor.numel() == 1 and not tensor.is_complex()
+    ]
+    if not numbers:
+        return
+    mine = torch.tensor(numbers, dtype=torch.float64)
+    theirs = peers.axis("+".join(peers.names)).all_gather(mine.unsqueeze(0))
+    close = torch.isclose(theirs, theirs[:1], rtol=_TOLERANCE, atol=0.0, equal_nan=True).all(0)
+    if not bool(close.all()):
+        worst = int((~close).nonzero()[0])
+        found = ", ".join(f"{number:.6g}" for number in theirs[:, worst].tolist())
+        raise SMPMismatch(
+            f"a number that the step function returns is {found} on the ranks that share a stage, and must "
+            "be the same on all: it was made from one rank's part of something split. A sum over parameters "
+            "(a penalty on their size) counts only the part that is here: use the optimizer's weight_decay"
         )
 
 

@@ -33,6 +33,7 @@ from .hops import end_hops
 from .lazy_modules import has_lazy_modules, initialise_lazy_modules
 from .model_with_state import ModelWithState
 from .partitioning import decide_partition, load_partition, report_partition
+from .splitting import refuse_own_batches
 from .tp_replacement import replace_marked, translations
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class DistributedModel(ModelWithState):
             )
         apply_plan(session, module)
         module, self._replaced = replace_marked(session, module)
+        refuse_own_batches(session, module)
         if (translated := translations(self._replaced)) is not None:
             session.module_manager.translate_functions.append(translated)
         self.module = module

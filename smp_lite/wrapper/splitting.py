@@ -15,6 +15,7 @@ from torch import nn
 
 from ..config.errors import ConfigError
 from ..errors import SMPError
+from ..nn.distributed.base import DistributedModule
 from ..nn.layout import layout_of
 from ..nn.plans import derive_plan
 from ..nn.plans import parallelize as in_place
@@ -91,6 +92,25 @@ def split_modules(plan: ParallelPlan, module: nn.Module, session: Session) -> No
         styles = None if shipped else found
     if styles is None or styles:
         in_place(module, session.axis("+".join(plan.role_axes("tp"))), styles)
+
+
+def refuse_own_batches(session: Session, module: nn.Module) -> None:
+    """Only SMP's distributed modules bring the batches of several ranks together.
+
+    Raises:
+        SMPError: the ranks of a stage have batches of their own, and a layer of another kind is split.
+    """
+    if not session.has_own_batches:
+        return
+    inside = {id(part) for m in module.modules() if isinstance(m, DistributedModule) for part in m.modules()}
+    for name, part in module.named_modules():
+        split = any(layout_of(parameter) is not None for parameter in part.parameters(recurse=False))
+        if split and id(part) not in inside:
+            raise SMPError(
+                f"{name or type(module).__name__} is split over ranks that bring batches of their own, and "
+                "would mix them up: set prescaled_batch: True and give all tensor-parallel ranks the same "
+                "batch"
+            )
 
 
 def _plan_for(module: nn.Module) -> tuple[dict[str, str], bool]:

@@ -343,3 +343,38 @@ def partial_checkpoint(parameters: dict[str, Any], path: str, resumes: bool) -> 
         losses.append(step(x, y).reduce_mean().item())
         optim.step()
     return losses
+
+
+def other_numbers(parameters: dict[str, Any], kind: str) -> str:
+    """What is told where a part would be taken for the whole."""
+    smp.init(parameters)
+    torch.manual_seed(0)
+    net = Net()
+    block = net.blocks[0]
+
+    def normalise(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output / output.norm(dim=-1, keepdim=True)
+
+    if kind == "hook":
+        block.up.register_forward_hook(normalise)
+    elif kind == "spectral norm":
+        nn.utils.parametrizations.spectral_norm(block.up)
+    try:
+        if kind in ("from_dense", "own batches"):
+            if kind == "from_dense":
+                block.up.register_forward_hook(normalise)
+            split(net, current().axis("tp"))
+        else:
+            smp.parallelize(net, {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+        model = smp.DistributedModel(net)
+
+        @smp.step
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = F.cross_entropy(model(x), y) + sum(p.pow(2).sum() for p in model.parameters())
+            model.backward(loss)
+            return loss
+
+        step(*batches(1)[0])
+    except (smp.SMPError, ValueError) as error:
+        return str(error)
+    return ""

@@ -210,3 +210,20 @@ def test_a_partial_checkpoint_goes_on(tmp_path: Path, partitions: int) -> None:
     whole = run_distributed(case, 2 * partitions, kwargs=kwargs)
     resumed = run_distributed(case, 2 * partitions, kwargs={**kwargs, "resumes": True})
     assert [losses[2:] for losses in whole] == resumed
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("hook", "blocks.0.up has hooks, which would see one rank's part"),
+        ("from_dense", "the Linear has hooks, which would see one rank's part"),
+        ("spectral norm", "blocks.0.up computes its weight from others"),
+        ("own batches", "blocks.0.up is split over ranks that bring batches of their own"),
+        ("penalty", "a number that the step function returns is"),
+    ],
+)
+def test_a_part_never_passes_for_the_whole(kind: str, text: str) -> None:
+    parameters = {**BASE, "partitions": 1, "prescaled_batch": kind != "own batches"}
+    kwargs = {"parameters": parameters, "kind": kind}
+    for told in run_distributed("tests.tensor.runtime_cases:other_numbers", 2, kwargs=kwargs):
+        assert text in told

@@ -72,8 +72,22 @@ class SplitModule(nn.Module):
                 set_layout(parameter, layout)
 
 
+def check_no_hooks(name: str, dense: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: the module has hooks, which would see one rank's part of what they were written for.
+    """
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(vars(dense).get(kind) for kind in kinds):
+        raise ValueError(
+            f"{name} has hooks, which would see one rank's part of its input or output: remove them before "
+            "it is split, or leave it out"
+        )
+
+
 def shallow_copy(kind: type[M], dense: nn.Module) -> M:
     """A module of another class with the attributes of a dense one, and its very parameters."""
+    check_no_hooks(f"the {type(dense).__name__}", dense)
     layer = kind.__new__(kind)
     nn.Module.__init__(layer)
     own = {name: value for name, value in vars(dense).items() if name not in vars(layer)}

@@ -21,7 +21,7 @@ from ..one_d import (
     VocabParallelEmbedding,
 )
 from ..one_d.linear import SharedRowsLinear
-from ..one_d.parts import SplitModule, layout_over, nearest_sizes
+from ..one_d.parts import SplitModule, check_no_hooks, layout_over, nearest_sizes
 from .following import check_code
 from .heads import changes_of_heads, output_features
 from .modules import (
@@ -137,6 +137,10 @@ class _Changes:
     def of(self, entry: Entry, module: nn.Module) -> _Change:
         if isinstance(module, SplitModule):
             raise SMPError(f"plan: {entry.name} is split already: parallelize works on a whole model")
+        try:
+            check_no_hooks(entry.name, module)
+        except ValueError as error:
+            raise SMPError(f"plan: {error}") from None
         return self.found.setdefault(id(module), _Change(entry, module))
 
     def share_rows(self, name: str, rows: range) -> None:
