@@ -58,11 +58,11 @@ class _SplitNorm(LaidOut):
 
     def _features_axis(self) -> Axis:
         """The axis over which the features lie."""
-        raise NotImplementedError
+        raise NotImplementedError  # each layer's own
 
     def _here(self, vector: torch.Tensor) -> torch.Tensor:
         """Of a parameter, what this rank's features need."""
-        raise NotImplementedError
+        raise NotImplementedError  # each layer's own
 
     def _normalized(self, x: torch.Tensor, centered: bool) -> torch.Tensor:
         check_features(type(self).__name__, x, self.features // self._features_axis().size, self.features)

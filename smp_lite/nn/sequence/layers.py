@@ -45,7 +45,7 @@ class _Whole(LaidOut):
         self._hold(dense, layouts)
 
     def _copy_options(self, dense: Any) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # each layer's own
 
     def to_dense(self) -> Any:
         """Torch's layer, with a copy of the parameters."""
@@ -54,7 +54,7 @@ class _Whole(LaidOut):
         return dense
 
     def _make_dense(self) -> nn.Module:
-        raise NotImplementedError
+        raise NotImplementedError  # each layer's own
 
 
 class SequenceLinear(_Whole):

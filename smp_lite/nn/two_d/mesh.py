@@ -26,12 +26,12 @@ class SummaMesh:
     @property
     def batch_axes(self) -> tuple[Axis, ...]:
         """What splits the batch, the major axis first."""
-        raise NotImplementedError
+        raise NotImplementedError  # that of the mesh with or without depth
 
     @property
     def copies(self) -> tuple[Axis, ...]:
         """Axes whose members hold the same parts of parameters, each with a summand of their gradients."""
-        raise NotImplementedError
+        raise NotImplementedError  # that of the mesh with or without depth
 
     @property
     def q(self) -> int:
