@@ -27,8 +27,8 @@ _HOMES = {
     "wrapper.distributed_model": "DistributedModel",
     "wrapper.creation": """model_creation tensor_parallelism set_tensor_parallelism
         delay_param_initialization""",
-    "wrapper.splitting": "parallelize",
-    "wrapper.tp_registry": "tp_register tp_register_with_module",
+    "tensor_parallel.splitting": "parallelize",
+    "tensor_parallel.registry": "tp_register tp_register_with_module",
     "wrapper.activation_checkpointing": "set_activation_checkpointing",
     "optim.optimizer": "DistributedOptimizer",
     "optim.norms": "clip_grad_norm_",

@@ -27,14 +27,14 @@ from ..record.state.ambient import refuse_transformations
 from ..runtime.model_runtime import ModelRuntime, ReductionOptions
 from ..smp_v1 import cuda_as_cpu
 from ..steps.step_timeline import StepTimeline
+from ..tensor_parallel.applying_plan import apply_plan
+from ..tensor_parallel.replacement import replace_marked, translations
+from ..tensor_parallel.splitting import refuse_own_batches
 from .activation_checkpointing import check_marked
-from .applying_plan import apply_plan
 from .hops import end_hops
 from .lazy_modules import has_lazy_modules, initialise_lazy_modules
 from .model_with_state import ModelWithState
 from .partitioning import decide_partition, load_partition, report_partition
-from .splitting import refuse_own_batches
-from .tp_replacement import replace_marked, translations
 
 if TYPE_CHECKING:
     from ..steps.step_context import StepContext

@@ -62,7 +62,7 @@ _constructed_with: weakref.WeakKeyDictionary[nn.Module, Arguments] = weakref.Wea
 
 def registered(module: nn.Module) -> Registration | None:
     """Of the module's very class: a derived one computes something else."""
-    from .tp_builtin import builtin  # transformers' classes, where it is imported
+    from .builtin import builtin  # transformers' classes, where it is imported
 
     return _registry.get(type(module)) or builtin(type(module))
 

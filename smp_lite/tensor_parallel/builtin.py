@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..nn.distributed import DistributedEmbedding, DistributedLinear
-from .tp_registry import Registration
+from .registry import Registration
 
 __all__ = ["builtin"]
 
@@ -35,6 +35,6 @@ def builtin(kind: type[nn.Module]) -> Registration | None:
         return _TORCH[kind]
     if not kind.__module__.startswith("transformers.") or "transformers" not in sys.modules:
         return None
-    from .tp_huggingface import of_class
+    from .huggingface import of_class
 
     return of_class(kind)

@@ -16,7 +16,7 @@ from ..nn.distributed import (
 )
 from ..nn.huggingface import encoder, gpt2, gptj, gptneo
 from ..nn.huggingface.causal import block_hooks, init_hook, model_hooks
-from .tp_registry import Registration
+from .registry import Registration
 
 __all__ = ["of_class"]
 

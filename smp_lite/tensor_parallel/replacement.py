@@ -23,8 +23,8 @@ from ..nn.distributed import CannotShare
 from ..nn.layout import layout_of, part_of
 from ..record.source_line import warn_once_at_user_line
 from ..session import Session
-from .tp_marks import Mark, mark_of
-from .tp_registry import Registration, StateDict, arguments_of, registered
+from .marks import Mark, mark_of
+from .registry import Registration, StateDict, arguments_of, registered
 
 __all__ = ["Replaced", "replace_marked", "translations"]
 
