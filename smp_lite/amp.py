@@ -79,5 +79,5 @@ def _is_of_the_model(session: Session, optimizer: Any) -> bool:
 
 
 def _group(session: Session) -> str:
-    """Who must agree: mp ranks, and replicas unless they hold the same gradients."""
-    return "MP" if session.model.runtime.gradients_are_averaged else "WORLD"
+    """Who must agree: the ranks of a replica, and all of them unless they hold the same gradients."""
+    return session.replica if session.model.runtime.gradients_are_averaged else "WORLD"

@@ -68,7 +68,7 @@ class Session:
         self.world = world
         self.stage_peers: StagePeers | None = None
         if world is not None:
-            self.stage_peers = StagePeers(world, topology.stage_axes, share_batch=not self.has_own_batches)
+            self.stage_peers = StagePeers(world, self.stage_axes, self.batch_axes)
         self.device = torch.device("cpu")
         # What the layers above put here; their types are theirs.
         self.model: Any = None
@@ -87,6 +87,7 @@ class Session:
         self.observer: Any = None  # of the same: sees each command that runs
         self.assigned_stages: dict[int, tuple[Any, int]] = {}  # id(module) -> (module, stage)
         self.partition_stack: list[int] = []
+        self.has_engine = False  # Colossal-AI's, which does what its configuration says beside the plan
         self.overrides = contextlib.ExitStack()  # of torch's own functions, until reset
 
     @property
@@ -103,9 +104,34 @@ class Session:
         return any(axis in self.topology.stage_axes for axis in self.batch_axes)
 
     @property
-    def mp_size(self) -> int:
+    def shard_axes(self) -> tuple[str, ...]:
+        """Data-parallel axes along which every rank holds a piece of each sharded parameter only."""
+        return self.plan.shard_axes if self.plan is not None else ()
+
+    @property
+    def stage_axes(self) -> tuple[str, ...]:
+        """Axes along which the ranks differ that hold one stage of one replica together."""
+        own = (*self.topology.stage_axes, *self.shard_axes)
+        return tuple(name for name, _ in self.topology.axes if name in own)
+
+    @property
+    def replica(self) -> str:
+        """The kind of group of the ranks that hold one replica of the model: MP, unless it is sharded."""
+        if not self.shard_axes:
+            return "MP"
+        own = (*dict(self.topology.kinds)["MP"], *self.shard_axes)
+        return "+".join(name for name, _ in self.topology.axes if name in own)
+
+    @property
+    def copies(self) -> str:
+        """The kind of group of the ranks that hold the same as this one: RDP, unless it is sharded."""
+        kept = [axis for axis in dict(self.topology.kinds)["RDP"] if axis not in self.shard_axes]
+        return "+".join(kept) if self.shard_axes else "RDP"
+
+    @property
+    def replica_size(self) -> int:
         """How many ranks hold one replica of the model."""
-        return self.num_stages * math.prod(map(self.topology.axis_size, self.topology.stage_axes))
+        return self.num_stages * math.prod(map(self.topology.axis_size, self.stage_axes))
 
     def group(self, kind: str) -> tuple[int, ...]:
         return self.world.group(kind) if self.world else (0,)
@@ -121,7 +147,7 @@ class Session:
     def peers(self) -> Peers:
         if self.world is None:
             return OneProcess(self.num_stages)
-        return RankPeers(self.world, self._stages(), self._pp_groups())
+        return RankPeers(self.world, self._stages(), self.replica, self._with_one_batch())
 
     def wire(self) -> Wire | None:
         if self.world is None:
@@ -190,9 +216,10 @@ class Session:
         """The stage that a rank holds, or a part of."""
         return self.topology.coordinate(rank).get("pp", 0)
 
-    def _pp_groups(self) -> list[tuple[int, ...]]:
-        """Those of the mp group."""
-        return sorted({self.topology.group("PP", rank) for rank in self.group("MP")})
+    def _with_one_batch(self) -> list[tuple[int, ...]]:
+        """Sets of ranks that get the same batch, of those that hold one replica."""
+        kind = "PP" if self.has_own_batches else "MP"
+        return sorted({self.topology.group(kind, rank) for rank in self.group(self.replica)})
 
 
 _session: Session | None = None

@@ -78,7 +78,9 @@ def save_checkpoint(
         optimizer: the ``DistributedOptimizer``; None: its state is not saved.
         user_content: rank 0's is saved; tensors, numbers, strings and plain containers are read back without
             asking.
-        translate_if_full: accepted; there is nothing to translate without tensor parallelism.
+        translate_if_full: a full model has the names, and shapes, that it had before tensor parallelism
+            replaced modules in it, such as a Hugging Face model's. The optimizer's state goes on counting the
+            parameters of the new modules, and resumes on them alone.
         num_kept_partial_checkpoints: older partial checkpoints than the last n are removed; with
             ``portable``, portable ones.
         portable: save a portable checkpoint, whatever ``partial`` says: for changes of the layout between
@@ -100,6 +102,12 @@ def save_checkpoint(
     _check_wrappers(model, optimizer)
     if partial and model is not None and not model.partitioned:
         raise SMPError(f"{_SAVE}: the model is not partitioned yet, run a step first")
+    if partial and session.shard_axes:
+        raise SMPError(
+            f"{_SAVE}: parameters are sharded over {', '.join(session.shard_axes)}, and a partial checkpoint "
+            "has one file for each rank of one replica: save with portable=True, or a full one "
+            "(partial=False)"
+        )
     objects = {MODEL: model, OPTIMIZER: optimizer, USER_CONTENT: user_content}
     identity = _agree(session, tag, partial, objects, portable=portable)
     root = Path(path)
@@ -130,7 +138,7 @@ def save_checkpoint(
         elif partial:
             together(session, _SAVE, lambda: _write_own_parts(session, switch, identity, objects))
         else:
-            _write_whole(session, switch, identity, objects)
+            _write_whole(session, switch, identity, objects, translate=translate_if_full)
         together(session, _SAVE, commit)
     except Exception:
         switch.discard()
@@ -238,12 +246,17 @@ def _write_own_parts(session: Session, switch: Switch, identity: Identity, objec
             write_text(switch.folder / PARTITION_FILE, objects[MODEL].partition.to_json())
 
 
-def _write_whole(session: Session, switch: Switch, identity: Identity, objects: dict[str, Any]) -> None:
+def _write_whole(
+    session: Session, switch: Switch, identity: Identity, objects: dict[str, Any], *, translate: bool
+) -> None:
     """One part after the other, so that rank 0 never holds more than the largest."""
     for part in identity.parts:
         content = objects[part]
-        if part != USER_CONTENT and session.group_rank("RDP") == 0:
+        if part != USER_CONTENT and session.group_rank(session.copies) == 0:
             content = content.state_dict(gather_to_rank0=True)
+        if part == MODEL and translate and session.rank == 0:
+            for to_original, _ in session.module_manager.translate_functions:
+                content = to_original(content)
 
         def write(part: str = part, content: Any = content) -> None:
             if session.rank == 0:

@@ -1,7 +1,8 @@
 """Where the part of a tensor that a rank holds lies in the whole, as boxes.
 
 A part is one box in the simplest case. It is several where a dimension holds matrices one after another that
-are split each for itself (query, key and value in one), and none where a rank has nothing but padding. Boxes
+are split each for itself (query, key and value in one) or where a rank has a piece of a tensor's elements in
+row-major order (a sharded parameter), and none where a rank has nothing but padding. Boxes
 of all ranks together are the whole tensor without padding, each element as often as ranks hold it.
 """
 
@@ -26,8 +27,10 @@ class Box:
     offsets: tuple[int, ...]
     """In the whole tensor."""
     local: tuple[int, ...]
-    """In the rank's own."""
+    """In the rank's own; of a flat piece, the position of the first element."""
     sizes: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+    """Of the elements in a flat piece."""
 
     @property
     def numel(self) -> int:
@@ -36,6 +39,8 @@ class Box:
 
     def within(self, part: torch.Tensor) -> torch.Tensor:
         """A view of these elements in the rank's part."""
+        if self.strides is not None:
+            return part.as_strided(self.sizes, self.strides, part.storage_offset() + self.local[0])
         for dim, (start, size) in enumerate(zip(self.local, self.sizes, strict=True)):
             part = part.narrow(dim, start, size)
         return part
@@ -57,9 +62,62 @@ def boxes_of(layout: ParameterLayout | None, shape: Sequence[int]) -> tuple[Box,
     if layout is None:
         return whole_box(shape)
     intervals = [_intervals(layout, dim) for dim in range(len(layout.shape))]
-    return tuple(
+    boxes = tuple(
         Box(tuple(start for start, _, _ in box), tuple(at for _, at, _ in box), tuple(n for _, _, n in box))
         for box in itertools.product(*intervals)
+    )
+    if layout.flat is None:
+        return boxes
+    (length,) = layout.local_shape
+    begin = layout.flat.index * length
+    ranges = _ranges(layout.part_shape, begin, min(begin + length, math.prod(layout.part_shape)))
+    return tuple(
+        found
+        for low, high in ranges
+        for box in boxes
+        if (found := _in_piece(box, low, high, layout.part_shape, begin)) is not None
+    )
+
+
+def _ranges(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Boxes, as (low, high) corners, that are the elements begin ... end - 1 in row-major order."""
+    if begin >= end:
+        return []
+    if not shape:
+        return [((), ())]
+    row = math.prod(shape[1:])
+    first, last = -(-begin // row), end // row
+    if first > last:  # within one row
+        inner = _ranges(shape[1:], begin - last * row, end - last * row)
+        return [((last, *low), (last + 1, *high)) for low, high in inner]
+    found = [
+        ((first - 1, *low), (first, *high))
+        for low, high in (_ranges(shape[1:], begin - (first - 1) * row, row) if begin < first * row else [])
+    ]
+    if first < last:
+        found.append(((first, *(0 for _ in shape[1:])), (last, *shape[1:])))
+    if end > last * row:
+        found += [((last, *low), (last + 1, *high)) for low, high in _ranges(shape[1:], 0, end - last * row)]
+    return found
+
+
+def _in_piece(
+    box: Box, low: tuple[int, ...], high: tuple[int, ...], shape: tuple[int, ...], begin: int
+) -> Box | None:
+    """What of a box of the part lies between two corners, as it lies in the piece; None: nothing."""
+    starts = tuple(max(at, start) for at, start in zip(box.local, low, strict=True))
+    ends = tuple(min(at + n, end) for at, n, end in zip(box.local, box.sizes, high, strict=True))
+    if any(start >= end for start, end in zip(starts, ends, strict=True)):
+        return None
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    position = sum(start * stride for start, stride in zip(starts, strides, strict=True)) - begin
+    return Box(
+        offsets=tuple(
+            offset + start - at for offset, start, at in zip(box.offsets, starts, box.local, strict=True)
+        ),
+        local=(position,),
+        sizes=tuple(end - start for start, end in zip(starts, ends, strict=True)),
+        strides=strides,
     )
 
 

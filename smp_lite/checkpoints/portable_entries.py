@@ -107,16 +107,11 @@ def names_of_groups(optimizer: Any, caller: str) -> list[list[str]]:
     return names
 
 
-def _may_write(session: Session, *, replica: str = "RDP") -> bool:
-    """Whether this rank's copy counts. Before the first step nothing has made replicas equal.
-
-    Args:
-        replica: the group of ranks that hold the same.
-    """
+def _may_write(session: Session) -> bool:
+    """Whether this rank's copy counts. Before the first step nothing has made replicas equal."""
     if session.model is not None and not session.model.partitioned and session.group_rank("PP") > 0:
         return False
-    is_trained = session.steps_run > 0 and replica == "RDP"
-    return is_trained or session.group_rank(replica) == 0
+    return session.steps_run > 0 or session.group_rank(session.copies) == 0
 
 
 def _add_model(found: Entries, session: Session, model: Any) -> None:
@@ -125,7 +120,7 @@ def _add_model(found: Entries, session: Session, model: Any) -> None:
     local = model.local_state_dict()
     local.pop(PARTIAL_KEY)
     # Buffers of replicas differ, as their batches do: the first one's are saved.
-    leads = _may_write(session, replica="DP")
+    leads = session.group_rank("DP") == 0 and _may_write(session)
     for key, value in local.items():
         if first[key] != key or is_away(value):
             continue

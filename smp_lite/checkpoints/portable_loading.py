@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import SMPError
 from ..nn.layout import layout_of
-from ..optim.own_parameters import PARTIAL_KEY
+from ..optim.own_parameters import PARTIAL_KEY, partial_mark
 from ..record.parameters.away import is_away
 from ..record.source_line import warn_once_at_user_line
 from ..session import Session
@@ -192,7 +192,7 @@ class _Load(Mapping[str, Any]):
         wrapper = self.session.model
         live = wrapper.module.state_dict(keep_vars=True)
         here = {key for key in wrapper._state().local() if key != PARTIAL_KEY}
-        state: dict[str, Any] = {PARTIAL_KEY: True}
+        state: dict[str, Any] = {PARTIAL_KEY: partial_mark(self.session)}
         of_tensor: dict[str, torch.Tensor] = {}
         for key, value in live.items():
             entry = self._model.tensors.get(self._model.first[key])
@@ -221,7 +221,7 @@ class _Load(Mapping[str, Any]):
                         state[position] = _state_of(reader, places, parameters[name])
                 position += 1
             groups.append({**settings, "params": here})
-        return {"state": state, "param_groups": groups, PARTIAL_KEY: True}
+        return {"state": state, "param_groups": groups, PARTIAL_KEY: partial_mark(self.session)}
 
 
 def _piece(reader: PieceReader, key: str, parameter: torch.Tensor) -> torch.Tensor:

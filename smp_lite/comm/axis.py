@@ -22,7 +22,7 @@ from ..errors import SMPError
 from .collectives import Collectives, Pending
 from .waiting import wait_until
 
-__all__ = ["Axis", "elements_received"]
+__all__ = ["Axis", "Started", "elements_received"]
 
 Observer = Callable[[str, "Axis", int], Callable[[], None] | None]
 """Is told of a collective's kind, axis and number of elements when it starts; what it returns is called when
@@ -59,7 +59,7 @@ class Axis:
         self._make = collectives
         self._collectives: Collectives | None = None
         self._look = look
-        self._unfinished: list[Any] = []
+        self._unfinished: dict[Started, Any] = {}
 
     @property
     def size(self) -> int:
@@ -161,6 +161,18 @@ class Axis:
             self._finish("shift", self._now().exchange(mine, to, got, source), (mine, got), mine.numel())
         return got
 
+    # Started now, finished later ---------------------------------------------------------------------------
+
+    def start_all_gather(self, mine: torch.Tensor, rows: torch.Tensor) -> Started:
+        """In ``rows`` every member's ``mine``; both contiguous, and untouched until it is done."""
+        return self._start("all_gather", self._now().all_gather(mine, rows), (mine, rows), rows.numel())
+
+    def start_reduce_scatter(self, parts: torch.Tensor, mine: torch.Tensor) -> Started:
+        """In ``mine`` the sum over the members of the rows of ``parts`` that are this member's."""
+        return self._start(
+            "reduce_scatter", self._now().reduce_scatter(parts, mine), (parts, mine), parts.numel()
+        )
+
     # After a failure --------------------------------------------------------------------------------------
 
     def renew(self) -> None:
@@ -185,32 +197,19 @@ class Axis:
     def _finish(
         self, kind: str, pending: Pending, memory: Any, num_elements: int, root: int | None = None
     ) -> None:
-        """Waits for it. Where that fails, the memory stays: MPI may still write into it."""
+        started = self._start(kind, pending, memory, num_elements, root)
+        wait_until(started.done, started.waits_for, started.others)
+
+    def _start(
+        self, kind: str, pending: Pending, memory: Any, num_elements: int, root: int | None = None
+    ) -> Started:
         self.calls[kind] += 1
         if root is None or (root == self.index) == (kind == "reduce"):
             self.elements[kind] += num_elements
         span = self.observer(kind, self, num_elements) if self.observer is not None else None
-
-        def test() -> bool:
-            if pending.done():
-                return True
-            self._look(self)
-            return False
-
-        try:
-            wait_until(
-                test,
-                lambda: (
-                    f"rank {self.ranks[self.index]}: {kind} of {num_elements} elements over axis "
-                    f"{self.name!r}, ranks {list(self.ranks)}, has not ended: not all of them have called it"
-                ),
-                lambda: [rank for i, rank in enumerate(self.ranks) if i != self.index],
-            )
-        except BaseException:
-            self._unfinished.append((pending, memory))
-            raise
-        if span is not None:
-            span()
+        started = Started(self, kind, num_elements, pending, span)
+        self._unfinished[started] = memory
+        return started
 
     def _extent(self, tensor: torch.Tensor, dim: int) -> int:
         total = tensor.shape[dim]
@@ -225,6 +224,41 @@ class Axis:
         """Contiguous; row i is the part for member i."""
         extent, dim = self._extent(tensor, dim), dim % tensor.dim()
         return tensor.unflatten(dim, (self.size, extent)).movedim(dim, 0).contiguous()
+
+
+class Started:
+    """A collective under way. Until it has ended its memory stays, since MPI may write into it."""
+
+    def __init__(
+        self, axis: Axis, kind: str, num_elements: int, pending: Pending, span: Callable[[], None] | None
+    ) -> None:
+        self._axis, self._kind, self._num_elements = axis, kind, num_elements
+        self._pending, self._span = pending, span
+
+    def done(self) -> bool:
+        """Polls.
+
+        Raises:
+            PeerFailed: a member has failed, so it will never end.
+        """
+        if not self._pending.done():
+            self._axis._look(self._axis)
+            return False
+        if self._axis._unfinished.pop(self, None) is not None and self._span is not None:
+            self._span()
+        return True
+
+    def waits_for(self) -> str:
+        """For the error at the watchdog's limit."""
+        ranks = self._axis.ranks
+        return (
+            f"rank {ranks[self._axis.index]}: {self._kind} of {self._num_elements} elements over axis "
+            f"{self._axis.name!r}, ranks {list(ranks)}, has not ended: not all of them have called it"
+        )
+
+    def others(self) -> list[int]:
+        """Those that may be missing."""
+        return [rank for i, rank in enumerate(self._axis.ranks) if i != self._axis.index]
 
 
 def _rows_along(rows: torch.Tensor, dim: int) -> torch.Tensor:

@@ -4,8 +4,9 @@
 debugged. :class:`RankPeers` plays one, or one rank's part of one. Both drive the executors' generators, make
 values of one stage known to all, and compare what the ranks recorded.
 
-Where a stage has several ranks, values go between ranks of equal tensor coordinates (the pp group). What the
-ranks recorded, and how their actions went, is compared over the whole mp group.
+Where a stage has several ranks, values go between ranks of equal coordinates within it (the pp group). What
+the ranks recorded, and how their actions went, is compared over all ranks that hold one replica: the mp
+group, or more where parameters are sharded over replicas.
 """
 
 from __future__ import annotations
@@ -69,13 +70,13 @@ class Check:
         what: names it in the error.
         digest: a number of up to 62 bits.
         lines: describes it line by line, to find the first difference.
-        of_pp_group: it must be the same on the ranks of each pp group only.
+        of_batch: it must be the same only on the ranks that get the same batch.
     """
 
     what: str
     digest: int
     lines: Callable[[], list[str]]
-    of_pp_group: bool = False
+    of_batch: bool = False
 
 
 class OneProcess:
@@ -126,21 +127,28 @@ class RankPeers:
     Args:
         world: the job.
         stage_of_rank: for each member of the pp group, in group order, its stage.
-        pp_groups: the pp groups of this mp group, as world ranks.
+        replica: the kind of group of the ranks that hold one replica of the model.
+        with_one_batch: of these, the sets that get the same batch, as world ranks.
     """
 
     def __init__(
-        self, world: World, stage_of_rank: Sequence[int], pp_groups: Sequence[tuple[int, ...]]
+        self,
+        world: World,
+        stage_of_rank: Sequence[int],
+        replica: str,
+        with_one_batch: Sequence[tuple[int, ...]],
     ) -> None:
         self.world = world
         self.rank = world.rank
-        self.ranks = world.group("MP")
+        self._replica = replica
+        self.ranks = world.group(replica)
         self.stages = frozenset({stage_of_rank[world.group_rank("PP")]})
         self._rank_of_stage = {stage: i for i, stage in enumerate(stage_of_rank)}
         self._others = [rank for rank in self.ranks if rank != world.rank]
-        self._in_pp_groups = [[self.ranks.index(rank) for rank in group] for group in pp_groups]
-        self._collectives = world.collectives("MP")
-        self._between_stages = world.collectives("PP") if len(pp_groups) > 1 else self._collectives
+        self._with_one_batch = [[self.ranks.index(rank) for rank in ranks] for ranks in with_one_batch]
+        self._collectives = world.collectives(replica)
+        shares_stages = len(self.ranks) > len(world.group("PP"))
+        self._between_stages = world.collectives("PP") if shares_stages else self._collectives
         self._unawaited: list[tuple[Pending, Any]] = []
         self._num_failures = 0
 
@@ -228,10 +236,10 @@ class RankPeers:
                 "The next step can, if that rank goes on"
             )
         for check, column in zip(checks, theirs.unbind(1), strict=True):
-            sets = self._in_pp_groups if check.of_pp_group else [list(range(len(self.ranks)))]
+            sets = self._with_one_batch if check.of_batch else [list(range(len(self.ranks)))]
             for members in sets:
                 if bool((column[members] != column[members[0]]).any()):
-                    lines = self.world.exchange(check.lines(), "MP", f"comparing {check.what}")
+                    lines = self.world.exchange(check.lines(), self._replica, f"comparing {check.what}")
                     ranks = [self.ranks[i] for i in members]
                     raise SMPMismatch(_first_difference(check.what, [lines[i] for i in members], ranks))
 
@@ -249,7 +257,7 @@ class RankPeers:
         found = self._gather([int(mine is not None)], what)
         if not bool(found.any()):
             return []
-        return [each for each in self.world.exchange(mine, "MP", what) if each is not None]
+        return [each for each in self.world.exchange(mine, self._replica, what) if each is not None]
 
     def _gather(self, numbers: list[int], what: str) -> torch.Tensor:
         """Each rank's numbers as a row."""

@@ -8,7 +8,9 @@ afterwards every rank starts with new communicators.
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Collection
 
 import torch
 
@@ -29,12 +31,13 @@ class StagePeers:
     Args:
         world: the job.
         names: the axes on which they differ; without any, a stage is one rank.
-        share_batch: whether all of them get the same batch; else each has its own.
+        own_batches: those of them along which each has a batch of its own; along the others all get the same.
     """
 
-    def __init__(self, world: World, names: tuple[str, ...], *, share_batch: bool) -> None:
+    def __init__(self, world: World, names: tuple[str, ...], own_batches: Collection[str] = ()) -> None:
         self.names = names
-        self.share_batch = share_batch
+        self.batch_names = tuple(name for name in names if name not in own_batches)
+        """Axes along which ranks get the same batch."""
         self._world = world
         self._others = [rank for rank in world.topology.along(names, world.rank) if rank != world.rank]
         self._axes: dict[str, Axis] = {}
@@ -42,6 +45,17 @@ class StagePeers:
         self._list_number = 0
         self._looked_at = 0.0
         self._sent: list[Pending] = []
+
+    @property
+    def share_batch(self) -> bool:
+        """Whether any other rank of the stage gets the same batch."""
+        sizes = [self._world.topology.axis_size(name) for name in self.batch_names]
+        return math.prod(sizes) > 1
+
+    @property
+    def sharing(self) -> Axis:
+        """The ranks of the stage that get the same batch."""
+        return self.axis("+".join(self.batch_names))
 
     @property
     def is_alone(self) -> bool:
@@ -69,9 +83,9 @@ class StagePeers:
             axis.observer = observer
 
     def of_first(self, number: int) -> int:
-        """The number that the first rank of the stage has; collective over the stage."""
+        """The number that the first of those with the same batch has; collective over them."""
         mine = torch.tensor([number], dtype=torch.int64)
-        return int(self.axis("+".join(self.names)).broadcast(mine, 0))
+        return int(self.sharing.broadcast(mine, 0))
 
     def begin_list(self) -> None:
         """A list of actions begins, the same on all ranks of the stage."""

@@ -49,12 +49,13 @@ class World:
         """World ranks of this rank's group of that kind, ascending.
 
         Args:
-            kind: of the topology's, or names of axes with ``+`` between: the ranks that differ on these.
+            kind: of the topology's, or names of axes with ``+`` between: the ranks that differ on these;
+                ``""``: this rank alone.
         """
         if kind not in self._groups:
             named = "WORLD" if kind == "WORLD" else dict(self.topology.kinds).get(kind)
             self._groups[kind] = (
-                self.topology.along(kind.split("+"), self.rank)
+                self.topology.along(filter(None, kind.split("+")), self.rank)
                 if named is None
                 else self.topology.group(kind, self.rank)
             )

@@ -17,7 +17,15 @@ from torch import nn
 
 from ..comm.axis import Axis
 
-__all__ = ["ParameterLayout", "layout_of", "part_of", "set_layout", "sum_partial_gradients", "whole_of"]
+__all__ = [
+    "ParameterLayout",
+    "is_sharded",
+    "layout_of",
+    "part_of",
+    "set_layout",
+    "sum_partial_gradients",
+    "whole_of",
+]
 
 _ATTRIBUTE = "smp_layout"
 
@@ -37,6 +45,9 @@ class ParameterLayout:
             the size of each; every section is split for itself.
         padded: for a dimension that does not divide (the vocabulary), its size with the padding at its end,
             which holds zeros.
+        flat: an axis along which that part lies in equal consecutive pieces of its elements in row-major
+            order, one-dimensional and with zeros at the end of the last (sharded parameters, ZeRO-3:
+            Rajbhandari et al. 2020). None: it does not.
     """
 
     shape: tuple[int, ...]
@@ -44,6 +55,7 @@ class ParameterLayout:
     partial_over: tuple[Axis, ...] = ()
     sections: dict[int, tuple[int, ...]] = field(default_factory=dict)
     padded: dict[int, int] = field(default_factory=dict)
+    flat: Axis | None = None
 
     def __post_init__(self) -> None:
         if len(self.dims) != len(self.shape):
@@ -64,14 +76,22 @@ class ParameterLayout:
     @property
     def axes(self) -> tuple[Axis, ...]:
         """All axes over which the ranks differ in their parts."""
-        return tuple(axis for axes in self.dims for axis in axes)
+        flat = () if self.flat is None else (self.flat,)
+        return (*(axis for axes in self.dims for axis in axes), *flat)
 
     @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of each rank's part."""
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of the part that ``dims`` leave a rank, which is what its layer computes with."""
         return tuple(
             self._padded(dim) // math.prod(axis.size for axis in axes) for dim, axes in enumerate(self.dims)
         )
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of what each rank holds."""
+        if self.flat is None:
+            return self.part_shape
+        return (-(-math.prod(self.part_shape) // self.flat.size),)
 
     def _padded(self, dim: int) -> int:
         return self.padded.get(dim, self.shape[dim])
@@ -96,6 +116,12 @@ def layout_of(parameter: torch.Tensor) -> ParameterLayout | None:
     return found
 
 
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether its part lies in pieces."""
+    layout = layout_of(parameter)
+    return layout is not None and layout.flat is not None
+
+
 def part_of(whole: torch.Tensor, layout: ParameterLayout) -> torch.Tensor:
     """This rank's part of a whole parameter, padded with zeros; memory of its own.
 
@@ -113,6 +139,10 @@ def part_of(whole: torch.Tensor, layout: ParameterLayout) -> torch.Tensor:
         for axis in axes:
             split = _sections(part, dim, layout)
             part = torch.cat([axis.part(each, dim) for each in split], dim) if axis.size > 1 else part
+    if layout.flat is not None:
+        (length,) = layout.local_shape
+        row = part.reshape(-1)
+        part = layout.flat.part(torch.cat([row, row.new_zeros(length * layout.flat.size - len(row))]), 0)
     return part.clone(memory_format=torch.contiguous_format)
 
 
@@ -122,6 +152,9 @@ def whole_of(part: torch.Tensor, layout: ParameterLayout) -> torch.Tensor:
     Works for what has the parameter's layout too: its gradient, and state of an optimizer.
     """
     whole = part.detach()
+    if layout.flat is not None:
+        row = layout.flat.all_gather(whole)
+        whole = row[: math.prod(layout.part_shape)].view(layout.part_shape)
     for dim, axes in enumerate(layout.dims):
         for axis in reversed(axes):
             if axis.size == 1:

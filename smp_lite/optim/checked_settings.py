@@ -77,7 +77,7 @@ def other_optimizers_checked(session: Session) -> Iterator[None]:
             return
         if session.step is not None and session.step.runtime is not None:
             _refuse_inside_step(session, optimizer)
-        if session.mp_size == 1:
+        if session.replica_size == 1:
             return
         if optimizer not in seen:
             seen[optimizer] = CheckedSettings(optimizer) if _is_of_the_model(session, optimizer) else None

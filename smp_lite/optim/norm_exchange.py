@@ -95,10 +95,10 @@ def total_norm(
     except Exception as error:  # raised when the others have heard of it
         failure = error
     said = (call.arguments, part, None if failure is None else str(failure))
-    heard = session.world.exchange(said, "MP", call.what)
+    heard = session.world.exchange(said, session.replica, call.what)
     if failure is not None:
         raise failure
-    ranks = session.group("MP")
+    ranks = session.group(session.replica)
     for rank, (arguments, _, error) in zip(ranks, heard, strict=True):
         if error is not None:
             raise SMPError(f"{call.what} failed on rank {rank}: {error}")
@@ -150,7 +150,7 @@ def _part(session: Session, call: Call, items: list[Item], counted: list[torch.T
                 )
             split = {axis.name for axis in layout.axes}
             coordinate = session.topology.coordinate(session.rank)
-            if any(coordinate[axis] for axis in session.topology.stage_axes if axis not in split):
+            if any(coordinate[axis] for axis in session.stage_axes if axis not in split):
                 del norms[position]  # another rank has the same part
     return Part(
         named=tuple(item.number for item in items),

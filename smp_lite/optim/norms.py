@@ -263,7 +263,7 @@ class _Functions:
 
     def _is_shared(self) -> bool:
         """Whether other processes hold parts of the model."""
-        return self._session.world is not None and self._session.mp_size > 1
+        return self._session.world is not None and self._session.replica_size > 1
 
     def _is_collective(self, items: list[Item]) -> bool:
         if not self._is_shared() or not self._is_of_the_model(items):

@@ -20,14 +20,15 @@ import torch
 
 from .. import session as session_module
 from ..errors import MissingAttribute, SMPError
+from ..nn.layout import is_sharded
 from ..record.parameters.away import is_away, needed
 from .checked_settings import CheckedSettings
 from .closures import step_with_closure
 from .inner import check_around, check_methods, torch_optimizer
 from .names_of_fp16 import LOSS_SCALING, MISSING, NamesOfFP16
 from .norms import refuse_inside_step
-from .own_parameters import PARTIAL_KEY
-from .split_state import state_part, whole_state
+from .own_parameters import PARTIAL_KEY, check_mark, partial_mark
+from .split_state import piece_of_state, state_part, whole_state
 from .state_here import StateHere
 
 _OWN = frozenset(
@@ -87,7 +88,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
             )
         torchs = torch_optimizer(optimizer)
         self._checked: CheckedSettings | None = None
-        if session.mp_size > 1:
+        if session.replica_size > 1:
             self._checked = CheckedSettings(torchs)
             check_around(optimizer, torchs)
         self.optimizer = optimizer
@@ -150,6 +151,9 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
             for old, new in zip(before, group["params"], strict=True):
                 if old is not new or is_away(new):
                     self._torchs.state.pop(old, None)
+                elif is_sharded(new) and (state := self._torchs.state.get(new)):
+                    # It was whole until now, and so is its state.
+                    self._torchs.state[new] = piece_of_state(new, state)
         self._names.clear()
         self._some_away = any(is_away(p) for lists in self._lists() for p in lists["params"])
         self._mark_state()
@@ -327,7 +331,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
                     for group in state["param_groups"]
                 ],
             }
-        return {**state, PARTIAL_KEY: True}
+        return {**state, PARTIAL_KEY: partial_mark(self._session)}
 
     def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:  # type: ignore[override]
         """The whole state. Collective over the mp group.
@@ -342,7 +346,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
                 i: whole_state(self._parameter_at(i), value) for i, value in local["state"].items()
             }
         if "param_groups" not in local:
-            if self._session.mp_size == 1:
+            if self._session.replica_size == 1:
                 return local
             raise SMPError(
                 f"{type(self.optimizer).__name__}.state_dict() is not that of an optimizer of torch, so the "
@@ -384,6 +388,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         """
         model = self._session.model
         assert model is not None
+        check_mark(self._session, state_dict.get(PARTIAL_KEY), "optimizer.load_state_dict")
         if "param_groups" not in state_dict:
             self._load_own(state_dict)
             return

@@ -9,6 +9,7 @@ the whole model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -17,10 +18,32 @@ from ..record.parameters.away import is_away, root_of
 from ..record.parameters.placement import Placement
 from ..record.values.placed import PlacedTensor
 
-__all__ = ["PARTIAL_KEY", "OwnParameters"]
+if TYPE_CHECKING:
+    from ..session import Session
+
+__all__ = ["PARTIAL_KEY", "OwnParameters", "check_mark", "partial_mark"]
 
 PARTIAL_KEY = "_smp_is_partial"
-"""Marks a state dict of one rank's own part."""
+"""Marks a state dict of one rank's own part: True, or of which pieces of sharded parameters it is."""
+
+
+def partial_mark(session: Session) -> bool | str:
+    """What marks this rank's own part."""
+    if not session.shard_axes:
+        return True
+    axis = session.axis("+".join(session.shard_axes))
+    return f"piece {axis.index} of {axis.size}"
+
+
+def check_mark(session: Session, mark: object, caller: str) -> None:
+    """Raises ValueError where a part is of other pieces than this rank holds."""
+    own = partial_mark(session)
+    if mark and mark != own:
+        theirs, mine = ("whole parameters" if m is True else f"{m} of each parameter" for m in (mark, own))
+        raise ValueError(
+            f"{caller}: the part was saved with {theirs}, and this rank holds {mine}: load the whole "
+            "state_dict(), or a portable checkpoint"
+        )
 
 
 class OwnParameters:

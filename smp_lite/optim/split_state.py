@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ..errors import SMPError
-from ..nn.layout import layout_of, part_of, whole_of
+from ..nn.layout import ParameterLayout, layout_of, part_of, whole_of
 
-__all__ = ["state_part", "whole_state"]
+__all__ = ["piece_of_state", "state_part", "whole_state"]
 
 
 def whole_state(parameter: torch.Tensor, state: Any) -> Any:
@@ -40,6 +40,14 @@ def state_part(parameter: torch.Tensor, state: Any) -> Any:
     if layout is None:
         return state
     return _mapped(state, layout.shape, lambda value: part_of(value, layout))
+
+
+def piece_of_state(parameter: torch.Tensor, state: Any) -> Any:
+    """This rank's piece of the state of a parameter that was whole on its stage, and is sharded now."""
+    layout = layout_of(parameter)
+    assert layout is not None
+    own = ParameterLayout(layout.part_shape, ((),) * len(layout.part_shape), flat=layout.flat)
+    return _mapped(state, own.shape, lambda value: part_of(value, own))
 
 
 def _mapped(

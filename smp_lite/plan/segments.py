@@ -3,8 +3,9 @@
 Recording gives a list of commands, each on one stage, each consuming and producing values. A *segment* is
 a set of commands of one stage that can run in one go: everything it needs from outside is known before it
 starts. Segments are made greedily in recorded order: a command joins the open segment of its stage unless
-one of its inputs depends on that segment, which would close a circle; then it opens a new one. So a chain
-of stages gives one segment a stage; tied embeddings give the first stage two (a U); placements that jump
+one of its inputs depends on that segment, which would close a circle; then it opens a new one. (Where
+parameters are sharded, each unit of them has segments of its own.) So a chain of stages gives one segment a
+stage; tied embeddings give the first stage two (a U); placements that jump
 back and forth give more, with no special case.
 
 A value that crosses a segment boundary is cut there: the consumer gets a leaf, and the backward of a
@@ -36,6 +37,8 @@ class CommandNode:
             epochs never share a segment, since the earlier ones have run already.
         touches: numbers of the state that it changes (running statistics); whatever touches the same state
             runs in recorded order.
+        unit: commands of different units never share a segment: their parameters are brought together, and
+            let go of, unit by unit.
     """
 
     stage_index: int
@@ -45,6 +48,7 @@ class CommandNode:
     cost: float = 1.0
     epoch: int = 0
     touches: tuple[int, ...] = ()
+    unit: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +214,11 @@ def _group(
     ancestors: list[int] = []
     group_of_command: list[int] = []
     producer: dict[int, int] = {}
-    open_group: dict[tuple[int, int], int] = {}
+    open_group: dict[tuple[int, int, int], int] = {}
     for i, command in enumerate(commands):
         sources = {producer[value] for value in command.inputs}
         sources.update([group_of_command[e] for e in earlier[i]])
-        key = (command.stage_index, command.epoch)
+        key = (command.stage_index, command.epoch, command.unit)
         group = open_group.get(key)
         if group is None or any(s != group and ancestors[s] >> group & 1 for s in sources):
             group = len(groups)

@@ -121,6 +121,7 @@ class CommandWriter:
             return DRAWS, None
         command = self._command(name, arguments, described, ambient, home)
         command.module, command.bare = module, bare
+        command.unit = recorder.placement.unit(module)
         if not isinstance(described, Description) or described.meta.draws:
             # Neither the partition nor what else is recorded changes what is drawn.
             command.seed_key = (name, self._drawn[name])

@@ -23,6 +23,7 @@ from .replay import refuse
 from .twins import Twins
 from .values.calls import Arguments
 from .values.memory import digest_of, is_shared, storage_of
+from .values.parts import contents_of
 from .values.placed import PlacedTensor
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ class OrdinaryTensors:
                 if self.recorder.tape is None and is_shared(tensor):
                     self._guard(tensor, storage)
                 if self._is_strict and storage not in self._batch and i not in written:
-                    self.contents.append((tuple(tensor.shape), digest_of(tensor)))
+                    self.contents.append((tuple(tensor.shape), contents_of(tensor)))
 
     def _guard(self, tensor: torch.Tensor, storage: int) -> None:
         if storage not in self._batch:

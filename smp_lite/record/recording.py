@@ -46,7 +46,8 @@ class Command:
     run it with. ``changes`` pairs each value that the call changes in place with its new version; the first
     ``num_targets`` of them are the arguments themselves, the rest views that share their memory. ``on_made``
     calls get the tensors that were made, where others get leaves of those of earlier segments. ``must_stay``
-    names parameters and buffers that the call must not really change.
+    names parameters and buffers that the call must not really change. ``unit`` is that of the module, where
+    parameters are sharded; a call without one belongs to that of the call before it on its stage.
     """
 
     index: int
@@ -70,6 +71,7 @@ class Command:
     meta: ResultMeta | None = None
     outputs: tuple[int, ...] = ()
     changes: tuple[tuple[int, int], ...] = ()
+    unit: int | None = None
 
     def values(self) -> list[int]:
         """Values that it reads."""
@@ -145,10 +147,13 @@ class Recording:
     def graph(self) -> SegmentGraph:
         """The segment graph of what has been recorded so far."""
         nodes = []
+        units: dict[int, int] = {}  # by stage
         for command, links in zip(self.commands, self.links, strict=True):
             # A change in place makes new versions; it reads the old ones of all views concerned.
             read = dict.fromkeys(command.values())
             read.update(dict.fromkeys(old for old, _ in command.changes))
+            if command.unit is not None:
+                units[command.stage_index] = command.unit
             nodes.append(
                 CommandNode(
                     stage_index=command.stage_index,
@@ -158,6 +163,7 @@ class Recording:
                     cost=COMMAND_FLOPS + (command.meta.flops if command.meta else 0.0),
                     epoch=command.epoch,
                     touches=command.touches,
+                    unit=units.get(command.stage_index, 0),
                 )
             )
         sizes = {value.index: value.meta.num_bytes for value in self.values}

@@ -24,6 +24,7 @@ from ..record.values.calls import NewTensor
 from ..record.values.placed import TensorMeta, has_attributes
 from ..record.values.structure import LEAF, flatten
 from .random_streams import RandomStreams
+from .sharded.parameters import ShardedParameters
 
 
 class CommandRunner:
@@ -35,6 +36,7 @@ class CommandRunner:
         self.undescribed: dict[int, RealRun] = {}  # by command
         self.doing = ""  # the command that runs, for errors
         self.observer: Any = None
+        self.sharded: ShardedParameters | None = None
 
     def run_segment(
         self,
@@ -128,6 +130,11 @@ class CommandRunner:
         changed: dict[int, torch.Tensor] = {}
         for old, _ in command.changes:
             tensor = local[old]
+            if self.sharded is not None and self.sharded.owns_memory_of(tensor):
+                raise SMPError(
+                    f"{command.label} changes a parameter in place that is sharded over replicas, inside an "
+                    "smp.step, where it is a gathered copy: change it when the step has returned"
+                )
             if old in cut:
                 if len(command.changes) > 1:
                     raise SMPError(

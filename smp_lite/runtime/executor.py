@@ -29,6 +29,7 @@ from .commands import CommandRunner, RealRun
 from .failure import Failure
 from .microbatch import MicrobatchState, edge_of
 from .random_streams import RandomStreams
+from .sharded.parameters import ShardedParameters
 
 _NO_SPAN = contextlib.nullcontext()
 
@@ -53,6 +54,7 @@ class StageExecutor:
         before_backward, after_backward: called around each backward with (microbatch, segment); gradient
             reduction listens here.
         on_failure: called when an action has failed.
+        sharded: parameters that must be brought together before an action; None: all are here.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class StageExecutor:
         before_backward: Callable[[int, Segment], None] | None = None,
         after_backward: Callable[[int, Segment], None] | None = None,
         on_failure: Callable[[], None] | None = None,
+        sharded: ShardedParameters | None = None,
     ) -> None:
         self.stage_index = stage_index
         self.wire = wire
@@ -74,6 +77,8 @@ class StageExecutor:
         self.failure: Failure | None = None  # of the last list
         self.error: Exception | None = None
         self._commands = CommandRunner(placement, streams)
+        self._commands.sharded = self._sharded = sharded
+        self._placement = placement
         self._before_backward = before_backward
         self._after_backward = after_backward
         self._on_failure = on_failure
@@ -98,6 +103,9 @@ class StageExecutor:
         If an action fails, ``failure`` says so afterwards; all transfers of the list have been made.
         """
         self.failure = None
+        sharded = self._sharded
+        if sharded is not None:
+            sharded.begin(self._uses(actions))
         for number, action in enumerate(actions):
             state = self.states[action.microbatch_index]
             if action.kind in COMPUTE_KINDS:
@@ -109,22 +117,52 @@ class StageExecutor:
                         )
                 start = time.perf_counter()
                 try:
+                    if sharded is not None:
+                        yield from sharded.bring()
+                        start = time.perf_counter()
                     with _profiler_span(action):
                         self._table[action.kind](action, state)
+                    if sharded is not None:
+                        sharded.leave()
                 except Exception as error:
                     self.failure = Failure.of(error, self.stage_index, action, self._commands.doing)
                     self.error = error
                     if self._on_failure is not None:
                         self._on_failure()
+                    self._let_go()
                     yield from self._transfers_only(actions[number + 1 :])
                     break
                 self.spans.append(Span(action, start, time.perf_counter()))
             else:
                 self._table[action.kind](action, state)
+        self._let_go()
         for action, transfer in self._sends:
             while not transfer.done():
                 yield f"stage {action.peer} has not received {action}"
         self._sends.clear()
+
+    def _let_go(self) -> None:
+        if self._sharded is not None:
+            self._sharded.end()
+
+    def _uses(self, actions: Sequence[Action]) -> list[tuple[int, ...]]:
+        """For each forward and backward the groups of sharded parameters that it needs."""
+        assert self._sharded is not None
+        known: dict[Any, tuple[int, ...]] = {}
+        found = []
+        for action in actions:
+            if action.kind not in COMPUTE_KINDS:
+                continue
+            state = self.states[action.microbatch_index]
+            segment = state.by_visit[action.visit]
+            commands = [state.recording.commands[index] for index in segment.commands]
+            owners = tuple([c.parameter or id(c.module) for c in commands if c.parameter or c.module])
+            if owners not in known:
+                parameters = [p for c in commands if c.module is not None for p in c.module.parameters()]
+                parameters += [self._placement.parameter(c.parameter) for c in commands if c.parameter]
+                known[owners] = self._sharded.groups_of(parameters)
+            found.append(known[owners])
+        return found
 
     def _transfers_only(self, actions: Sequence[Action]) -> Iterator[str]:
         """What the other stages count on, without computing: zeros for what is not there.
@@ -161,6 +199,7 @@ class StageExecutor:
         return [transfer for transfer in posted if not transfer.done()]
 
     def end_step(self) -> None:
+        self._let_go()  # a list that was given up halfway
         self.failure = self.error = None
         self._sends.clear()
         self.states.clear()
@@ -235,13 +274,18 @@ class StageExecutor:
             for index in segment.commands:
                 for value in state.recording.commands[index].outputs:
                     if value in local:
-                        state.keep(value, local[value])
+                        state.keep(value, self._lasting(local[value]))
             return
         for value in (*segment.gradient_exports, *segment.roots):
             state.edges[value] = edge_of(local[value])
         for value in segment.exports:
             if state.remaining.get(value):
-                state.keep(value, local[value])
+                state.keep(value, self._lasting(local[value]))
+
+    def _lasting(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What is kept beyond its action may not lie in the memory of a sharded parameter."""
+        is_lent = self._sharded is not None and self._sharded.owns_memory_of(tensor)
+        return tensor.clone() if is_lent else tensor
 
     def _backward(self, action: Action, state: MicrobatchState) -> None:
         segment = state.by_visit[action.visit]

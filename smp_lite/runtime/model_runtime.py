@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,10 @@ from .executor import StageExecutor
 from .failure import error_like, failure_kind
 from .gradients import GradientBooks
 from .random_streams import RandomStreams
-from .reductions import Reductions
-from .replicated_gradients import check_replicated_gradients, check_results
+from .reduction.reductions import Reductions, broadcast_parameters, rule_of
+from .reduction.replicated_gradients import check_replicated_gradients, check_results
+from .sharded.parameters import ShardedParameters
+from .sharded.units import Sharding, shard
 from .step_runner import StepRunner
 
 
@@ -55,6 +58,7 @@ class ModelRuntime:
         options: see :class:`ReductionOptions`.
         exchange: gives every dp rank's object to all of them; needed with ``ranks``.
         stage_peers: the ranks that share the stage; None where there are no others.
+        sharding: which parameters lie in pieces; None: none.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class ModelRuntime:
         options: ReductionOptions,
         exchange: Callable[[Any], list[Any]] | None = None,
         stage_peers: StagePeers | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
         self.placement = placement
         self.peers = peers
@@ -78,18 +83,24 @@ class ModelRuntime:
         self._checks = False
         self._watched: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._passes = 0
+        # Gradients of sharded parameters do not stay whole from one pass to the next.
+        self._passes_per_reduction = 1 if sharding is not None else options.backward_passes_per_step
         self._reduce_now = False
         placement.free_other_stages(peers.stages)
         parameters = self._parameters = self.local_parameters()
+        self.sharded: ShardedParameters | None = None
         if ranks is not None:
+            broadcast_parameters(parameters, ranks)  # while they are whole
+            if sharding is not None:
+                self.sharded = shard(placement, parameters, sharding, partial(rule_of, ranks=ranks))
             self.reducer = Reductions(
                 parameters,
                 ranks,
+                self.sharded.groups if self.sharded is not None else (),
                 bucket_cap_bytes=int(options.bucket_cap_mb * 2**20),
                 overlap=options.overlapping_allreduce,
                 as_views=options.gradient_as_bucket_view,
             )
-            self.reducer.broadcast(parameters)
             self.reducer.broadcast_buffers(self.local_buffers())
             self.reducer = self.reducer or None
         on_final = self._on_final if self.reducer is not None else None
@@ -104,6 +115,7 @@ class ModelRuntime:
                 before_backward=books.before,
                 after_backward=books.after,
                 on_failure=stage_peers.announce_failure if stage_peers is not None else None,
+                sharded=self.sharded,
             )
             for stage, books in self.books.items()
         }
@@ -134,9 +146,9 @@ class ModelRuntime:
             if self.options.broadcast_buffers:
                 self.reducer.broadcast_buffers(self.local_buffers())
             self.reducer.begin_step()
-            if self._passes % self.options.backward_passes_per_step == 0:
+            if self._passes % self._passes_per_reduction == 0:
                 self.reducer.set_aside()
-            self._reduce_now = (self._passes + 1) % self.options.backward_passes_per_step == 0
+            self._reduce_now = (self._passes + 1) % self._passes_per_reduction == 0
         self._watched = [
             (parameter, parameter.detach().clone())
             for parameter in self._parameters
@@ -216,12 +228,28 @@ class ModelRuntime:
                 kind, f"another replica failed, so gradients were not averaged: rank {rank}: {text}"
             )
 
+    # Backwards outside a step count like those of steps; see .plain_backward.
+
+    @property
+    def begins_passes(self) -> bool:
+        """Whether the next backward is the first one whose gradients are reduced together."""
+        return self._passes % self._passes_per_reduction == 0
+
+    @property
+    def reduces_next_pass(self) -> bool:
+        """Whether gradients are reduced at the end of the next backward."""
+        return (self._passes + 1) % self._passes_per_reduction == 0
+
+    def count_pass(self) -> None:
+        """A backward has ended."""
+        self._passes += 1
+
     @property
     def gradients_are_averaged(self) -> bool:
         """Whether all replicas hold the same gradients now; what a hook of the user's makes is not known."""
         if self.reducer is None:
             return True
-        return self.reducer.hook is None and self._passes % self.options.backward_passes_per_step == 0
+        return self.reducer.hook is None and self._passes % self._passes_per_reduction == 0
 
     def _on_final(self, parameter: nn.Parameter) -> None:
         if self.reducer is not None and self._reduce_now:

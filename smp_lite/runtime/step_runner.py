@@ -405,7 +405,6 @@ class StepRunner:
 
         recorded = hash(tuple(recording.digest for recording in recordings.values()))
         looks = 0 if last_batch else 1
-        has_own_batch = self._stage_peers is not None and not self._stage_peers.share_batch
         self.all_know = True  # who is not alike raises, and so do the others
         self.peers.compare(
             [
@@ -421,18 +420,18 @@ class StepRunner:
                     "what a step reads beside its batch",
                     hash(tuple(self._recorder.ordinary.contents)),
                     self._contents,
-                    of_pp_group=has_own_batch,
+                    of_batch=True,
                 ),
                 Check(
                     "the batch of a step",
                     *(self._inputs if last_batch else (0, list)),
-                    of_pp_group=has_own_batch,
+                    of_batch=True,
                 ),
                 Check(
                     "the random numbers drawn in a step function",
                     self._start_state if last_batch and self.drew() else 0,
                     lambda: [f"has the random state {self._start_state:x}"],
-                    of_pp_group=has_own_batch,
+                    of_batch=True,
                 ),
             ]
         )

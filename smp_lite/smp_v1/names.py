@@ -100,7 +100,12 @@ def _all() -> Iterable[Name]:
     )
 
     yield Name("step", "runs", "a batch that other ranks have as dummies is taken from pp rank 0")
-    yield Name("DistributedModel", "runs", "trace_device is a hint: tracing runs on tensors without data")
+    yield Name(
+        "DistributedModel",
+        "runs",
+        "in one partition also in a plain loop, without smp.step; trace_device is a hint: tracing runs on "
+        "tensors without data",
+    )
     yield from _runs(
         "DistributedModel.backward DistributedModel.get_module DistributedModel.module "
         "DistributedModel.partitioned DistributedModel.register_post_partition_hook "
@@ -181,7 +186,8 @@ def _all() -> Iterable[Name]:
     yield Name(
         "nn.DistributedTransformerLMHead",
         "runs",
-        "embeddings are whole on every rank; the batch is dimension 0 of its logits",
+        "embeddings are whole on every rank, unless distribute_embedding splits the vocabulary; the batch is "
+        "dimension 0 of its logits",
     )
     yield Name("nn.FlashAttentionLayer", "runs", "torch's kernels")
     for path in _translators():

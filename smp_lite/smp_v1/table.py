@@ -48,7 +48,7 @@ def _what(name: Name) -> tuple[str, str]:
         says = f"belongs to {says}"
     if name.refused_with is not None:
         argument, values = name.refused_with
-        refused = f"`{argument}={values[0]}` is refused: tensor parallelism is not supported yet"
+        refused = f"`{argument}={values[0]}` is refused: this value is not supported yet"
         says = f"{says}; {refused}" if says else refused
     return name.status, says
 

@@ -43,7 +43,7 @@ class StepFunction:
         if session.model is not None and session.model.is_gathered:
             raise SMPError("a step function was called inside smp.gathered(): leave it first")
         if session.model is not None:
-            session.model.put_away()
+            session.model.before_step()
         bound = self._splitter.bind(args, kwargs)
         share = "PP" if session.has_own_batches else "MP"  # who gets the same batch
         if session.world is not None and len(session.group(share)) > 1:

@@ -34,7 +34,9 @@ from .activation_checkpointing import check_marked
 from .hops import end_hops
 from .lazy_modules import has_lazy_modules, initialise_lazy_modules
 from .model_with_state import ModelWithState
+from .outside_step import OutsideStep
 from .partitioning import decide_partition, load_partition, report_partition
+from .sharding import sharding_of
 
 if TYPE_CHECKING:
     from ..steps.step_context import StepContext
@@ -109,6 +111,8 @@ class DistributedModel(ModelWithState):
         self._measure_times = trace_execution_times
         self._session = session
         self._runtime: ModelRuntime | None = None
+        self._outside: OutsideStep | None = None  # a step; with one partition
+        self._frozen: list[tuple[str, nn.Parameter]] = []  # at partition, and where there are replicas
         self.own_parameters: OwnParameters | None = None  # after partition
         self._partition: tuple[Partition, ModuleCost] | None = None
         self._stored_partition: Partition | None = None
@@ -125,15 +129,22 @@ class DistributedModel(ModelWithState):
     # Running ------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the wrapped module; only inside a function decorated with ``@smp.step``."""
+        """Calls the wrapped module; over several partitions only inside a function decorated with
+        ``@smp.step``.
+
+        In one partition it may be called in a plain loop. Then it computes the whole batch at once, and
+        ``loss.backward()`` reduces gradients over the replicas before it returns, each time; it is collective
+        over all ranks. Evaluation without gradients is, over replicas, each rank's own business.
+
+        Raises:
+            SMPError: outside a step over several partitions.
+            SMPMismatch: outside a step, ranks that share a stage call it with different things.
+        """
         context = self._session.step
         if context is None and self.is_gathered:
             return self.module(*args, **kwargs)
         if context is None:
-            raise SMPError(
-                "the DistributedModel was called outside a function decorated with @smp.step: "
-                "move the call into one (for evaluation too; use model.eval() and torch.no_grad() around it)"
-            )
+            return self._call_outside(args, kwargs)
         if context.runs_plainly:
             return self.module(*args, **kwargs)
         refuse_transformations()
@@ -144,17 +155,33 @@ class DistributedModel(ModelWithState):
             context.start_recording(self._runtime)
         return self.module(*args, **kwargs)
 
+    def _call_outside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._session.num_stages > 1:
+            raise SMPError(
+                "the DistributedModel was called outside a function decorated with @smp.step: "
+                "move the call into one (for evaluation too; use model.eval() and torch.no_grad() around it)"
+            )
+        if self._runtime is None:
+            self._partition_now((args, kwargs))
+        assert self._outside is not None
+        return self._outside.call(args, kwargs)
+
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
-        """Backward of a loss; only inside a function decorated with ``@smp.step``.
+        """Backward of a loss; over several partitions only inside a function decorated with ``@smp.step``.
+
+        Outside, it is ``torch.autograd.backward``.
 
         Args:
             tensors: a loss of one element, or a list of tensors with ``grad_tensors``.
             grad_tensors: gradients to start from; None: ones.
 
         Raises:
-            SMPError: called outside a step, or the loss depends on no parameter.
+            SMPError: called outside a step over several partitions, or the loss depends on no parameter.
         """
         context = self._session.step
+        if context is None and self._outside is not None:
+            torch.autograd.backward(tensors, grad_tensors)
+            return
         if context is None:
             raise SMPError(
                 "model.backward() was called outside a function decorated with @smp.step: "
@@ -167,6 +194,23 @@ class DistributedModel(ModelWithState):
                 "modules inside it"
             )
         context.recorder.backward(tensors, grad_tensors)
+
+    def before_step(self) -> None:
+        """Ends what :meth:`cpu` began, and a backward that failed outside a step; called by every step.
+
+        Raises:
+            SMPError: a parameter trains now that did not when reductions over replicas were set up.
+        """
+        self.put_away()
+        if self._outside is not None:
+            self._outside.settle()
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise SMPError(
+                    f"the parameter {name!r} was frozen when reductions were set up, so its gradient would "
+                    "not be reduced over the replicas: set requires_grad before smp.DistributedModel, and "
+                    "freeze it after the first step"
+                )
 
     def after_step(self, context: StepContext) -> None:
         """Hooks that wait for the end of the first step."""
@@ -217,7 +261,9 @@ class DistributedModel(ModelWithState):
         partition, costs = self._partition
         if session.num_stages > 1 and session.rank == 0:
             print(report_partition(session, partition, costs), flush=True)
-        placement = Placement(self.module, partition.stage_of, session.num_stages)
+        sharding = sharding_of(session, self.module)
+        units = sharding.units if sharding is not None else None
+        placement = Placement(self.module, partition.stage_of, session.num_stages, units)
         check_marked(placement, may_warn=session.cfg.auto_partition)
         self.own_parameters = OwnParameters(placement, peers.stages)
         self._runtime = ModelRuntime(
@@ -229,13 +275,18 @@ class DistributedModel(ModelWithState):
             self._options,
             session.exchange_over_replicas,
             session.stage_peers if session.stage_peers and not session.stage_peers.is_alone else None,
+            sharding,
         )
         self.own_parameters.after_partition()
+        if self._runtime.reducer is not None:
+            self._frozen = [(n, p) for n, p in self.local_named_parameters() if not p.requires_grad]
         self._runtime.runner.on_planned = session.on_planned
         self._runtime.runner.observer = lambda: session.observer
         self._timeline = StepTimeline.if_asked(session, peers.stages)
         if self._comm_hook is not None and self._runtime.reducer is not None:
             self._runtime.reducer.hook = self._comm_hook
+        if session.num_stages == 1:
+            self._outside = OutsideStep(session, self._runtime)
         if session.optimizer is not None:
             session.optimizer.after_partition()
         if self._post_partition_hooks:

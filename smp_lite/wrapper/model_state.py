@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import SMPError
 from ..nn.layout import layout_of, part_of, whole_of
-from ..optim.own_parameters import PARTIAL_KEY
+from ..optim.own_parameters import PARTIAL_KEY, check_mark, partial_mark
 from ..record.parameters.away import is_away
 from ..record.parameters.placement import FOREIGN, SPLIT
 from ..runtime.model_runtime import ModelRuntime
@@ -27,9 +27,9 @@ class ModelState:
 
     def local(self) -> dict[str, Any]:
         """Entries of this rank's stage; all of them before partition."""
-        full = self.module.state_dict()
+        full, mark = self.module.state_dict(), partial_mark(self.session)
         here = self._here(full)
-        return {**{key: value for key, value in full.items() if key in here}, PARTIAL_KEY: True}
+        return {**{key: value for key, value in full.items() if key in here}, PARTIAL_KEY: mark}
 
     def _here(self, keys: Iterable[str]) -> set[str]:
         """The entries that this rank keeps up to date.
@@ -91,12 +91,13 @@ class ModelState:
         """The dict to load: partial ones of all mp ranks are merged, unless this rank's own will do."""
         state = dict(state)
         partial = state.pop(PARTIAL_KEY, False)
+        check_mark(self.session, partial, "model.load_state_dict")
         if not partial or same_partition_load or self.session.world is None:
             return {**state, PARTIAL_KEY: partial}
         merged: dict[str, Any] = {}
         for part in self.session.world.exchange(state, "PP", "model.load_state_dict"):
             merged.update(part)
-        return {**merged, PARTIAL_KEY: self._is_split()}
+        return {**merged, PARTIAL_KEY: self._is_split() and partial}
 
     def _is_split(self) -> bool:
         """Whether entries of partial dicts are parts of parameters, merged or not."""

@@ -66,18 +66,28 @@ class ModelWithState(LocalParts):
         can be checked and put in place only once the partition is known, so it is kept until then.
 
         Args:
-            state_dict: of the wrapped module, or from :meth:`local_state_dict` (marked partial).
+            state_dict: of the wrapped module, or from :meth:`local_state_dict` (marked partial). A whole one
+                may have the names of the modules that tensor parallelism has replaced (a Hugging Face
+                model's); with ``_smp_is_partial: False`` in it, it is taken to have ours.
             strict: keys must match.
             same_partition_load: a partial dict is this rank's own; else partial dicts are merged first,
                 which is collective over the mp group.
         """
-        state = self._state().merged(state_dict, same_partition_load)
+        state = self._state().merged(self._with_own_names(state_dict), same_partition_load)
         if self._runtime is None:
             if state[PARTIAL_KEY]:
                 self._pending_state.append((state, strict))
                 return None
             self._loaded_keys |= set(state)
         return self._state().load(state, strict=strict)
+
+    def _with_own_names(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A whole state dict in whose names there are others than the module's: translated."""
+        if PARTIAL_KEY in state or state.keys() <= self.module.state_dict(keep_vars=True).keys():
+            return state
+        for _, to_own in self._session.module_manager.translate_functions:
+            state = to_own(state)
+        return state
 
     def cpu(self) -> Self:
         """Gathers all parameters and buffers to the CPU of every mp rank; collective over the mp group.
@@ -90,6 +100,6 @@ class ModelWithState(LocalParts):
         return self
 
     def put_away(self) -> None:
-        """Ends what :meth:`cpu` began; called by every step."""
+        """Ends what :meth:`cpu` began."""
         put_back(self._brought)
         self._brought = []

@@ -291,7 +291,7 @@ def _an_argument_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "model_creation(tensor_parallelism=True)",
             "refused",
-            "tensor_parallelism=True: tensor parallelism is",
+            "tensor_parallelism=True: this value is not",
         ),
         ("model_creation(1)", "refused", "tensor_parallelism=1"),
         (
@@ -309,7 +309,7 @@ def _an_argument_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ("tensor_parallelism(fused_softmax=True)", "refused", "enabled is True unless it is written"),
         ("tensor_parallelism(False)", "runs", "enabled=False"),
         ("tensor_parallelism(enabled=args.tp)", "depends", "refused if enabled is True (here args.tp)"),
-        ("set_tensor_parallelism(m)", "refused", "write False"),
+        ("set_tensor_parallelism(m)", "refused", "write another"),
         ("set_tensor_parallelism(*options)", "depends", "(here *options)"),
         ("set_tensor_parallelism(m, False)", "runs", "enabled=False"),
         ("set_tensor_parallelism(True, enabled=False)", "runs", "enabled=False"),

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from .base import DistributedModule, check_known
-from .dropout import dropout_of_part
+from .dropout import dropout_alike, dropout_of_part
 from .norm import DistributedLayerNorm
 from .projections import FromParts, ToParts, initialise, project
 from .region import Region
@@ -207,6 +207,8 @@ def hidden_dropout(x: torch.Tensor, p: float, training: bool, region: Region) ->
     """Dropout of the features inside a block, which ranks have parts of or alike."""
     if region.splits_features:
         return dropout_of_part(x, p, training, region.axis)
+    if region.own_batches:
+        return dropout_alike(x, p, training, region.axis)
     return F.dropout(x, p, training)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ...errors import SMPError
 from .base import DistributedModule
 from .scores import additive
 from .transformer import DistributedTransformer
+from .vocabulary import VocabularyEmbedding, VocabularyHead, VocabularyLoss, WholeLogits, next_token_loss
 
 __all__ = ["DistributedTransformerLMHead"]
 
@@ -32,7 +32,9 @@ class DistributedTransformerLMHead(DistributedModule):
 
     Parts: ``word_embedding``, ``position_embedding``, ``token_type_embedding``, ``transformer``,
     ``layernorm`` (with ``pre_layernorm`` alone, whose last layer leaves its output as it is) and ``lm_head``,
-    whose weight is that of ``word_embedding``. But for the transformer they are whole on every rank.
+    whose weight is that of ``word_embedding``. But for the transformer they are whole on every rank, unless
+    ``distribute_embedding`` splits the vocabulary. Then a loss is computed without bringing logits
+    together, which happens only where they are returned.
 
     Args:
         num_layers, vocab_size: as they say.
@@ -40,14 +42,15 @@ class DistributedTransformerLMHead(DistributedModule):
         num_token_types: of learned token types; 0: there are none.
         add_lm_head: False: no logits.
         embedding_dropout_prob: of the embeddings' sum; None: ``hidden_dropout_prob``.
-        distribute_embedding: split the embeddings too; True is not supported over several ranks.
+        distribute_embedding: split ``word_embedding`` and ``lm_head`` by the vocabulary, with zero rows at
+            the end where it does not divide; positions and token types stay whole.
         tie_input_output_embedding: False: ``lm_head`` has a weight of its own.
         use_lm_head_bias: whether ``lm_head`` has a bias.
         return_logits: with labels ``(loss, logits)``.
         others: of :class:`DistributedTransformer`.
 
     Raises:
-        SMPError: ``smp.init()`` was not called, or ``distribute_embedding=True`` over several ranks.
+        SMPError: ``smp.init()`` was not called; in forward, positions for rotary ones.
         CannotShare: the ranks cannot share heads or features equally.
         ValueError: numbers or switches that do not fit; in forward, another tuple.
     """
@@ -82,11 +85,6 @@ class DistributedTransformerLMHead(DistributedModule):
         **others: Any,
     ) -> None:
         super().__init__()
-        if distribute_embedding and self.region.axis.size > 1:
-            raise SMPError(
-                "DistributedTransformerLMHead: distribute_embedding=True is not supported yet: each "
-                "tensor-parallel rank keeps the embeddings whole. Write False"
-            )
         self.causal_mask_size, self.add_cross_attention = causal_mask_size, add_cross_attention
         self.rotary = others.get("rotary_dim") is not None
         self.return_logits, self.vocab_size, self.num_positions = return_logits, vocab_size, num_positions
@@ -126,6 +124,18 @@ class DistributedTransformerLMHead(DistributedModule):
             nn.init.normal_(self.lm_head.weight, 0.0, initializer_range)
             if tie_input_output_embedding:
                 self.lm_head.weight = self.word_embedding.weight
+        self.splits_vocabulary = distribute_embedding and self.region.axis.size > 1
+        if self.splits_vocabulary:
+            self._split_vocabulary()
+
+    def _split_vocabulary(self) -> None:
+        shared: dict[int, nn.Parameter] = {}
+        self.word_embedding = VocabularyEmbedding(self.word_embedding, shared)  # type: ignore[assignment]
+        if self.add_lm_head:
+            self.lm_head = VocabularyHead(self.lm_head, shared)  # type: ignore[assignment]
+            # Modules, so that each runs as one call on the stage that has its input.
+            self.vocabulary_loss = VocabularyLoss(self.vocab_size, causal=self.causal_mask_size is not None)
+            self.whole_logits = WholeLogits(self.vocab_size)
 
     def forward(self, inputs: tuple[torch.Tensor | None, ...]) -> Any:
         ids, mask, token_types, positions, cross, cross_mask, labels = self._taken_apart(inputs)
@@ -159,16 +169,12 @@ class DistributedTransformerLMHead(DistributedModule):
             return hidden
         logits = self.lm_head(hidden)
         if labels is None:
-            return logits
-        loss = self._loss(logits, labels)
+            return self.whole_logits(logits) if self.splits_vocabulary else logits
+        if self.splits_vocabulary:
+            loss = self.vocabulary_loss(logits, labels)
+            return (loss, self.whole_logits(logits)) if self.return_logits else loss
+        loss = next_token_loss(logits, labels, causal=self.causal_mask_size is not None)
         return (loss, logits) if self.return_logits else loss
-
-    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if self.causal_mask_size is not None:
-            labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
-        if logits.dtype in (torch.float16, torch.bfloat16):
-            logits = logits.float()
-        return F.cross_entropy(logits.reshape(-1, self.vocab_size), labels.reshape(-1), ignore_index=-100)
 
     def _taken_apart(self, inputs: Any) -> tuple[Any, ...]:
         names = ["input_ids", "attention_mask", "token_type_ids", "position_ids"]

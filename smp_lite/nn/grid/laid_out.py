@@ -9,26 +9,17 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from ..layout import ParameterLayout, part_of, set_layout, whole_of
+from ..keeping import KeepsLayouts
+from ..layout import ParameterLayout, part_of, whole_of
 
 __all__ = ["LaidOut", "cast_for_autocast", "without_autocast"]
 
 
-class LaidOut(nn.Module):
-    """Holds this rank's parts, and remembers how they lie.
-
-    A parameter's mark does not survive ``copy.deepcopy``, ``to_empty``, ``load_state_dict(assign=True)`` and
-    the like, which make new ones. The layer marks them again, so that no part ever passes for a whole.
-    """
+class LaidOut(KeepsLayouts):
+    """A layer that is made from a dense one, and holds this rank's parts of its parameters."""
 
     dense_type: ClassVar[type[nn.Module]]
     """Of what ``from_dense`` takes and ``to_dense`` gives."""
-
-    _layouts: dict[str, ParameterLayout]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._layouts = {}
 
     @classmethod
     def _empty(cls) -> Self:
@@ -50,37 +41,17 @@ class LaidOut(nn.Module):
                 self.register_parameter(name, None)
                 continue
             part = nn.Parameter(part_of(parameter, layouts[name]), parameter.requires_grad)
-            self._layouts[name] = layouts[name]
             self.register_parameter(name, part)
-        self._mark()
+            self.remember({name: layouts[name]})
         self.train(dense.training)
 
     def _give(self, dense: nn.Module) -> None:
         """The wholes, to a dense layer of the same kind; collective."""
         for name, parameter in self._parameters.items():
             if parameter is not None:
-                whole = whole_of(parameter, self._layouts[name])
+                whole = whole_of(parameter, self.smp_layouts[name])
                 setattr(dense, name, nn.Parameter(whole, parameter.requires_grad))
         dense.train(self.training)
-
-    def _mark(self) -> None:
-        for name, layout in self._layouts.items():
-            parameter = self._parameters[name]
-            if parameter is not None:
-                set_layout(parameter, layout)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Self:
-        super()._apply(*args, **kwargs)
-        self._mark()
-        return self
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._mark()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._mark()
 
 
 def cast_for_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

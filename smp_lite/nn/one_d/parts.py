@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self, TypeVar
+from typing import TypeVar
 
 from torch import Tensor, nn
 
 from ...comm.axis import Axis
-from ..layout import ParameterLayout, layout_of, part_of, set_layout, whole_of
+from ..keeping import KeepsLayouts
+from ..layout import ParameterLayout, layout_of, part_of, whole_of
 
 __all__ = [
     "ONE_RANK",
@@ -27,11 +28,8 @@ ONE_RANK = Axis("one", (0,), 0)
 M = TypeVar("M", bound=nn.Module)
 
 
-class SplitModule(nn.Module):
-    """A module whose parameters have layouts, which its copies keep; torch makes new parameters without them
-    (``copy.deepcopy``, ``to_empty``, ``load_state_dict(assign=True)``)."""
-
-    smp_layouts: dict[str, ParameterLayout]
+class SplitModule(KeepsLayouts):
+    """A module that was dense, and holds this rank's parts of its parameters."""
 
     def keep_parts(
         self, layouts: Mapping[str, ParameterLayout], shared: dict[int, nn.Parameter] | None = None
@@ -49,27 +47,7 @@ class SplitModule(nn.Module):
             if id(dense) not in shared:
                 shared[id(dense)] = nn.Parameter(part_of(dense, layout), requires_grad=dense.requires_grad)
             self._parameters[name] = shared[id(dense)]
-        self.smp_layouts = {**self.__dict__.get("smp_layouts", {}), **layouts}
-        self._mark()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._mark()
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Self:
-        super()._apply(*args, **kwargs)
-        self._mark()
-        return self
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._mark()
-
-    def _mark(self) -> None:
-        for name, layout in self.smp_layouts.items():
-            parameter = self._parameters.get(name)
-            if parameter is not None:
-                set_layout(parameter, layout)
+        self.remember(layouts)
 
 
 def check_no_hooks(name: str, dense: nn.Module) -> None:

@@ -35,9 +35,17 @@ class Placement:
         root: the wrapped module.
         stage_of: for every module name the stage of its direct parameters and buffers.
         num_stages: number of stages.
+        units: by name, modules whose parameters are brought together at once, with a number for each; modules
+            around several of them are split even if all of them live on one stage.
     """
 
-    def __init__(self, root: nn.Module, stage_of: Mapping[str, int], num_stages: int) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        stage_of: Mapping[str, int],
+        num_stages: int,
+        units: Mapping[str, int] | None = None,
+    ) -> None:
         self.root = root
         self.num_stages = num_stages
         self.names: dict[int, str] = {}
@@ -49,6 +57,7 @@ class Placement:
         # With the objects themselves, so that their ids stay theirs. (Weak references would forbid swapping.)
         self._aliases: dict[int, tuple[torch.Tensor, str]] = {}
         self._modules = list(root.named_modules())  # keeps them alive, so ids stay valid
+        self._units, opened = _units_of(self._modules, units or {})
         stages: dict[int, set[int]] = {}
         for name, module in self._modules:
             self.names[id(module)] = name
@@ -69,7 +78,8 @@ class Placement:
                 if child is not None:
                     found |= stages.get(id(child), set())
             stages[id(module)] = found
-            self._homes[id(module)] = STATELESS if not found else min(found) if len(found) == 1 else SPLIT
+            is_whole = len(found) == 1 and id(module) not in opened
+            self._homes[id(module)] = STATELESS if not found else min(found) if is_whole else SPLIT
         self.stage_of = dict(stage_of)
         self._placed: dict[str, PlacedTensor] = {}
         self._entries = [
@@ -114,6 +124,10 @@ class Placement:
     def home(self, module: nn.Module) -> int:
         """The stage that owns the module, or SPLIT, STATELESS, FOREIGN."""
         return self._homes.get(id(module), FOREIGN)
+
+    def unit(self, module: nn.Module) -> int | None:
+        """The unit that a module belongs to; None: to none."""
+        return self._units.get(id(module))
 
     def name(self, module: nn.Module) -> str:
         """Qualified name, or the class name of a module that is not part of the model."""
@@ -315,6 +329,22 @@ class _Swapped:
     def leave(self) -> None:
         for (name, _), table in zip(self.tables, self.real, strict=True):
             self.namespace[name] = table
+
+
+def _units_of(
+    modules: list[tuple[str, nn.Module]], units: Mapping[str, int]
+) -> tuple[dict[int, int], set[int]]:
+    """The unit of each module inside one, and the modules around several of them."""
+    by_name = dict(modules)
+    inside: dict[int, int] = {}
+    around: dict[int, set[int]] = {}
+    for name, number in units.items():
+        for part in by_name[name].modules():
+            inside.setdefault(id(part), number)
+        while name:
+            name = name.rpartition(".")[0]
+            around.setdefault(id(by_name[name]), set()).add(number)
+    return inside, {key for key, found in around.items() if len(found) > 1}
 
 
 def plain_parameters(module: nn.Module) -> dict[str, Any]:

@@ -166,11 +166,15 @@ def _verdict_of_argument(name: Name, call: ast.Call, names: ScriptNames) -> Verd
         says = f"{argument}={value}"
     if given is not None and value is UNKNOWN:
         written = ", ".join(map(str, refused))
-        return Verdict("depends", f"refused if {argument} is {written} (here {shortened(given)}): {_NO_TP}")
-    return Verdict("refused", f"{says}: {_NO_TP}") if value in refused else Verdict(name.status, name.says)
+        return Verdict(
+            "depends", f"refused if {argument} is {written} (here {shortened(given)}): {_OTHER_VALUE}"
+        )
+    return (
+        Verdict("refused", f"{says}: {_OTHER_VALUE}") if value in refused else Verdict(name.status, name.says)
+    )
 
 
-_NO_TP = "tensor parallelism is not supported yet, at degree 1 neither; write False"
+_OTHER_VALUE = "this value is not supported yet; write another one"
 
 
 def _argument(call: ast.Call, name: str, position: int | None) -> ast.expr | None:

@@ -129,10 +129,19 @@ def _hf(make: Callable[[], nn.Module]) -> Made:
     return net, lambda net: smp.set_tensor_parallelism(net.model)
 
 
+def _vocabulary(make: Callable[[], nn.Module]) -> Made:
+    net = hf_models.Wrapped(make())
+    return net, lambda net: smp.set_tensor_parallelism(net.model, distribute_embedding=True)
+
+
 MODELS: dict[str, Callable[[], Made]] = {
     "linears": linears,
     **{name: functools.partial(_net, name) for name in INNER},
     **{name: functools.partial(_hf, make) for name, make in hf_models.NAMES.items()},
+    **{
+        f"vocabulary {name}": functools.partial(_vocabulary, make)
+        for name, make in hf_models.OF_ODD_VOCABULARY.items()
+    },
 }
 
 
@@ -218,6 +227,110 @@ def dense(model_name: str, num_replicas: int, dtype: torch.dtype = torch.float64
         "state": net.state_dict(),
         "gradients": {name: p.grad for name, p in net.named_parameters()},
     }
+
+
+def vocabulary() -> dict[str, Any]:
+    """Of a GPT-2 whose vocabulary is split: parts, what a loss costs, and what it cannot do."""
+    smp.init({**_OWN, "prescaled_batch": True, "optimize": "speed"})
+    torch.manual_seed(0)
+    net = hf_models.OF_ODD_VOCABULARY["gpt2"]()
+    smp.set_tensor_parallelism(net, distribute_embedding=True, return_logits=False)
+    model = smp.DistributedModel(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    lm = model.get_module()
+    ids = torch.randint(hf_models.ODD, (2, 6), generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        model(input_ids=ids, labels=ids).logits.sum().backward()  # the loss, alone
+        optimizer.step()
+        optimizer.zero_grad()
+    axis = current().axis("tp")
+    before = axis.elements["all_gather"]
+    loss = model(input_ids=ids, labels=ids)
+    gathered = axis.elements["all_gather"] - before
+    weight = lm.word_embedding.weight
+    none = torch.full_like(ids, -100)
+    try:
+        model(input_ids=torch.full_like(ids, hf_models.ODD))
+        said = ""
+    except IndexError as error:
+        said = f"IndexError: {error}"
+    return {
+        "shapes": {
+            "word": list(weight.shape),
+            "head": list(lm.lm_head.weight.shape),
+            "whole": list(model.state_dict()["word_embedding.weight"].shape),
+        },
+        "tied": lm.lm_head.weight is weight,
+        "padding": float(weight[-1].abs().sum()) if smp.tp_rank() else 0.0,
+        "gathered": gathered,
+        "is_nan": bool(model(input_ids=ids, labels=none).logits.isnan()) and loss is not None,
+        "said": said,
+    }
+
+
+def _hf_batch() -> torch.Tensor:
+    return torch.randint(11, (4, 6), generator=torch.Generator().manual_seed(3))
+
+
+def hf_loss(model_name: str, state: dict[str, Any]) -> float:
+    """Of a plain model with a state; the mean over microbatches."""
+    net, _ = MODELS[model_name]()
+    net.load_state_dict(state)
+    with torch.no_grad():
+        return sum(float(net.eval()(ids)[1]) / 2 for ids in _hf_batch().chunk(2))
+
+
+def checkpoints(model_name: str, parameters: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Resumes from a plain model's full checkpoint, trains, and saves with its names and with ours."""
+    smp.init(parameters)
+    torch.manual_seed(0)
+    net, marks = MODELS[model_name]()
+    marks(net)
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    smp.resume_from_checkpoint(folder, tag="plain.pt", partial=False, load_optimizer=False)
+    ids = _hf_batch()
+
+    @smp.step
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = model(ids)[1]
+        model.backward(loss)
+        return loss
+
+    @smp.step
+    def evaluate(ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(ids)[1]
+
+    def loss() -> float:
+        model.eval()
+        found = evaluate(ids).reduce_mean().item()
+        model.train()
+        return found
+
+    losses = [loss()]
+    step(ids)
+    optimizer.step()
+    losses.append(loss())
+    smp.save_checkpoint(folder, "names of old.pt", partial=False, model=model, optimizer=optimizer)
+    smp.save_checkpoint(
+        folder, "own names.pt", partial=False, model=model, optimizer=optimizer, translate_if_full=False
+    )
+    own = model.state_dict()
+    after = []
+    for tag in ("names of old.pt", "own names.pt"):
+        smp.resume_from_checkpoint(folder, tag="plain.pt", partial=False, load_optimizer=False)
+        after.append(loss())
+        smp.resume_from_checkpoint(folder, tag=tag, partial=False)
+        after.append(loss())
+    (pair,) = smp.state.module_manager.translate_functions
+    said = ""
+    try:
+        model.load_state_dict({**pair[0](own), "_smp_is_partial": False})
+    except smp.SMPError as error:
+        said = str(error)
+    model.load_state_dict({**own, "_smp_is_partial": False})
+    return {"losses": losses, "after": after, "names": sorted(own), "said": said}
 
 
 def views() -> dict[str, Any]:

@@ -14,7 +14,6 @@ VOCABULARY = 24
 
 def _gpt2(**others: Any) -> Any:
     return transformers.GPT2Config(
-        vocab_size=VOCABULARY,
         n_positions=16,
         n_embd=16,
         n_layer=2,
@@ -22,14 +21,13 @@ def _gpt2(**others: Any) -> Any:
         use_cache=False,
         num_labels=3,
         classifier_dropout=0.0,
-        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **others},
+        **{"vocab_size": VOCABULARY, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **others},
     )
 
 
 def _gptj(**others: Any) -> Any:
-    config = transformers.GPTJConfig(
-        vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, **others
-    )
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    config = transformers.GPTJConfig(rotary_dim=4, **{**sizes, **others})
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     config.use_cache = False
     return config
@@ -104,6 +102,14 @@ class Wrapped(nn.Module):
 
 def build(name: str) -> nn.Module:
     return Wrapped(MODELS[name]())
+
+
+ODD = 23
+"""A vocabulary that two ranks cannot share equally."""
+OF_ODD_VOCABULARY: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": lambda: transformers.GPT2LMHeadModel(_gpt2(vocab_size=ODD)),
+    "gptj": lambda: transformers.GPTJForCausalLM(_gptj(vocab_size=ODD)),
+}
 
 
 NAMES = {f"hf {name}": functools.partial(build, name) for name in MODELS}

@@ -80,6 +80,29 @@ def test_every_module_hands_back_what_it_got(_degree: Region) -> None:
         assert model((ids, None, None, None, ids)).shape == ()
 
 
+@pytest.mark.parametrize("_degree", WAYS, indirect=True)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_split_vocabulary(_degree: Region, tied: bool) -> None:
+    rows = B if _degree.own_batches else T * B
+    model = smp.nn.DistributedTransformerLMHead(
+        *(1, 8, 2, H, 16, 11, S),
+        distribute_embedding=True,
+        tie_input_output_embedding=tied,
+        use_lm_head_bias=True,
+        return_logits=True,
+    )
+    assert (model.lm_head.weight is model.word_embedding.weight) == tied
+    for parameter in (model.word_embedding.weight, model.lm_head.weight):
+        layout = layout_of(parameter)
+        assert parameter.shape == (2, H) and layout is not None and layout.shape == (11, H)
+    assert model.lm_head.bias.shape == (2,)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        ids = torch.zeros(rows, S, dtype=torch.long)
+        assert model((ids,)).shape == (rows, S, 11)
+        loss, logits = model((ids, None, None, None, ids))
+        assert loss.shape == () and logits.shape == (rows, S, 11)
+
+
 @pytest.mark.parametrize("_degree", [(True, True)], indirect=True)
 def test_parts_that_ranks_hold(_degree: Region) -> None:
     layer = smp.nn.DistributedTransformerLayer(8, 2, H, 24, pre_layernorm=True)
@@ -116,8 +139,6 @@ def test_sizes_that_ranks_cannot_share(_degree: Region) -> None:
             make()
     with pytest.raises(smp.SMPError, match=r"max_norm=1\.0 looks at whole rows"):
         smp.nn.DistributedEmbedding(5, H, max_norm=1.0)
-    with pytest.raises(smp.SMPError, match="distribute_embedding=True is not supported"):
-        smp.nn.DistributedTransformerLMHead(1, 8, 2, H, 16, distribute_embedding=True)
 
 
 def test_what_modules_refuse() -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm.collectives import Collectives, Pending
-from ..comm.waiting import wait_until
-from ..errors import SMPError, SMPMismatch
+from ...comm.collectives import Collectives, Pending
+from ...comm.waiting import wait_until
+from ...errors import SMPError, SMPMismatch
 
 _STEPS_MODULO = 1_000_003  # a float32 sum of as many replicas as there are stays exact
 
@@ -153,19 +153,23 @@ class Reducer:
             return True
         flags = iter(numbers)
         for bucket in self._buckets:
-            assert bucket.flat is not None
-            for parameter, view in zip(bucket.parameters, bucket.views(bucket.flat), strict=True):
-                if not next(flags):
-                    parameter.grad = None
-                elif self.as_views:
-                    parameter.grad = view
-                elif parameter.grad is None:
-                    parameter.grad = view.clone()
-                else:
-                    parameter.grad.copy_(view)
+            self._put_in_place(bucket, [bool(next(flags)) for _ in bucket.parameters])
             if not self.as_views:
                 bucket.flat = None
         return False
+
+    def _put_in_place(self, bucket: _Bucket, used: Sequence[bool]) -> None:
+        """Gives each parameter its mean; None where nobody had a gradient."""
+        assert bucket.flat is not None
+        for parameter, view, was_used in zip(bucket.parameters, bucket.views(bucket.flat), used, strict=True):
+            if not was_used:
+                parameter.grad = None
+            elif self.as_views:
+                parameter.grad = view
+            elif parameter.grad is None:
+                parameter.grad = view.clone()
+            else:
+                parameter.grad.copy_(view)
 
     @torch.no_grad()
     def _start(self) -> None:

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from ..comm.stage_peers import StagePeers
-from ..errors import SMPMismatch
-from ..nn.layout import layout_of
+from ...comm.stage_peers import StagePeers
+from ...errors import SMPMismatch
+from ...nn.layout import layout_of
 
 __all__ = ["check_replicated_gradients", "check_results"]
 
@@ -26,7 +26,7 @@ _TOLERANCE = 1e-4
 
 
 def check_replicated_gradients(parameters: Mapping[str, nn.Parameter], peers: StagePeers) -> None:
-    """Compares the norms of gradients between the ranks of the stage; collective over them.
+    """Compares the norms of gradients between ranks of the stage with the same batch; collective over them.
 
     Args:
         parameters: of the stage by name; the same on all its ranks.
@@ -40,7 +40,7 @@ def check_replicated_gradients(parameters: Mapping[str, nn.Parameter], peers: St
         return
     norms = [0.0 if p.grad is None else float(p.grad.detach().norm(dtype=torch.float64)) for _, p in named]
     mine = torch.tensor(norms, dtype=torch.float64)
-    theirs = peers.axis("+".join(peers.names)).all_gather(mine.unsqueeze(0))
+    theirs = peers.sharing.all_gather(mine.unsqueeze(0))
     low, high = theirs.amin(0), theirs.amax(0)
     differs = (high - low) > _TOLERANCE * high
     if bool(differs.any()):
@@ -55,7 +55,7 @@ def check_replicated_gradients(parameters: Mapping[str, nn.Parameter], peers: St
 
 
 def check_results(results: Sequence[torch.Tensor], peers: StagePeers) -> None:
-    """Compares numbers that a step function returns between the ranks of the stage; collective over them.
+    """Compares numbers that a step function returns between those ranks; collective over them.
 
     A sum over parameters, such as a penalty on their size, has each rank's part of the split ones only.
 
@@ -72,7 +72,7 @@ def check_results(results: Sequence[torch.Tensor], peers: StagePeers) -> None:
     if not numbers:
         return
     mine = torch.tensor(numbers, dtype=torch.float64)
-    theirs = peers.axis("+".join(peers.names)).all_gather(mine.unsqueeze(0))
+    theirs = peers.sharing.all_gather(mine.unsqueeze(0))
     close = torch.isclose(theirs, theirs[:1], rtol=_TOLERANCE, atol=0.0, equal_nan=True).all(0)
     if not bool(close.all()):
         worst = int((~close).nonzero()[0])
@@ -87,4 +87,4 @@ def check_results(results: Sequence[torch.Tensor], peers: StagePeers) -> None:
 def _is_replicated(parameter: nn.Parameter, peers: StagePeers) -> bool:
     """Whether all ranks of the stage hold it alike, and nobody adds up gradients afterwards."""
     layout = layout_of(parameter)
-    return layout is None or not (layout.partial_over or layout.axes)
+    return layout is None or not (layout.partial_over or any(layout.dims))

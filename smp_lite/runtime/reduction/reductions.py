@@ -16,13 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..comm.collectives import Collectives, OneMember
-from ..comm.ranks import Ranks
-from ..errors import SMPError
-from ..nn.layout import layout_of
+from ...comm.collectives import Collectives, OneMember
+from ...comm.ranks import Ranks
+from ...errors import SMPError
+from ...nn.layout import layout_of
+from ..sharded.parameters import ShardGroup
+from .piece_reducer import PieceReducer
 from .reducer import Hook, Reducer, broadcast_tensors
 
-__all__ = ["Reductions", "Rule", "rule_of"]
+__all__ = ["Reductions", "Rule", "broadcast_parameters", "rule_of"]
 
 
 class Rule(NamedTuple):
@@ -45,12 +47,27 @@ def rule_of(parameter: nn.Parameter, ranks: Ranks) -> Rule:
     return Rule(summed, math.prod(ranks.axes[axis] for axis in ranks.batch_axes))
 
 
+def broadcast_parameters(parameters: Sequence[nn.Parameter], ranks: Ranks) -> None:
+    """The first of the ranks that must have the same part of a parameter gives it to the others."""
+    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        layout = layout_of(parameter)
+        splitting = {axis.name for axis in layout.axes} if layout is not None else set()
+        axes = tuple(a for a, size in ranks.axes.items() if size > 1 and a not in splitting)
+        by_axes.setdefault(axes, []).append(parameter)
+    for axes, tensors in sorted(by_axes.items()):
+        collectives = ranks.collectives(axes)
+        if collectives is not None:
+            broadcast_tensors(tensors, collectives, "the initial parameters")
+
+
 class Reductions:
     """All reductions of one rank's gradients.
 
     Args:
         parameters: of the stages played here, in the model's order.
         ranks: of the job.
+        groups: of those that are sharded.
         bucket_cap_bytes, overlap, as_views: as of :class:`~.reducer.Reducer`.
     """
 
@@ -58,6 +75,7 @@ class Reductions:
         self,
         parameters: Sequence[nn.Parameter],
         ranks: Ranks,
+        groups: Sequence[ShardGroup] = (),
         *,
         bucket_cap_bytes: int,
         overlap: bool,
@@ -65,9 +83,11 @@ class Reductions:
     ) -> None:
         self._ranks = ranks
         by_rule: dict[Rule, list[nn.Parameter]] = {rule_of(nn.Parameter(torch.empty(0)), ranks): []}
+        sharded = {id(parameter) for group in groups for parameter in group.parameters}
         for parameter in parameters:
-            by_rule.setdefault(rule_of(parameter, ranks), []).append(parameter)
-        self._reducers = []
+            if id(parameter) not in sharded:
+                by_rule.setdefault(rule_of(parameter, ranks), []).append(parameter)
+        self._reducers: list[Reducer] = []
         self._of: dict[int, Reducer] = {}
         self._by_axes: dict[tuple[str, ...], Collectives | None] = {}
         self._summed: list[nn.Parameter] = []
@@ -90,6 +110,24 @@ class Reductions:
                 self._of.update(dict.fromkeys(map(id, members), reducer))
                 if collectives.size != rule.divisor:
                     self._summed += members
+        self._add_pieces(groups, overlap)
+
+    def _add_pieces(self, groups: Sequence[ShardGroup], overlap: bool) -> None:
+        by_rule: dict[tuple[Rule, str], list[ShardGroup]] = {}
+        for group in groups:
+            rules = {rule_of(parameter, self._ranks) for parameter in group.parameters}
+            assert len(rules) == 1  # a group's parameters lie alike over all axes
+            by_rule.setdefault((rules.pop(), group.axis.name), []).append(group)
+        for (rule, axis), members in sorted(by_rule.items(), key=lambda item: item[0]):
+            names = tuple(axis.split("+"))
+            # Of its own: a rank that fails starts them at another time than those of the other reducers.
+            over = self._ranks.collectives
+            everybody, sharing, same = over((*names, *rule.axes)), over(names), over(rule.axes)
+            assert everybody is not None and sharing is not None
+            reducer = PieceReducer(members, everybody, sharing, same, divisor=rule.divisor, overlap=overlap)
+            self._reducers.append(reducer)
+            self._of.update(dict.fromkeys(map(id, reducer.parameters), reducer))
+            self._summed += reducer.parameters
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
@@ -107,21 +145,13 @@ class Reductions:
 
     @hook.setter
     def hook(self, hook: tuple[Any, Hook] | None) -> None:
+        if hook is not None and any(isinstance(reducer, PieceReducer) for reducer in self._reducers):
+            raise SMPError(
+                "register_comm_hook: parameters are sharded over the replicas, whose gradients are scattered "
+                "and not summed bucket by bucket: remove the hook, or do not shard"
+            )
         for reducer in self._reducers:
             reducer.hook = hook
-
-    def broadcast(self, parameters: Sequence[nn.Parameter]) -> None:
-        """The first of the ranks that must have the same part of a parameter gives it to the others."""
-        by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
-        for parameter in parameters:
-            layout = layout_of(parameter)
-            splitting = {axis.name for axis in layout.axes} if layout is not None else set()
-            axes = tuple(a for a, size in self._ranks.axes.items() if size > 1 and a not in splitting)
-            by_axes.setdefault(axes, []).append(parameter)
-        for axes, tensors in sorted(by_axes.items()):
-            collectives = self._over(axes)
-            if collectives is not None:
-                broadcast_tensors(tensors, collectives, "the initial parameters")
 
     def broadcast_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
         """The first replica gives its buffers to the others."""
@@ -131,7 +161,7 @@ class Reductions:
 
     def set_aside(self) -> None:
         """Before a step that may add to gradients which are reduced already: a mean of equal numbers is that
-        number, but a sum of them is not, so they are kept until :meth:`put_back`."""
+        number, but a sum of them is not, nor is a piece, so they are kept until :meth:`put_back`."""
         for parameter in self._summed:
             if parameter.grad is not None:
                 gradient = parameter.grad.clone() if self._as_views else parameter.grad

@@ -1,0 +1,1 @@
+"""Gradients over the ranks that contribute to them."""

@@ -1,0 +1,1 @@
+"""Parameters of which every data-parallel rank holds a piece (ZeRO-3)."""
