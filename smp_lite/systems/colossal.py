@@ -8,10 +8,13 @@ The data-parallel size is inferred. Ranks are ordered data, pipeline, tensor, an
 
 Beside ``parallel`` the file may name what Colossal-AI's own functions take as arguments:
 ``num_microbatches`` and ``num_model_chunks`` of its schedules, ``partition_method`` of its pipeline builder.
+
+Scripts import Colossal-AI's functions from here too; they are those of :mod:`smp_lite.colossal`.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from math import isqrt
 from typing import Any, Literal
@@ -289,9 +292,7 @@ def _data_parallel(written: Written, pp: int) -> tuple[DataParallel, Said]:
         return DataParallel("ddp"), written.said("gradient_handler", how="DistributedDataParallel")
     if not isinstance(handlers, list | tuple):
         text = "gradient_handler must be a list."
-        written.fail(
-            text, "gradient_handler", way_out="write [dict(type='PipelineSharedModuleGradientHandler')]"
-        )
+        written.fail(text, "gradient_handler", way_out="write [dict(type='DataParallelGradientHandler')]")
     names: list[str] = []
     for handler in handlers:
         name: Any = handler.get("type") if isinstance(handler, Mapping) else handler
@@ -301,3 +302,10 @@ def _data_parallel(written: Written, pp: int) -> tuple[DataParallel, Said]:
             )
         names.append(str(name))
     return DataParallel("handlers", tuple(names)), written.said("gradient_handler")
+
+
+def __getattr__(name: str) -> Any:
+    # At their first use: they need torch, and configurations are read without.
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("smp_lite.colossal"), name)

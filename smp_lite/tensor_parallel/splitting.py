@@ -17,17 +17,25 @@ from ..config.errors import ConfigError
 from ..errors import SMPError
 from ..nn.distributed.base import DistributedModule
 from ..nn.layout import layout_of
-from ..nn.plans import derive_plan
+from ..nn.plans import derive_plan, known_plan
 from ..nn.plans import parallelize as in_place
-from ..nn.plans.patterns import expand, shipped_plan
+from ..nn.plans.known import plan_for
+from ..nn.plans.patterns import expand
 from ..session import Session, current
 from ..systems.model_shape import describe_model
 from ..systems.parallel_plan import ParallelPlan
 from ..systems.sharding_rules import check_all_match, match_tensors
+from .by_hand import refuse_whole_dropout
+from .split_record import Origin, Split, note_split
 
 __all__ = ["parallelize", "split_modules"]
 
-_BY_HAND = {"2d": "smp_lite.nn.two_d", "2.5d": "smp_lite.nn.two_d", "3d": "smp_lite.nn.three_d"}
+_BY_HAND = {
+    "2d": "smp_lite.nn.two_d",
+    "2.5d": "smp_lite.nn.two_d",
+    "3d": "smp_lite.nn.three_d",
+    "sequence": "smp_lite.nn.sequence",
+}
 _BY_ITSELF = {"column": "colwise_gather_output", "row": "rowwise_split_input"}
 _IN_A_PAIR = {"column": "colwise", "row": "rowwise"}
 
@@ -42,7 +50,8 @@ def parallelize(model: nn.Module, plan: Mapping[str, str] | None = None) -> dict
         model: the whole model, the same on all ranks.
         plan: patterns of names to styles, ``{"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj":
             "rowwise"}``; the styles are those of transformers. None: what transformers ships with the model,
-            or else the pairs of linear layers that are safe (:func:`smp_lite.nn.plans.derive_plan`).
+            or else ours for its architecture (:func:`smp_lite.nn.plans.known_plan`), or else the pairs of
+            linear layers that are safe (:func:`smp_lite.nn.plans.derive_plan`).
 
     Returns:
         The style of every module that was changed, by its full name.
@@ -60,10 +69,13 @@ def parallelize(model: nn.Module, plan: Mapping[str, str] | None = None) -> dict
     if session.model is not None:
         raise SMPError("smp.parallelize was called after smp.DistributedModel: split the model before")
     axis = session.axis("+".join(session.topology.stage_axes))
+    origin: Origin = "given"
     if plan is None:
-        found, shipped = _plan_for(model)
-        return in_place(model, axis, None if shipped else found)
-    return in_place(model, axis, plan)
+        found, origin = _plan_and_origin(model)
+        plan = None if origin == "shipped" else found
+    styles = in_place(model, axis, plan)
+    note_split(model, Split(origin, styles))
+    return styles
 
 
 def split_modules(plan: ParallelPlan, module: nn.Module, session: Session) -> None:
@@ -75,9 +87,12 @@ def split_modules(plan: ParallelPlan, module: nn.Module, session: Session) -> No
     """
     by_hand = any(layout_of(parameter) is not None for parameter in module.parameters())
     styles: dict[str, str] | None
+    origin: Origin = "configured"
     if plan.rules:
         styles = _styles_of_rules(plan, module)
     elif plan.tp_size == 1 or by_hand:
+        if plan.tp_size > 1 and plan.tensor.mode in _BY_HAND:
+            refuse_whole_dropout(plan.tensor.mode, module)
         return
     elif plan.tensor.mode in _BY_HAND:
         raise SMPError(
@@ -88,10 +103,11 @@ def split_modules(plan: ParallelPlan, module: nn.Module, session: Session) -> No
     elif plan.tensor.mode == "enflame":
         styles = _styles_of_every_linear(plan, module)
     else:
-        found, shipped = _plan_for(module)
-        styles = None if shipped else found
+        found, origin = _plan_and_origin(module)
+        styles = None if origin == "shipped" else found
     if styles is None or styles:
-        in_place(module, session.axis("+".join(plan.role_axes("tp"))), styles)
+        changed = in_place(module, session.axis("+".join(plan.role_axes("tp"))), styles)
+        note_split(module, Split(origin, changed))
 
 
 def refuse_own_batches(session: Session, module: nn.Module) -> None:
@@ -113,18 +129,29 @@ def refuse_own_batches(session: Session, module: nn.Module) -> None:
             )
 
 
+def _plan_and_origin(module: nn.Module) -> tuple[dict[str, str], Origin]:
+    """The plan that comes with the model, ours for it, or its safe pairs; and which of them it is."""
+    found, shipped = _plan_for(module)
+    if shipped:
+        return found, "shipped"
+    return found, "known" if known_plan(module) else "derived"
+
+
 def _plan_for(module: nn.Module) -> tuple[dict[str, str], bool]:
-    """The plan that comes with the model, or one of its safe pairs; and whether it came with it."""
+    """The plan that comes with the model, ours for it, or its safe pairs; and whether it came with it."""
     try:
-        return shipped_plan(module), True
+        return plan_for(module)
     except SMPError:
         return derive_plan(module), False
 
 
 def _pairs(module: nn.Module) -> dict[str, str]:
-    """The style of every module of the plan for the model; none where nothing is safe."""
+    """The style of every module of the plan for the model; none where nothing is safe.
+
+    Our own plans also change attributes and refuse dropout on heads; layers one by one need neither.
+    """
     try:
-        plan, shipped = _plan_for(module)
+        plan, shipped = (derive_plan(module), False) if known_plan(module) else _plan_for(module)
         return {name: entry.style for name, entry in expand(module, plan, shipped=shipped).items()}
     except SMPError:
         return {}
@@ -160,12 +187,14 @@ def _styles_of_rules(plan: ParallelPlan, module: nn.Module) -> dict[str, str]:
     lost = check_all_match(plan.rules, shape.tensors, shape.modules)
     if lost and plan.strict_rules:
         raise ConfigError(lost[0])
+    if plan.tp_size == 1:
+        return {}
     tensor_axes = set(plan.role_axes("tp"))
     modules = dict(module.named_modules())
     ways: dict[str, str] = {}
     for name, rule in rules.items():
         dims = [bool(tensor_axes & set(axes)) for axes in rule.dims]
-        if plan.tp_size == 1 or not any(dims):
+        if not any(dims):
             continue
         owner, _, own = name.rpartition(".")
         kind = modules[owner]

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from smp_lite.config import ConfigError
+from smp_lite.errors import SMPError
 from smp_lite.systems import load_plan
+from smp_lite.systems.supported import refuse_unsupported
 
 DATA = Path(__file__).parent / "data"
 
@@ -116,6 +118,47 @@ def test_who_shares_gradients() -> None:
     named = load_plan({**parallel(), "gradient_handler": [{"type": "MoeGradientHandler"}]}, world_size=4)
     assert (named.data_parallel.policy, named.data_parallel.handlers) == ("handlers", ("MoeGradientHandler",))
     assert load_plan({**parallel(), "zero": {"level": 2}}, world_size=4).data_parallel.policy == "zero2"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"gradient_handler": [{"type": "MoeGradientHandler"}]}, "MoeGradientHandler is not supported"),
+        ({"gradient_handler": ["ZeROGradientHandler"]}, "ZeROGradientHandler is not supported"),
+        ({"gradient_handler": []}, "names no handler, so nothing would reduce gradients over the 2 replicas"),
+        (
+            {"gradient_handler": [{"type": "PipelineSharedModuleGradientHandler"}]},
+            "over the 2 replicas, which would drift apart: add dict.type='DataParallelGradientHandler'",
+        ),
+        ({"gradient_handler": ["SequenceParallelGradientHandler"]}, "over the 2 replicas"),
+        ({"fp16": {"mode": "naive"}}, "fp16.mode='naive': mixed precision"),
+        ({"gradient_accumulation": 4}, "gradient_accumulation=4 is not supported"),
+    ],
+)
+def test_what_cannot_run_as_it_says_is_refused(more: dict[str, Any], message: str) -> None:
+    plan = load_plan({**parallel(pipeline=2), **more}, world_size=4)
+    with pytest.raises(SMPError, match=message):
+        refuse_unsupported(plan)
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size"),
+    [
+        ({**parallel(pipeline=2), "gradient_handler": ["DataParallelGradientHandler"]}, 4),
+        ({**parallel(pipeline=4), "gradient_handler": []}, 4),
+        (
+            {
+                **parallel(tensor={"size": 2, "mode": "sequence"}),
+                "gradient_handler": ["SequenceParallelGradientHandler"],
+            },
+            4,
+        ),
+        ({**parallel(pipeline=2), "fp16": None, "gradient_accumulation": 1}, 4),
+        *((parallel(tensor={"size": 8, "mode": mode}), 16) for mode in ("1d", "3d", "sequence")),
+    ],
+)
+def test_what_can_run(config: dict[str, Any], world_size: int) -> None:
+    refuse_unsupported(load_plan(config, world_size=world_size))
 
 
 def test_data_may_be_said_where_it_is_right() -> None:

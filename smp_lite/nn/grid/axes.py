@@ -9,6 +9,7 @@ import torch
 from ...comm.axis import Axis
 from ...comm.collectives import Collectives
 from ...plan.topology import Topology
+from ...record.values.parts import mark_part
 from ..one_d.operations import gather_along, split_along
 from .checks import check_divides
 
@@ -81,10 +82,18 @@ def split_parts(
     check_divides(f"{what}: dimension {dim}{batch} {tensor}", x.shape[dim], rows)
     if features is not None:
         check_divides(f"{what}: the features {tensor}", x.shape[-1], (features,))
-        x = split_along(x, features, -1)
-    for axis in rows:
-        x = split_along(x, axis, dim)
-    return x
+    cuts = [*([(features, -1)] if features is not None else []), *((axis, dim) for axis in rows)]
+    part = x
+    for axis, along in cuts:
+        part = split_along(part, axis, along)
+    how = ", ".join(f"dimension {along} over {axis.name}" for axis, along in cuts)
+    return mark_part(part, x, how, lambda whole: _cut(whole, cuts))
+
+
+def _cut(whole: torch.Tensor, cuts: Sequence[tuple[Axis, int]]) -> torch.Tensor:
+    for axis, dim in cuts:
+        whole = axis.part(whole, dim)
+    return whole
 
 
 def join_parts(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...comm.axis import Axis
+from ...record.values.parts import mark_part
 from ..grid.axes import Collect, axes_of_block, join_parts
 from ..grid.checks import check_divides
 from ..one_d.operations import split_along
@@ -63,13 +64,21 @@ class SequenceMesh:
             ValueError: the ranks cannot share the tokens equally.
         """
         check_divides("SequenceMesh: a sequence of tokens", num_tokens, (self.axis,), 2 if self.zigzag else 1)
-        here = self.axis.index if index is None else index
+        if index is None:
+            here = self.axis.index
+            how = f"positions over {self.axis.name}{', zigzag' if self.zigzag else ''}"
+            return mark_part(
+                self.positions(num_tokens, index=here),
+                torch.arange(num_tokens),
+                how,
+                lambda whole: whole[self.positions(num_tokens, index=here)],
+            )
         if not self.zigzag:
             size = num_tokens // self.size
-            return torch.arange(here * size, (here + 1) * size)
+            return torch.arange(index * size, (index + 1) * size)
         size = num_tokens // (2 * self.size)
-        other = 2 * self.size - 1 - here
-        first = torch.arange(here * size, (here + 1) * size)
+        other = 2 * self.size - 1 - index
+        first = torch.arange(index * size, (index + 1) * size)
         return torch.cat([first, torch.arange(other * size, (other + 1) * size)])
 
     def order(self, num_tokens: int) -> torch.Tensor:
@@ -98,6 +107,10 @@ class SequenceMesh:
         """This rank's part of ``(batch, tokens)``: token ids, targets."""
         return self._split(x, 1)
 
+    def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the whole of a part ``(batch, tokens / P, ...)``."""
+        return (part[0], part[1] * self.size, *part[2:])
+
     def split_mask(self, mask: torch.Tensor) -> torch.Tensor:
         """This rank's queries of an attention mask, which broadcasts to ``(batch, heads, tokens, keys)``; all
         keys, in the order of the sequence.
@@ -117,4 +130,6 @@ class SequenceMesh:
             )
         what = f"SequenceMesh: dimension {dim} (tokens) of a tensor of shape {list(x.shape)},"
         check_divides(what, x.shape[dim], (self.axis,), 2 if self.zigzag else 1)
-        return split_along(self.in_rank_order(x, dim), self.axis, dim)
+        part = split_along(self.in_rank_order(x, dim), self.axis, dim)
+        how = f"{'zigzag ' if self.zigzag else ''}dimension {dim} over {self.axis.name}"
+        return mark_part(part, x, how, lambda whole: self.axis.part(self.in_rank_order(whole, dim), dim))

@@ -6,10 +6,12 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = ["Layout3D", "LayoutError", "check_layout", "tagged"]
 
-_ATTRIBUTE = "smp_layout_3d"
+# Not an attribute of the tensor: with those a recorded module is no longer one call.
+_layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class LayoutError(ValueError):
@@ -49,13 +51,13 @@ class Layout3D(Enum):
 def tagged(x: torch.Tensor, layout: Layout3D, size: int) -> torch.Tensor:
     """Marks a new tensor with its layout. What is computed from it is not marked, and so not checked."""
     if size > 1:
-        setattr(x, _ATTRIBUTE, layout)
+        _layouts[x] = layout
     return x
 
 
 def check_layout(where: str, x: torch.Tensor, layout: Layout3D) -> None:
     """Raises LayoutError where a tensor is marked with the other layout."""
-    found = getattr(x, _ATTRIBUTE, layout)
+    found = _layouts.get(x, layout)
     if found is not layout:
         raise LayoutError(
             f"{where} takes layout {layout.value!r}, and got a tensor of layout {found.value!r}: every "

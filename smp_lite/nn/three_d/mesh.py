@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,6 +80,11 @@ class Mesh3D:
         that of the logits.
         """
         return tagged(split_parts(x, "Mesh3D", self.rows(layout), None), Layout3D.of(layout), self.d)
+
+    def whole_shape(self, part: Sequence[int], layout: Layout3D | str) -> tuple[int, ...]:
+        """The shape of the whole of a part ``(batch / d^2, ..., features / d)``."""
+        rows = math.prod(axis.size for axis in self.rows(layout))
+        return (part[0] * rows, *part[1:-1], part[-1] * self.features(layout).size)
 
     def split_mask(self, mask: torch.Tensor, layout: Layout3D | str) -> torch.Tensor:
         """This rank's part of a mask that broadcasts to ``(batch, heads, tokens, keys)``, for attention that

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,11 @@ class SummaMesh:
     def split_batch(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's rows of ``(batch, ...)``: token ids, targets."""
         return split_parts(x, type(self).__name__, self.batch_axes, None)
+
+    def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the whole of a part ``(batch / q, ..., features / q)``."""
+        rows = math.prod(axis.size for axis in self.batch_axes)
+        return (part[0] * rows, *part[1:-1], part[-1] * self.col.size)
 
     def split_mask(self, mask: torch.Tensor) -> torch.Tensor:
         """This rank's part of an attention mask, which broadcasts to ``(batch, heads, tokens, keys)``."""
