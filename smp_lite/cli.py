@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from smp_lite.errors import SMPError
 from smp_lite.smp_v1.before_script import add_cuda_argument, job_variables
 
 __all__ = ["main"]
@@ -56,33 +57,60 @@ def main(argv: Sequence[str] | None = None) -> int:
         from smp_lite.smp_v1.port.command import add_port_arguments, run_port
 
         add_port_arguments(port)
-    if arguments[:1] == ["explain"]:
-        # Changes of keys may stand between options, which a parser of sub-commands does not take.
-        args = argparse.Namespace(command="explain", **vars(explain.parse_intermixed_args(arguments[1:])))
-    else:
-        args = parser.parse_args(arguments)
+    overrides: list[str] = []
     try:
-        if args.command == "check":
-            args.parameters = None if args.parameters is None else _read_parameters(args.parameters)
-            return run_check(args)
+        if arguments[:1] == ["explain"]:
+            # Changes of keys may stand between options, which a parser of sub-commands does not take.
+            args = argparse.Namespace(command="explain", **vars(explain.parse_intermixed_args(arguments[1:])))
+        elif arguments[:1] in (["run"], ["plan"], ["check"]):
+            args, overrides = _parse_with_overrides(parser, arguments)
+        else:
+            args = parser.parse_args(arguments)
         if args.command == "port":
             return run_port(args)
         if args.command == "explain":
             return run_explain(args)
         if args.command == "run":
-            return _run(args)
+            return _run(args, overrides)
         if args.command == "launch":
             print(_launch(args), end="")
             return 0
-        if args.args and ":" in args.target:
-            # A function takes no arguments: what follows it is meant for us.
-            args = parser.parse_args(["plan", *args.args, args.target])
         if args.parameters is not None:
             args.parameters = _read_parameters(args.parameters)
-        return preview.run_plan(args)
-    except ValueError as error:
-        print(f"smp-lite {args.command}: {error}", file=sys.stderr)
+        return run_check(args, overrides) if args.command == "check" else preview.run_plan(args, overrides)
+    except (ValueError, SMPError) as error:
+        print(f"smp-lite {arguments[0]}: {error}", file=sys.stderr)
         return _USAGE_ERROR
+
+
+def _parse_with_overrides(
+    parser: argparse.ArgumentParser, arguments: list[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Takes the ``key=value`` that stand before the script, between options or after them, out of the
+    arguments.
+
+    Raises:
+        ValueError: there is no script after one.
+    """
+    overrides: list[str] = []
+    while True:
+        args = parser.parse_args(arguments)
+        target = args.script if args.command == "run" else args.target
+        place = len(arguments) - len(args.args) - 1  # all that follows the script is the script's
+        if "=" in target and not Path(target).is_file():
+            if not args.args:
+                raise ValueError(f"no script after {target}: name the Python script that every rank runs")
+            overrides.append(target)
+            arguments = [*arguments[:place], *arguments[place + 1 :]]
+        elif args.command != "run" and args.args and _is_function(target):
+            # A function takes no arguments: what follows it is meant for us.
+            arguments = [*arguments[:place], *arguments[place + 1 :], target]
+        else:
+            return args, overrides
+
+
+def _is_function(target: str) -> bool:
+    return ":" in target and not Path(target).is_file()
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,14 +164,14 @@ def _add_script_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments for the script")
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, overrides: list[str]) -> int:
     from smp_lite.config import Config
     from smp_lite.entrypoints.mpi.launch_plan import plan_launch
     from smp_lite.entrypoints.mpi.mpirun import find_mpirun
     from smp_lite.entrypoints.this_machine.launcher import run_local
     from smp_lite.smp_v1.alias import refuse_original
 
-    overrides = _take_overrides(args)
+    _check_overrides(args, overrides)
     if not args.module and not Path(args.script).is_file():
         raise ValueError(f"script {args.script!r} is not a file (working directory: {os.getcwd()})")
     refuse_original(sys.path)
@@ -175,25 +203,17 @@ def _run(args: argparse.Namespace) -> int:
     return ending.exit_code
 
 
-def _take_overrides(args: argparse.Namespace) -> list[str]:
-    """Takes the ``key=value`` that stand before the script out of the arguments.
-
-    Raises:
-        ValueError: there are some without --config, or no script after them.
+def _check_overrides(args: argparse.Namespace, overrides: list[str]) -> None:
     """
-    overrides = []
-    while "=" in args.script and not Path(args.script).is_file():
-        overrides.append(args.script)
-        if not args.args:
-            raise ValueError(f"no script after {args.script}: name the Python script that every rank runs")
-        args.script = args.args.pop(0)
+    Raises:
+        ValueError: there are some without --config, or two configurations.
+    """
     if args.config is None and overrides:
         raise ValueError(f"{overrides[0]} changes a configuration, but there is none: add --config FILE")
     if args.config is None and args.dialect is not None:
         raise ValueError("--dialect says whose configuration --config FILE is: add that")
     if args.config is not None and args.parameters is not None:
         raise ValueError("--config and --parameters are two configurations: give one of them")
-    return overrides
 
 
 def _config_variable(args: argparse.Namespace, overrides: list[str]) -> dict[str, str]:

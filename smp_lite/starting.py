@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +30,27 @@ from .systems.supported import refuse_unsupported
 
 if TYPE_CHECKING:
     from .comm.transport import Transport
+    from .systems.parallel_plan import ParallelPlan
 
-_rehearsal: tuple[Mapping[str, Any] | None, Callable[[Session], None]] | None = None
+
+@dataclass(frozen=True)
+class _Rehearsal:
+    """How :func:`init` makes a session for a command that runs a script without its ranks.
+
+    Attributes:
+        prepare: is given the session.
+        parameters, plan: win over the environment and over what the script gives.
+        world_size: number of ranks, where the script's own configuration leaves it open.
+    """
+
+    prepare: Callable[[Session], None]
+    parameters: Mapping[str, Any] | None = None
+    plan: ParallelPlan | None = None
+    world_size: int | None = None
+
+
+_rehearsal: _Rehearsal | None = None
+_on_session: Callable[[Session], None] | None = None
 
 
 def init(
@@ -58,12 +78,9 @@ def init(
         _check_again(config, dialect, overrides)
         return
     if _rehearsal is not None:
-        given, prepare = _rehearsal
-        session = _in_memory(
-            load_config(config if given is None else given, os.environ if given is None else {})
-        )
+        session = _rehearsed(_rehearsal, config, dialect, overrides)
         set_current(session)
-        prepare(session)
+        _rehearsal.prepare(session)
         return
     from .comm.connect import connect
     from .comm.world import World
@@ -102,6 +119,8 @@ def init(
             session.world, backend=validated.ddp_dist_backend, port=validated.ddp_port
         )
     set_current(_open(session))
+    if _on_session is not None:
+        _on_session(session)
 
 
 def _check_again(given: Any, dialect: str | None, overrides: Sequence[str]) -> None:
@@ -153,10 +172,24 @@ def init_in_memory(config: Mapping[str, Any]) -> None:
     listen()
 
 
-def _in_memory(config: Config) -> Session:
+def _in_memory(config: Config, plan: ParallelPlan | None = None) -> Session:
+    if plan is not None:
+        return _open(Session(config, plan.topology, None, plan))
     mp_size = config.partitions * config.tensor_parallel_degree
     topology = Topology.from_placement(mp_size, config.partitions, config.tensor_parallel_degree, "cluster")
     return _open(Session(config, topology, None))
+
+
+def _rehearsed(rehearsal: _Rehearsal, given: Any, dialect: str | None, overrides: Sequence[str]) -> Session:
+    plan = rehearsal.plan
+    if rehearsal.parameters is not None:
+        return _in_memory(load_config(rehearsal.parameters, {}))
+    if plan is None:
+        plan, given = given_plan(given, os.environ, rehearsal.world_size, dialect, overrides)
+    if plan is None:
+        return _in_memory(load_config(given, os.environ))
+    refuse_unsupported(plan)
+    return _in_memory(config_of(plan, has_mpi=False), plan)
 
 
 def _open(session: Session) -> Session:
@@ -168,42 +201,63 @@ def _open(session: Session) -> Session:
     return session
 
 
+def on_session(function: Callable[[Session], None]) -> None:
+    """Calls ``function`` with the session that :func:`init` makes of this rank; for ``smp-lite check``."""
+    global _on_session
+    _on_session = function
+
+
 @contextlib.contextmanager
-def planning(parameters: Mapping[str, Any] | None, on_planned: Callable[..., None]) -> Iterator[None]:
+def planning(
+    parameters: Mapping[str, Any] | None,
+    on_planned: Callable[..., None],
+    *,
+    plan: ParallelPlan | None = None,
+    world_size: int | None = None,
+) -> Iterator[None]:
     """Within: :func:`init` plays all stages in this process, and ``on_planned`` sees each step's plan.
 
     Args:
         parameters: win over the environment and over what the script gives; None: as in :func:`init`.
         on_planned: called with a batch of work and the recordings before it would be executed.
+        plan: of another system's configuration, in the place of ``parameters``.
+        world_size: number of ranks, where the script's own configuration leaves it open.
     """
 
     def prepare(session: Session) -> None:
         session.on_planned = on_planned
 
-    with _rehearsing(parameters, prepare):
+    with _rehearsing(_Rehearsal(prepare, parameters, plan, world_size)):
         yield
 
 
 @contextlib.contextmanager
-def checking(parameters: Mapping[str, Any] | None, checker: Any) -> Iterator[None]:
+def checking(
+    parameters: Mapping[str, Any] | None,
+    checker: Any,
+    *,
+    plan: ParallelPlan | None = None,
+    world_size: int | None = None,
+) -> Iterator[None]:
     """Within: :func:`init` plays all stages in this process, and ``checker`` runs each step.
 
     Args:
-        parameters: as in :func:`planning`.
-        checker: a :class:`smp_lite.check.stepping.StepChecker`.
+        parameters, plan, world_size: as in :func:`planning`.
+        checker: a :class:`smp_lite.check.stepping.StepChecker`, or another with its ``begin`` and ``run``.
     """
 
     def prepare(session: Session) -> None:
         session.checker = checker
+        checker.begin(session)
 
-    with _rehearsing(parameters, prepare):
+    with _rehearsing(_Rehearsal(prepare, parameters, plan, world_size)):
         yield
 
 
 @contextlib.contextmanager
-def _rehearsing(parameters: Mapping[str, Any] | None, prepare: Callable[[Session], None]) -> Iterator[None]:
+def _rehearsing(rehearsal: _Rehearsal) -> Iterator[None]:
     global _rehearsal
-    _rehearsal = (parameters, prepare)
+    _rehearsal = rehearsal
     try:
         yield
     finally:

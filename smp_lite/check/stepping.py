@@ -19,7 +19,7 @@ from .observe import Call, Key, StepNotes, notes_of_state, prints, state_of
 from .plain_run import PlainStep, notes_of_random_state, notes_of_result, run_plainly
 from .report import StepReport, compare
 
-__all__ = ["CheckEnded", "StepChecker"]
+__all__ = ["CheckEnded", "NeedsRanks", "Observer", "StepChecker"]
 
 CHILD_LIMIT_S = 600.0
 
@@ -28,19 +28,41 @@ class CheckEnded(BaseException):
     """Enough steps have been compared; no error, so no Exception."""
 
 
+class NeedsRanks(BaseException):
+    """The job's stages are shared by several ranks, which one process cannot play; no error.
+
+    Attributes:
+        num_ranks: of the job.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        self.num_ranks = num_ranks
+
+
 class StepChecker:
     """Checks the first steps of a script.
 
     Args:
         num_steps: how many.
+        num_ranks: of the job, if that is said.
 
     Attributes:
         reports: one for each step that has been compared.
     """
 
-    def __init__(self, num_steps: int) -> None:
-        self.num_steps = num_steps
+    def __init__(self, num_steps: int, num_ranks: int = 1) -> None:
+        self.num_steps, self.num_ranks = num_steps, num_ranks
         self.reports: list[StepReport] = []
+
+    def begin(self, session: Session) -> None:
+        """
+        Raises:
+            NeedsRanks: the session is of a job whose ranks share stages, or has replicas.
+        """
+        num_ranks = max(self.num_ranks, session.topology.world_size)
+        if num_ranks > session.num_stages:
+            raise NeedsRanks(num_ranks)
 
     def run(
         self,

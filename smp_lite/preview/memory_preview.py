@@ -14,18 +14,22 @@ beside, and evaluation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ..comm.ranks import Ranks
+from ..nn.layout import layout_of
 from ..plan.actions import Action
 from ..plan.memory import ActionMemory, StageMemory, StagePeak, step_peak
 from ..plan.units import human_bytes
 from ..record.parameters.placement import Placement
 from ..record.recording import Recording
 from ..runtime.batches import Batch
+from ..runtime.reduction.reductions import rule_of
 from ..session import Session
 from ..wrapper.partitioning import optimizer_states
 from .action_memory import CannotPlay, Played, play
@@ -79,7 +83,8 @@ def preview_memory(
         trained = [placement.parameter(name) for name in own if name in played.with_gradient]
         optimizer = _optimizer_memory(session.optimizer, trained, notes)
         peak = _step_peak(batch.schedule[stage], stage, played, kind_of)
-        moment = _largest_moment(session, peak, optimizer, results[stage], sum(results))
+        reduced = _reduced_bytes(session, trained)
+        moment = _largest_moment(session, peak, optimizer, reduced, results[stage], sum(results))
         # Buffers of other stages are not freed.
         parameters = [*map(placement.parameter, own), *placement.root.buffers()]
         stages.append(
@@ -135,19 +140,24 @@ class _Moment:
 
 
 def _largest_moment(
-    session: Session, peak: StagePeak, optimizer: OptimizerMemory, own_results: int, results: int
+    session: Session,
+    peak: StagePeak,
+    optimizer: OptimizerMemory,
+    reduced: int,
+    own_results: int,
+    results: int,
 ) -> _Moment:
     """The peak of a whole training step.
 
     Args:
-        session: whether there are replicas.
+        session: whether buckets stay.
         peak: of the list of actions.
         optimizer: of this stage's parameters.
+        reduced: bytes of gradients that are summed over ranks.
         own_results, results: bytes that this stage, and that all stages return in a step.
     """
     gradients = peak.gradients_at_end
-    replicas = session.cfg.ddp or session.cfg.horovod
-    buckets = gradients if replicas else 0
+    buckets = min(reduced, gradients)
     views = buckets if session.model.runtime.options.gradient_as_bucket_view else 0
     when = str(peak.action).removeprefix(str(peak.action.stage_index)) if peak.action else "-"
     return max(
@@ -159,6 +169,25 @@ def _largest_moment(
         _Moment("optimizer.step()", gradients, results, running=optimizer.running),
         key=lambda moment: moment.total,
     )
+
+
+def _reduced_bytes(session: Session, trained: Sequence[torch.Tensor]) -> int:
+    """Bytes of the gradients that are summed over replicas, or over ranks that have a summand of them."""
+    axes = {name: size for name, size in session.topology.axes if name != "pp"}
+    if _replicas_are_assumed(session):
+        axes["dp"] = 2
+    ranks = Ranks(session.batch_axes, axes, lambda names: None)
+    rules = [rule_of(parameter, ranks) for parameter in trained]  # type: ignore[arg-type]
+    return sum(
+        _num_bytes(parameter)
+        for parameter, rule in zip(trained, rules, strict=True)
+        if rule.axes or rule.divisor > 1
+    )
+
+
+def _replicas_are_assumed(session: Session) -> bool:
+    """SMP's parameters say whether gradients are averaged, and not over how many replicas."""
+    return session.plan is None and (session.cfg.ddp or session.cfg.horovod)
 
 
 def _optimizer_memory(
@@ -183,10 +212,19 @@ def _optimizer_memory(
 
 def _notes(session: Session, batch: Batch, stages: Sequence[StageMemory]) -> list[str]:
     root: torch.nn.Module = session.model.module
-    whole = sum(map(_num_bytes, (*root.parameters(), *root.buffers())))
+    # Parameters are split as they are wrapped: before, each rank has all of every one.
+    whole = sum(map(_num_bytes_of_whole, root.parameters())) + sum(map(_num_bytes, root.buffers()))
     notes = [f"until the first step every rank holds the whole model as it was built: {human_bytes(whole)}"]
-    if session.cfg.ddp or session.cfg.horovod:
+    if _replicas_are_assumed(session):
         notes.append("replicas are assumed, and the buckets of their reduction counted")
+    if session.shard_axes:
+        assert session.plan is not None
+        over = math.prod(map(session.topology.axis_size, session.shard_axes))
+        notes.append(
+            f"{session.plan.said('data_parallel').text()}: sharded parameters are counted whole, as while "
+            f"they are used; between uses a rank keeps one of {over} pieces of them, of their gradients and "
+            "of their optimizer state"
+        )
     notes += [
         f"stage {stage.stage_index} needs more: {', '.join(stage.not_counted)} cannot run without data, so "
         "nobody knows what is kept there and how long it takes"
@@ -228,6 +266,12 @@ def _result_bytes(recordings: Iterable[Recording], stage: int) -> int:
         for value in recording.needed
         if recording.values[value].stage_index == stage
     )
+
+
+def _num_bytes_of_whole(parameter: torch.Tensor) -> int:
+    layout = layout_of(parameter)
+    shape = parameter.shape if layout is None else layout.shape
+    return math.prod(shape) * parameter.element_size()
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

@@ -8,6 +8,10 @@ be far larger than this machine.
 Time is computation: a stage runs one GFLOP (10^9 floating point operations) in a unit of time, a backward has
 twice the operations of its forward, and messages take no time.
 
+With ``--config``, the plan of any of the five systems is what is played; what it says stands above the
+pictures, with the key that said it. Ranks that share a stage are one of them, with its parts of split
+parameters: their collectives give the shapes of results, and talk to nobody.
+
 A *script* is run up to the end of recording its first step that has a backward, in a session that plays all
 stages. A ``package:function`` returns a model, or a model and the inputs of one batch: a tensor, a tuple, or
 a dict of keyword arguments. Without inputs, ``--input`` describes them.
@@ -22,6 +26,7 @@ import re
 import runpy
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +45,15 @@ from ..record.values.placed import PlacedTensor
 from ..record.values.structure import flatten
 from ..runtime.batches import Batch
 from ..smp_v1.before_script import add_cuda_argument, prepared_here
+from ..steps.loader_batches import batches
 from ..steps.step_function import step
+from ..systems.explain import SYSTEMS, settings_table
+from ..systems.job_config import JobConfig, add_config_arguments, read_job_config
+from ..systems.parallel_plan import ParallelPlan
 from ..wrapper.distributed_model import DistributedModel
 from ..wrapper.partitioning import report_partition
 from .memory_preview import CannotPlay, MemoryPreview, preview_memory
+from .shares import notes_on_schedule, shares_text
 
 FLOPS_UNIT = 1e9
 
@@ -83,6 +93,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="the SMP parameters: a JSON object, or the path of a file that holds one; "
         "default: SM_HP_MP_PARAMETERS, then what the script gives smp.init()",
     )
+    add_config_arguments(parser)
     parser.add_argument("--png", metavar="FILE", help="also draw the schedule as a picture")
     parser.add_argument(
         "--input",
@@ -94,21 +105,39 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--lists", action="store_true", help="also print each stage's list of actions")
     add_cuda_argument(parser)
-    parser.add_argument("target", help="a script, or package:function that builds a model")
+    parser.add_argument(
+        "target",
+        metavar="[KEY=VALUE ...] target",
+        help="a script, or package:function that builds a model; before it, changes to --config in its "
+        "system's words",
+    )
     parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments for the script")
 
 
-def run_plan(args: argparse.Namespace) -> int:
-    """Plans and prints; returns the exit code."""
+def run_plan(args: argparse.Namespace, overrides: Sequence[str] = ()) -> int:
+    """Plans and prints; returns the exit code.
+
+    Args:
+        args: of :func:`add_plan_arguments`.
+        overrides: ``key=value``, changes to the configuration.
+    """
+    given = read_job_config(args, overrides)
     is_script = args.target.endswith(".py") or Path(args.target).is_file()
     if args.input and is_script:
         raise ValueError("--input is for a package:function; a script makes its own inputs")
     ready_for = contextlib.nullcontext()
     if is_script and Path(args.target).is_file():
         ready_for = prepared_here(args.target, cuda_as_cpu=args.cuda_as_cpu)
-    with ready_for, starting.planning(args.parameters, stop_when_planned):
+    parameters = given.parameters if given is not None and given.parameters is not None else args.parameters
+    plan = given.plan if given is not None and given.parameters is None else None
+    if given is not None:
+        print(f"\n{_plan_text(given.plan, given.source)}\n")
+    with (
+        ready_for,
+        starting.planning(parameters, stop_when_planned, plan=plan, world_size=args.world_size),
+    ):
         ready = _plan_script(args.target, args.args) if is_script else _plan_function(args)
-        _print(ready, args)
+        _print(ready, args, given)
     return 0
 
 
@@ -129,14 +158,15 @@ def _plan_script(script: str, script_args: list[str]) -> PlanReady:
 
 def _plan_function(args: argparse.Namespace) -> PlanReady:
     starting.init()
-    module, inputs = _build(args.target)
-    call_args, call_kwargs = _described_inputs(args.input) if args.input else _as_call(inputs)
+    module, inputs = build_model(args.target)
+    call_args, call_kwargs = described_inputs(args.input) if args.input else as_call(inputs)
     if not call_args and not call_kwargs:
         raise ValueError(
             f"{args.target} returned no inputs: let it return (model, inputs), or describe them, for example "
             "--input 'int64[16,128]'"
         )
     model = DistributedModel(module)
+    call_args, call_kwargs = next(iter(batches([(call_args, call_kwargs)] * batches_of_a_step())))
 
     @step
     def train(model: DistributedModel, call_args: Any, call_kwargs: Any) -> None:
@@ -159,7 +189,18 @@ def _plan_function(args: argparse.Namespace) -> PlanReady:
     raise AssertionError("a step with a backward ends planning")
 
 
-def _build(target: str) -> tuple[nn.Module, Any]:
+def batches_of_a_step() -> int:
+    """How many batches of a loader the session's plan takes for one step."""
+    plan = session_module.current().plan
+    return plan.microbatches.count if plan is not None and plan.microbatches.source == "consume" else 1
+
+
+def build_model(target: str) -> tuple[nn.Module, Any]:
+    """What ``package:function`` returns: a model, and inputs if it brings any.
+
+    Raises:
+        ValueError: it cannot be imported, or returns something else.
+    """
     package, colon, name = target.partition(":")
     if not colon:
         raise ValueError(f"{target!r} is neither a script nor package:function")
@@ -177,7 +218,8 @@ def _build(target: str) -> tuple[nn.Module, Any]:
     return module, inputs
 
 
-def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the model's call: a tensor, a tuple of them, or a dict."""
     if inputs is None:
         return (), {}
     if isinstance(inputs, dict):
@@ -185,7 +227,15 @@ def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
 
 
-def _described_inputs(texts: list[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def described_inputs(texts: list[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the model's call, all zeros.
+
+    Args:
+        texts: ``[name=]dtype[sizes]``.
+
+    Raises:
+        ValueError: one is written otherwise.
+    """
     args: list[torch.Tensor] = []
     kwargs: dict[str, torch.Tensor] = {}
     for text in texts:
@@ -210,21 +260,27 @@ def simulate_batch(batch: Batch) -> Simulation:
     return simulate(batch.schedule, batch.works, cost=cost)
 
 
-def _print(ready: PlanReady, args: argparse.Namespace) -> None:
+def _print(ready: PlanReady, args: argparse.Namespace, given: JobConfig | None) -> None:
     session = session_module.current()
     config = session.cfg
     simulation = simulate_batch(ready.batch)
     width = max(shutil.get_terminal_size((120, 24)).columns, 60)
+    plan = given.plan if given is not None else session.plan
     title = (
         f"{config.partitions} partitions, {config.microbatches} microbatches, {config.pipeline}, "
         f"optimize={config.optimize}"
     )
-    print(f"\n{title}\n")
+    if given is None:
+        print(f"\n{title if plan is None else _plan_text(plan, 'given by the script')}")
+    print()
+    if (shares := shares_text(session)) is not None:
+        print(f"{shares}\n")
     if session.num_stages == 1:
         partition, costs = session.model.partition_and_costs
         print(f"{report_partition(session, partition, costs)}\n")
     print(schedule_text(simulation, width, time_unit="GFLOP"))
-    print("a stage computes 1 GFLOP in a unit of time; messages take none\n")
+    print("a stage computes 1 GFLOP in a unit of time; messages take none")
+    print(*[f"- {note}" for note in ([] if plan is None else notes_on_schedule(plan))], sep="\n")
     if args.lists:
         print(f"{compute_lists(ready.batch.schedule)}\n")
     memory = _memory(session, ready)
@@ -234,6 +290,10 @@ def _print(ready: PlanReady, args: argparse.Namespace) -> None:
         stages = memory.stages if memory is not None else ()
         draw_schedule(simulation, args.png, title=title, time_unit="GFLOP", memory=stages)
         print(f"picture: {args.png}")
+
+
+def _plan_text(plan: ParallelPlan, source: str) -> str:
+    return f"{SYSTEMS[plan.dialect]}: {source}\n\n{settings_table(plan)}"
 
 
 def _memory(session: session_module.Session, ready: PlanReady) -> MemoryPreview | None:

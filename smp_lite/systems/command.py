@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 
+from ..config.errors import ConfigError
 from .conversion import Conversion, convert
 from .detect import DIALECTS
 from .explain import SYSTEMS, explain_plan
 from .explain_model import explain_model
+from .libai_saved import config_yaml
 from .loading import load_plan
 from .model_placement import ModelPlacement, place_model
 from .model_shape import build_model_shape, layer_costs, layer_names, layers_of_tensors
 from .parallel_plan import ParallelPlan
-from .text_parts import bullets
+from .text_parts import WIDTH, bullets
 
 __all__ = ["add_explain_arguments", "run_explain"]
 
@@ -34,6 +37,11 @@ def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
         choices=DIALECTS,
         help="print the nearest configuration of this system instead, and what it cannot say",
     )
+    parser.add_argument(
+        "--config-yaml",
+        action="store_true",
+        help="print what LiBai saves as config.yaml instead: values resolved, and the stage of each layer",
+    )
     parser.add_argument("file", help="a configuration: .json, .yaml or .py")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="changes, with the keys of the file's system"
@@ -45,6 +53,8 @@ def run_explain(args: argparse.Namespace) -> int:
     plan = load_plan(args.file, world_size=args.world_size, dialect=args.dialect, overrides=args.overrides)
     placement: ModelPlacement | None = None
     of_layer: tuple[int, ...] | None = None
+    if args.config_yaml:
+        return _print_config_yaml(plan, args)
     if args.model is not None:
         shape = build_model_shape(args.model)
         placement = place_model(plan, shape)
@@ -66,13 +76,28 @@ def run_explain(args: argparse.Namespace) -> int:
     return 0
 
 
+def _print_config_yaml(plan: ParallelPlan, args: argparse.Namespace) -> int:
+    if plan.dialect != "libai" or args.target is not None:
+        raise ConfigError(
+            "--config-yaml prints LiBai's own file, of a LiBai configuration alone"
+            + ("" if args.target is None else ": leave --as out")
+            + ("" if plan.dialect == "libai" else f"; {args.file} is {SYSTEMS[plan.dialect]}'s")
+        )
+    stages = None
+    if args.model is not None:
+        layers = layer_names(build_model_shape(args.model), plan.stages.num_layers)
+        stages = plan.stage_of_layer(len(layers))
+    print(config_yaml(plan, stages), end="")
+    return 0
+
+
 def _conversion_text(plan: ParallelPlan, conversion: Conversion) -> str:
     """The text of the file, and below it, as its comments would be, what it does not say."""
     lines = [conversion.text.rstrip(), ""]
-    title = f"{SYSTEMS[conversion.dialect]}, for {conversion.world_size} ranks."
+    ranks = f"{conversion.world_size} rank{'s' * (conversion.world_size != 1)}"
+    title = f"{SYSTEMS[conversion.dialect]}, for {ranks}."
     if not conversion.losses:
-        return "\n".join(
-            [*lines, f"{title} It says all that the {SYSTEMS[plan.dialect]} configuration says."]
-        )
+        text = f"{title} It says all that the {SYSTEMS[plan.dialect]} configuration says."
+        return "\n".join([*lines, textwrap.fill(text, WIDTH)])
     lines.append(f"{title} It cannot say, or says otherwise:")
     return "\n".join([*lines, bullets(conversion.losses)])

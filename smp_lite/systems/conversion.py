@@ -102,7 +102,7 @@ def compare_plans(plan: ParallelPlan, other: ParallelPlan) -> tuple[str, ...]:
         lines.append(f"microbatches: {microbatches_text(plan)}; there {microbatches_text(other)}")
     if schedule_text(plan) != schedule_text(other):
         lines.append(f"schedule: {schedule_text(plan)}; there {schedule_text(other)}")
-    if plan.tensor != other.tensor:
+    if (plan.tensor, _own_batches(plan)) != (other.tensor, _own_batches(other)):
         lines.append(f"layers are shared by {tensor_text(plan)}; there by {tensor_text(other)}")
     if plan.rules != other.rules:
         lines.append(f"sharding rules by name: {len(plan.rules)}; there {len(other.rules)}")
@@ -157,6 +157,11 @@ def _microbatches(plan: ParallelPlan) -> tuple[object, ...]:
     """One microbatch is a batch, wherever it comes from."""
     batch = plan.microbatches
     return (batch.count, batch.source if batch.count > 1 else "", batch.size, batch.global_batch_size)
+
+
+def _own_batches(plan: ParallelPlan) -> bool:
+    """Whether the ranks that share a layer see different samples, as SMP's do if nothing is said."""
+    return plan.dialect == "sagemaker" and plan.tp_size > 1 and not dict(plan.others).get("prescaled_batch")
 
 
 def _shared(plan: ParallelPlan) -> object:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..config.errors import ConfigError
 from .python_config import names_in
 from .torchprime import is_sharding_map
 
-__all__ = ["DIALECTS", "detect_dialect", "detect_python"]
+__all__ = ["DIALECTS", "detect_dialect", "detect_python", "fitting_dialects"]
 
 DIALECTS = ("sagemaker", "enflame", "colossal", "libai", "torchprime")
 _LOOKED_FOR = {
@@ -33,6 +34,17 @@ def detect_dialect(value: object, name: str) -> str:
     """
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} holds a {type(value).__name__}: a configuration is keys with values")
+    found = fitting_dialects(value)
+    if isinstance(value.get("smdistributed"), Mapping) and not found:
+        raise ConfigError(
+            f"{name} holds a distribution of an Estimator: give what is under "
+            "smdistributed.modelparallel.parameters"
+        )
+    return _one(found, name)
+
+
+def fitting_dialects(value: Mapping[Any, Any]) -> list[str]:
+    """Returns the systems that have the keys of a read configuration."""
     model, train = value.get("model"), value.get("train")
     found = {
         "sagemaker": bool({"partitions", "pipeline_parallel_degree"} & value.keys()),
@@ -43,12 +55,7 @@ def detect_dialect(value: object, name: str) -> str:
         or (isinstance(model, Mapping) and "sharding" in model)
         or is_sharding_map(value),
     }
-    if isinstance(value.get("smdistributed"), Mapping) and not any(found.values()):
-        raise ConfigError(
-            f"{name} holds a distribution of an Estimator: give what is under "
-            "smdistributed.modelparallel.parameters"
-        )
-    return _one([dialect for dialect, fits in found.items() if fits], name)
+    return [dialect for dialect, fits in found.items() if fits]
 
 
 def detect_python(path: Path) -> str:

@@ -21,6 +21,7 @@ __all__ = [
     "explain_plan",
     "microbatches_text",
     "schedule_text",
+    "settings_table",
     "stages_text",
     "tensor_text",
 ]
@@ -32,7 +33,7 @@ SYSTEMS = {
     "libai": "LiBai",
     "torchprime": "torchprime",
 }
-_WHAT_WIDTH, _VALUE_WIDTH, _SAID_WIDTH = 24, 42, 40
+_WHAT_WIDTH, _VALUE_WIDTH, _SAID_WIDTH = 30, 38, 38
 _MOST_RANKS, _MOST_RULES = 16, 40
 _SCHEDULES = {
     "sequential": "none: one stage works at a time",
@@ -58,7 +59,7 @@ def explain_plan(plan: ParallelPlan, source: str) -> str:
         plan: of the configuration.
         source: its name, for the title.
     """
-    parts = [f"{SYSTEMS[plan.dialect]}: {source}", _settings(plan)]
+    parts = [f"{SYSTEMS[plan.dialect]}: {source}", settings_table(plan)]
     if plan.rules:
         parts.append(_rules(plan.rules))
     parts += [_ranks(plan), _groups(plan)]
@@ -68,7 +69,8 @@ def explain_plan(plan: ParallelPlan, source: str) -> str:
     return "\n\n".join(parts)
 
 
-def _settings(plan: ParallelPlan) -> str:
+def settings_table(plan: ParallelPlan) -> str:
+    """Returns what a plan says: a row for each value, with the key that said it."""
     said_ranks = dict(plan.provenance).get("ranks")
     rows: list[tuple[str, str, Said | None]] = [("ranks", str(plan.world_size), said_ranks)]
     order = " x ".join(f"{name} {size}" for name, size in plan.topology.axes if size > 1) or "one rank"
@@ -101,17 +103,10 @@ def _wrapped(what: str, value: str, said: Said | None) -> Iterable[tuple[str, st
 
 
 def _said_text(said: Said) -> str:
+    """The key, and where it stands: a file, with the line where that is known, or the command line."""
     if said.is_default or said.file is None:
         return said.text()
-    if said.file == "command line":
-        return f"{said.text()}, command line"
-    base = os.path.basename(said.file)
-    _, colon, line = base.rpartition(":")
-    return (
-        f"{said.text()}, {base}"
-        if colon and line.isdecimal()
-        else f"{said.text()}" + (", command line" if said.file == "command line" else "")
-    )
+    return f"{said.text()}, {os.path.basename(said.file)}"
 
 
 def _role(plan: ParallelPlan, axis: str) -> str:
@@ -173,7 +168,8 @@ def tensor_text(plan: ParallelPlan) -> str:
     if tensor.mode is None or plan.tp_size == 1:
         return "nobody: each rank has whole layers"
     if tensor.mode == "smp":
-        return f"{plan.tp_size} ranks: modules under smp.tensor_parallelism"
+        batch = "the same batch" if dict(plan.others).get("prescaled_batch") else "each its own batch"
+        return f"{plan.tp_size} ranks ({batch}): modules under smp.tensor_parallelism"
     if tensor.mode == "sequence":
         return f"{plan.tp_size} ranks: whole layers, a share of the sequence"
     return f"{plan.tp_size} ranks, {tensor.mode}" + (f" of depth {tensor.depth}" if tensor.depth else "")
@@ -187,8 +183,8 @@ def data_text(plan: ParallelPlan) -> str:
         "horovod": "gradients (horovod)",
         "fsdp": "parameters, gradients and optimizer (fsdp)",
         "handlers": f"gradients, by {', '.join(plan.data_parallel.handlers)}",
-        "zero1": "gradients, and optimizer state in parts (ZeRO-1)",
-        "zero2": "gradients and optimizer state in parts (ZeRO-2)",
+        "zero1": "optimizer state in parts (ZeRO-1; runs as ZeRO-3)",
+        "zero2": "gradients, optimizer in parts (ZeRO-2; runs as ZeRO-3)",
         "zero3": "parameters, gradients and optimizer in parts (ZeRO-3)",
     }
     return texts[policy] if plan.dp_size > 1 or policy == "none" else f"{texts[policy]}; one replica here"

@@ -31,7 +31,7 @@ def variable_for(path: str, dialect: str | None, overrides: Sequence[str]) -> st
 def given_plan(
     config: Mapping[str, Any] | str | os.PathLike[str] | None,
     environ: Mapping[str, str],
-    world_size: int,
+    world_size: int | None,
     dialect: str | None = None,
     overrides: Sequence[str] = (),
 ) -> tuple[ParallelPlan | None, Any]:
@@ -40,7 +40,7 @@ def given_plan(
     Args:
         config: what the script gave.
         environ: the environment; its variables win.
-        world_size: number of ranks.
+        world_size: number of ranks; None: where the configuration says it.
         dialect, overrides: as of :func:`~.loading.load_plan`.
 
     Raises:
@@ -106,8 +106,12 @@ def config_of(plan: ParallelPlan, *, has_mpi: bool) -> Config:
         "microbatches": plan.microbatches.count,
         "pipeline": _PIPELINES.get(plan.schedule.name, "interleaved"),
         "auto_partition": places_itself,
-        "default_partition": 0,
+        "default_partition": plan.stages.default_stage or 0,
     }
+    if plan.stages.memory_weight is not None:
+        parameters["memory_weight"] = plan.stages.memory_weight
+    if plan.schedule.strict is not None:
+        parameters["optimize"] = "memory" if plan.schedule.strict else "speed"
     if plan.schedule.max_in_flight is not None:
         parameters["active_microbatches"] = plan.schedule.max_in_flight
     if plan.world_size > plan.pp_size:

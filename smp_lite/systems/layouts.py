@@ -70,7 +70,8 @@ def _named_layout(tensor: TensorMode, kind: str, leaf: str, style: str) -> tuple
         if kind == "norm":
             return None
         if kind == "embedding":
-            return (("tp",), ()), "1d vocab"
+            by_features = style in ("embedding_colwise", "embedding_heads")
+            return (((), ("tp",)), "1d features") if by_features else ((("tp",), ()), "1d vocab")
         is_row = style in _ROW_STYLES
         return _column_or_row(leaf, is_row=is_row, words=("1d column", "1d row"))
     if tensor.mode in ("2d", "2.5d"):

@@ -9,27 +9,19 @@ samples: global = micro x data-parallel size x accumulation steps.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
-
-import yaml
 
 from ..config.errors import ConfigError
 from ..plan.topology import Topology
-from .flat_values import flatten_values, nest_values
+from .flat_values import flatten_values
 from .libai_batches import batch_sizes
+from .libai_saved import SAVED_LISTS, LibaiPlan, config_tree, kept_text
 from .parallel_plan import DataParallel, Microbatches, ParallelPlan, Said, Schedule, TensorMode, group_kinds
-from .stage_assignment import StageRule, libai_counts
+from .stage_assignment import StageRule
 from .written import Written, unknown_key
 
-__all__ = [
-    "DIST_DEFAULTS",
-    "TRAIN_DEFAULTS",
-    "compile_plan",
-    "config_tree",
-    "config_yaml",
-    "default_train",
-    "path_of",
-]
+__all__ = ["DIST_DEFAULTS", "TRAIN_DEFAULTS", "compile_plan", "default_train", "path_of"]
 
 DIALECT = "libai"
 DIST_DEFAULTS: dict[str, Any] = {
@@ -49,9 +41,10 @@ TRAIN_DEFAULTS: dict[str, Any] = {
     "zero_optimization": {"enabled": False, "stage": 1},
     "amp": {"enabled": False},
 }
-_SAVED = ("auto_pipeline_stage_id", "actual_pipeline_stage_id")
-_DIST_KEYS = (*DIST_DEFAULTS, "num_nodes", "num_gpus_per_node", "device_type", *_SAVED)
+_DIST_KEYS = (*DIST_DEFAULTS, "num_nodes", "num_gpus_per_node", "device_type", *SAVED_LISTS)
 _DEVICES = ("cuda", "npu", "xpu", "cpu")
+_KEYS = ("train", "compat")
+_TRAIN_KEYS = ("dist", *TRAIN_DEFAULTS, "output_dir")
 _CARRIED = ("input_placement_device", "rdma_enabled", "activation_checkpoint", "amp")
 #: Keys of ``train`` that say nothing about parallelism, but look like one that does.
 _UNRELATED = frozenset(
@@ -76,8 +69,8 @@ def path_of(key: str) -> tuple[str, ...]:
         )
     if path[1] == "dist" and (len(path) != 3 or path[2] not in _DIST_KEYS):
         raise ConfigError(unknown_key(key, path[-1], _DIST_KEYS))
-    if path[1] != "dist" and path[1] not in TRAIN_DEFAULTS:
-        raise ConfigError(unknown_key(key, path[1], ("dist", *TRAIN_DEFAULTS)))
+    if path[1] not in _TRAIN_KEYS:
+        raise ConfigError(unknown_key(key, path[1], _TRAIN_KEYS))
     return path
 
 
@@ -92,7 +85,7 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
     Raises:
         ConfigError: a key is unknown or wrong, or the sizes are not those of the ranks.
     """
-    _check_keys(written)
+    rest = _check_keys(written)
     compat = written.choice("compat", options=("libai", "none"), default="none") == "libai"
     warnings = list(written.warnings)
     world_size = _world_size(written, world_size)
@@ -113,12 +106,15 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
     others = [("train.dist.device_type", device)]
     for key, value in carried.items():
         others += flatten_values(f"train.{key}", value)
+    output_dir = _output_dir(written)
+    if output_dir is not None:
+        others.append(("train.output_dir", output_dir))
     by_steps = written.has("train", "num_accumulation_steps") and written.get(
         "train", "num_accumulation_steps"
     )
     said_count = written.said("train", "num_accumulation_steps" if by_steps else "global_batch_size")
     dist = ("train", "dist")
-    plan = ParallelPlan(
+    plan = LibaiPlan(
         dialect=DIALECT,
         topology=Topology(axes, group_kinds(axes)),
         stages=stages,
@@ -142,59 +138,46 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
             *((f"others.{key}", written.said(*key.split("."))) for key, _ in others),
         ),
         warnings=tuple(warnings),
+        output_dir=output_dir,
+        rest=kept_text(rest),
     )
     _check_saved(written, plan)
     return plan
 
 
-def config_tree(plan: ParallelPlan) -> dict[str, Any]:
-    """Returns what LiBai saves as ``config.yaml``, as far as a plan holds it: every value resolved, with
-    ``auto_pipeline_stage_id`` and ``actual_pipeline_stage_id`` where the number of layers is known."""
-    layers = plan.stages.num_layers
-    dist: dict[str, Any] = {
-        "data_parallel_size": plan.dp_size,
-        "tensor_parallel_size": plan.tp_size,
-        "pipeline_parallel_size": plan.pp_size,
-        "pipeline_num_layers": layers,
-        "custom_pipeline_stage_id": None if plan.stages.table is None else list(plan.stages.table),
-    }
-    if layers is not None:
-        dist["auto_pipeline_stage_id"] = _automatic(layers, plan.stages.num_stages)
-        dist["actual_pipeline_stage_id"] = list(plan.stage_of_layer(layers))
-    policy = plan.data_parallel.policy
-    zero = {
-        "enabled": policy.startswith("zero"),
-        "stage": int(policy[4:]) if policy.startswith("zero") else 1,
-    }
-    train = {
-        "train_micro_batch_size": plan.microbatches.size,
-        "global_batch_size": plan.microbatches.global_batch_size,
-        "num_accumulation_steps": plan.microbatches.count,
-        "zero_optimization": zero,
-    }
-    carried = nest_values((key, value) for key, value in plan.others if key.startswith("train.")).get(
-        "train", {}
-    )
-    return {"train": {**train, **carried, "dist": {**dist, **carried.get("dist", {})}}}
+def _check_keys(written: Written) -> dict[str, Any]:
+    """Returns what ``train`` holds beside keys about parallelism.
 
-
-def config_yaml(plan: ParallelPlan) -> str:
-    """Returns the text of ``config.yaml`` (:func:`config_tree`)."""
-    return yaml.safe_dump(config_tree(plan), sort_keys=False, default_flow_style=None)
-
-
-def _check_keys(written: Written) -> None:
+    Raises:
+        ConfigError: a key is unknown, and looks like one that is not.
+    """
     written.check_keys(_DIST_KEYS, "train", "dist")
-    known = ("dist", *TRAIN_DEFAULTS)
-    left = []
-    for key in written.mapping("train"):
-        if key in known:
-            continue
-        text = unknown_key(f"train.{key}", key, known, written.origin("train", key))
-        if "did you mean" in text and key not in _UNRELATED:
-            raise ConfigError(text)
-        left.append(f"train.{key}")
-    written.others += left
+    left = {}
+    for key, value in written.mapping("train").items():
+        if key not in _TRAIN_KEYS:
+            left[key] = value
+            _leave_alone(written, key, _TRAIN_KEYS, "train")
+    for key in written.tree:
+        if key not in _KEYS:
+            _leave_alone(written, key, _KEYS)
+    written.others = [name for name in dict.fromkeys(written.others) if name not in _KEYS]
+    return left
+
+
+def _leave_alone(written: Written, key: str, known: Iterable[str], *above: str) -> None:
+    name = ".".join((*above, str(key)))
+    text = unknown_key(name, key, known, written.origin(*above, key))
+    if "did you mean" in text and key not in _UNRELATED:
+        raise ConfigError(text)
+    written.others.append(name)
+
+
+def _output_dir(written: Written) -> str | None:
+    path = ("train", "output_dir")
+    value = written.get(*path)
+    if value is not None and (not isinstance(value, str) or not value):
+        written.fail("output_dir must be the path of a folder.", *path, way_out="write it as text")
+    return value
 
 
 def _world_size(written: Written, world_size: int | None) -> int | None:
@@ -259,10 +242,6 @@ def _sizes(
     return pp, dp, tp, ""
 
 
-def _automatic(layers: int, stages: int) -> list[int]:
-    return [stage for stage, count in enumerate(libai_counts(layers, stages)) for _ in range(count)]
-
-
 def _stages(written: Written, pp: int, warnings: list[str]) -> tuple[StageRule, Said]:
     dist = ("train", "dist")
     owners = tuple(range(pp))
@@ -315,7 +294,7 @@ def _data_parallel(written: Written) -> tuple[DataParallel, Said]:
 def _check_saved(written: Written, plan: ParallelPlan) -> None:
     """Raises ConfigError where a saved config.yaml was changed without the lists that follow from it."""
     resolved = config_tree(plan)["train"]["dist"]
-    for key in _SAVED:
+    for key in SAVED_LISTS:
         saved = written.get("train", "dist", key)
         if saved is not None and list(saved) != resolved.get(key):
             text = (

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config.errors import ConfigError
 from . import colossal, enflame, libai, sagemaker, torchprime
-from .detect import DIALECTS, detect_dialect, detect_python
+from .detect import DIALECTS, detect_dialect, detect_python, fitting_dialects
 from .parallel_plan import ParallelPlan, Said
 from .python_config import run_python_config
 from .python_tree import Tree, plain
@@ -83,7 +83,7 @@ def read_configuration(
         raise ConfigError(f"unknown dialect {dialect!r}: choose from {', '.join(DIALECTS)}")
     if isinstance(source, Mapping):
         tree = copy.deepcopy(dict(source))
-        written = Written(dialect or detect_dialect(tree, "the dictionary"), tree)
+        written = _written(tree, dialect, "the dictionary", None)
     else:
         written = _read_file(Path(source), dialect)
     if written.dialect in _SETTLE:
@@ -108,10 +108,35 @@ def _read_file(path: Path, dialect: str | None) -> Written:
         raise ConfigError(f"{path} is neither .json, .yaml, .yml nor .py: name it by what it holds")
     if value is None:
         value = {}
-    found = dialect or detect_dialect(value, str(path))
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a {type(value).__name__}: a configuration is keys with values")
-    return Written(found, value, str(path), warnings=list(warnings))
+    written = _written(value, dialect, str(path), str(path))
+    written.warnings += warnings
+    return written
+
+
+def _written(tree: dict[str, Any], dialect: str | None, name: str, file: str | None) -> Written:
+    """
+    Raises:
+        ConfigError: the system is not recognised, or it plainly is another one than ``dialect``: its keys
+            would be taken for something else, or not at all.
+    """
+    if dialect is None:
+        written = Written(detect_dialect(tree, name), tree, file)
+    else:
+        others = [found for found in fitting_dialects(tree) if found != dialect]
+        if others and dialect not in fitting_dialects(tree):
+            raise ConfigError(
+                f"{name} is a configuration of {others[0]}, by its keys {', '.join(map(repr, [*tree][:4]))}, "
+                f"and --dialect (dialect=) says {dialect}: leave that out"
+            )
+        written = Written(dialect, tree, file)
+    if written.dialect == "libai" and tree and "train" not in tree:
+        raise ConfigError(
+            f"{name} has no key 'train', under which LiBai's configurations say all about parallelism "
+            f"(train.dist.tensor_parallel_size); it has {', '.join(map(repr, [*tree][:6]))}"
+        )
+    return written
 
 
 def _read_python(path: Path, dialect: str | None) -> Written:

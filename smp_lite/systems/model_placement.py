@@ -141,6 +141,8 @@ def _dims(
         first, _, leaf = model.ties[name].rpartition(".")
         kind = kind_of_class(model.modules.get(first, ""))
     dims, word = layout_of(plan.tensor, kind, leaf, len(shape), style)
+    if plan.tensor.mode == "1d" and model.styles and not style:
+        dims, word = ((),) * len(shape), "whole"  # only what the model's plan names is split
     if plan.tp_size == 1 and plan.tensor.mode != "rules":
         dims, word = ((),) * len(shape), "whole"
     return dims, word, bool(style)

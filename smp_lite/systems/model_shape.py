@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -22,7 +22,8 @@ class ModelShape:
         tensors: shape of each tensor of the state dict, by name, in its order.
         modules: class name of each module, by name; the model itself is ``""``.
         ties: a name -> the first name of the same tensor.
-        styles: name pattern of modules -> tensor-parallel style, of models that bring such a plan.
+        styles: name pattern of modules -> tensor-parallel style, of models that bring such a plan or that we
+            have one for.
     """
 
     tensors: Mapping[str, tuple[int, ...]]
@@ -51,7 +52,8 @@ def build_model_shape(target: str) -> ModelShape:
     module = built[0] if isinstance(built, tuple) else built
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"--model {target!r} returned {type(module).__name__}: it must return an nn.Module")
-    return describe_model(module)
+    shape = describe_model(module)
+    return shape if shape.styles else replace(shape, styles=_derived_styles(module))
 
 
 def describe_model(module: Any) -> ModelShape:
@@ -69,8 +71,28 @@ def describe_model(module: Any) -> ModelShape:
         tensors={name: tuple(tensor.shape) for name, tensor in state.items()},
         modules={name: type(child).__name__ for name, child in module.named_modules()},
         ties=ties,
-        styles=dict(styles) if isinstance(styles, Mapping) else {},
+        styles=dict(styles) if isinstance(styles, Mapping) and styles else _known_styles(module),
     )
+
+
+def _derived_styles(module: Any) -> dict[str, str]:
+    """Of the pairs of layers that are split where nobody has a plan; none where it finds none."""
+    from ..errors import SMPError
+    from ..nn.plans import derive_plan
+
+    try:
+        return dict(derive_plan(module))
+    except SMPError:
+        return {}
+
+
+def _known_styles(module: Any) -> dict[str, str]:
+    """Of our own plan for the architecture, by the names of its modules."""
+    from ..nn.plans.known import known_plan
+    from ..nn.plans.patterns import Names
+
+    names = Names(module)
+    return {n: style for pattern, style in known_plan(module).items() for n in names.matching(pattern, style)}
 
 
 def layer_names(model: ModelShape, num_layers: int | None) -> tuple[str, ...]:

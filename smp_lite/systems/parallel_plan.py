@@ -270,6 +270,17 @@ class ParallelPlan:
         return index
 
     @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """Data axes along which ranks hold pieces of parameters; none where all hold them whole.
+
+        Levels 1 and 2 of ZeRO ask for less: pieces of the optimizer's state, and of gradients. They run as
+        level 3, with the same results, less memory and more messages.
+        """
+        policy = self.data_parallel.policy
+        names = ("fsdp",) if policy == "fsdp" else self.role_axes("dp") if policy.startswith("zero") else ()
+        return tuple(name for name, size in self.topology.axes if name in names and size > 1)
+
+    @property
     def parameter_rules(self) -> tuple[ShardingRule, ...]:
         """The rules that a tensor's name may match."""
         return tuple(rule for rule in self.rules if rule.target != "activation")

@@ -11,10 +11,10 @@ from .parallel_plan import DataParallel, Microbatches, ParallelPlan, Said, Sched
 from .stage_assignment import StageRule
 from .written import Written, unknown_key
 
-__all__ = ["compile_plan", "path_of"]
+__all__ = ["SCHEDULES", "compile_plan", "path_of"]
 
 DIALECT = "sagemaker"
-_SCHEDULES: dict[str, Literal["1f1b", "gpipe", "forward"]] = {
+SCHEDULES: dict[str, Literal["1f1b", "gpipe", "forward"]] = {
     "interleaved": "1f1b",
     "simple": "gpipe",
     "_only_forward": "forward",
@@ -87,7 +87,7 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
         stages=stages,
         microbatches=Microbatches(config.microbatches, "slice"),
         schedule=Schedule(
-            "sequential" if pp == 1 else _SCHEDULES[config.pipeline],
+            "sequential" if pp == 1 else SCHEDULES[config.pipeline],
             max_in_flight=config.active_microbatches,
             strict=config.optimize == "memory",
         ),

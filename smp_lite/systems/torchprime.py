@@ -6,6 +6,9 @@ data, fsdp, tensor, expert, context. ``dcn_mesh`` says which part of an axis spa
 then names its slice and its chip there.
 
 A spec has one entry for each dimension: null, an axis, or a list of axes of which the first is major.
+
+torchprime has no pipelines. A section ``smp`` of SageMaker's parameters may say one, since the two speak of
+different things: ``smp: {pipeline_parallel_degree: 2, microbatches: 4}``; its stages are the outermost axis.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any, Literal
 
+from ..config import Config
 from ..config.errors import ConfigError
 from ..plan.topology import Topology
 from .parallel_plan import (
@@ -23,10 +27,12 @@ from .parallel_plan import (
     Microbatches,
     ParallelPlan,
     Placement,
+    Schedule,
     ShardingRule,
     TensorMode,
     group_kinds,
 )
+from .sagemaker import SCHEDULES
 from .stage_assignment import StageRule
 from .written import Written, unknown_key
 
@@ -35,12 +41,21 @@ __all__ = ["AXES", "compile_plan", "is_sharding_map", "parse_rule", "path_of"]
 DIALECT = "torchprime"
 AXES = ("data", "fsdp", "tensor", "expert", "context")
 _MESHES = ("ici_mesh", "dcn_mesh")
-_KEYS = (*_MESHES, "sharding", "model", "strict")
+_KEYS = (*_MESHES, "sharding", "model", "strict", "smp")
+_SMP_KEYS = (
+    *("partitions", "pipeline_parallel_degree", "microbatches", "pipeline", "active_microbatches"),
+    *("auto_partition", "default_partition", "optimize", "memory_weight"),
+)
 
 
 def path_of(key: str) -> tuple[str, ...]:
-    """The path of a command-line key: ``ici_mesh.fsdp``, ``strict`` or ``model.sharding.<name>``."""
+    """The path of a command-line key: ``ici_mesh.fsdp``, ``strict``, ``smp.<key>`` or
+    ``model.sharding.<name>``."""
     head, _, rest = key.partition(".")
+    if head == "smp":
+        if rest not in _SMP_KEYS:
+            raise ConfigError(unknown_key(key, rest, _SMP_KEYS))
+        return (head, rest)
     if head in _MESHES:
         if rest not in AXES:
             raise ConfigError(unknown_key(key, rest, AXES))
@@ -51,9 +66,8 @@ def path_of(key: str) -> tuple[str, ...]:
         if key.startswith(f"{prefix}."):
             return ("sharding", key.removeprefix(f"{prefix}."))
     raise ConfigError(
-        f"unknown key {key!r}: keys are ici_mesh.<axis>, dcn_mesh.<axis>, model.sharding.<name> and "
-        "strict, for "
-        "example ici_mesh.fsdp=4"
+        f"unknown key {key!r}: keys are ici_mesh.<axis>, dcn_mesh.<axis>, model.sharding.<name>, strict and "
+        "smp.<key>, for example ici_mesh.fsdp=4"
     )
 
 
@@ -151,7 +165,9 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
     rules = tuple(parse_rule(str(name), spec) for name, spec in written.mapping("sharding").items())
     _check_indexes(rules)
     ici, dcn = ({axis: written.integer(mesh, axis, default=1) for axis in AXES} for mesh in _MESHES)
-    axes = tuple((axis, ici[axis] * dcn[axis]) for axis in AXES)
+    pipeline = _pipeline(written)
+    stages = (("pp", pipeline.partitions),) if written.has("smp") else ()
+    axes = (*stages, *((axis, ici[axis] * dcn[axis]) for axis in AXES))
     num_ranks = prod(size for _, size in axes)
     used = [axis for axis in AXES if any(axis in dims for rule in rules for dims in rule.dims)]
     if not any(written.has(mesh) for mesh in _MESHES):
@@ -177,20 +193,28 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
         dialect=DIALECT,
         topology=Topology(axes, group_kinds(axes, (*own, ("BATCH", ("data", "fsdp"))))),
         placement=_placement(ici, dcn) if slices > 1 else Placement(),
-        stages=StageRule("uniform", (0,)),
-        microbatches=Microbatches(),
+        stages=_stages(pipeline),
+        microbatches=Microbatches(pipeline.microbatches),
+        schedule=Schedule(
+            "sequential" if pipeline.partitions == 1 else SCHEDULES[pipeline.pipeline],
+            max_in_flight=pipeline.active_microbatches,
+            strict=pipeline.optimize == "memory",
+        )
+        if stages
+        else Schedule(),
         tensor=TensorMode("rules" if rules else None),
         rules=rules,
         strict_rules=bool(others[0][1]),
         data_parallel=DataParallel("fsdp" if is_sharded else "ddp"),
         others=others,
         provenance=(
-            ("axes", written.said("axes", how=", ".join(AXES))),
+            ("axes", written.said("axes", how=", ".join(name for name, _ in axes))),
+            *((("axis.pp", written.said("smp", _named_pp(written))),) if stages else ()),
             *((f"axis.{axis}", _said_axis(written, axis, ici[axis], dcn[axis])) for axis in AXES),
             ("placement", written.said("dcn_mesh", how="" if slices > 1 else "rank by rank")),
-            ("stages", written.said("stages", how="no pipeline")),
-            ("microbatches", written.said("microbatches")),
-            ("schedule", written.said("schedule", how="no pipeline")),
+            ("stages", written.said("smp", "auto_partition", how="" if stages else "no pipeline")),
+            ("microbatches", written.said("smp", "microbatches")),
+            ("schedule", written.said("smp", "pipeline", how="" if stages else "no pipeline")),
             ("tensor", written.said("sharding")),
             ("rules", written.said("sharding")),
             ("data_parallel", written.said("sharding", how="the rules use fsdp" if is_sharded else "")),
@@ -199,6 +223,31 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
         warnings=tuple(written.warnings),
         notes=tuple(notes),
     )
+
+
+def _pipeline(written: Written) -> Config:
+    """What the section ``smp`` says, checked as SageMaker's parameters are."""
+    written.check_keys(_SMP_KEYS, "smp")
+    section = dict(written.mapping("smp"))
+    try:
+        return Config.from_parameters(
+            section if _named_pp(written) in section else {**section, "partitions": 1}
+        )
+    except ConfigError as error:
+        raise ConfigError(f"in the section smp: {error}") from None
+
+
+def _named_pp(written: Written) -> str:
+    return "partitions" if written.has("smp", "partitions") else "pipeline_parallel_degree"
+
+
+def _stages(pipeline: Config) -> StageRule:
+    owners = tuple(range(pipeline.partitions))
+    if pipeline.partitions == 1:
+        return StageRule("uniform", owners)
+    if not pipeline.auto_partition:
+        return StageRule("contexts", owners, default_stage=pipeline.default_partition, key="smp")
+    return StageRule("partitioner", owners, memory_weight=pipeline.memory_weight, key="smp")
 
 
 def _said_axis(written: Written, axis: str, ici: int, dcn: int) -> Any:

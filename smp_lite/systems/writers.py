@@ -48,6 +48,8 @@ def write_sagemaker(plan: ParallelPlan, model: ModelPlacement | None, layers: tu
         parameters["ddp"] = True
     if plan.tp_size > 1:
         parameters["tensor_parallel_degree"] = plan.tp_size
+        if plan.dialect != "sagemaker":
+            parameters["prescaled_batch"] = True  # elsewhere the ranks that share a layer share a batch
     in_flight = plan.schedule.max_in_flight
     if in_flight is not None and in_flight != plan.pp_size + 2:
         parameters["active_microbatches"] = in_flight

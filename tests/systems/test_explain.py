@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def test_values_name_the_key_that_said_them(explain: Explain) -> None:
     assert "6, 7, 7, 4 of 24 layers" in text
     assert row(text, "amp.enabled") == ["amp.enabled", "True", "train.amp.enabled,", "command", "line"]
     assert row(text, "tensor (tp)")[2:] == ["1", "default"]
-    assert "inferred: 8 ranks / (tensor 1 x pipeline" in text
+    assert "inferred: 8 ranks / (tensor 1 x" in text
     assert "8 of 8 samples" in text and "128 samples a step" in text
 
 
@@ -393,3 +394,45 @@ def test_a_model_gives_what_a_file_leaves_open(explain: Explain) -> None:
     here = {t.name: t.local_shape for t in check_model(plan, shape).tensors}
     there = {t.name: t.local_shape for t in check_model(written.plan, shape).tensors}
     assert here == there
+
+
+def test_files_without_lines_are_named(explain: Explain) -> None:
+    text = explain(str(DATA / "sagemaker.json"), "--world-size", "8")
+    assert "partitions, sagemaker.json" in text
+    assert "sharding_size, enflame.json" in explain(str(DATA / "enflame.json"))
+
+
+@pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "sagemaker"])
+def test_a_file_of_another_system_is_not_read_as_if_it_said_nothing(dialect: str, explain: Explain) -> None:
+    words = (str(DATA / "sagemaker.json"), "--world-size", "8", "--dialect", dialect)
+    text = explain(*words, code=2)
+    assert "is a configuration of sagemaker, by its keys" in text
+    assert f"says {dialect}: leave that out" in text
+
+
+def test_libais_keys_stand_under_train(tmp_path: Path, explain: Explain) -> None:
+    path = tmp_path / "dist.yaml"
+    path.write_text("dist: {tensor_parallel_size: 2}\n")
+    text = explain(str(path), "--world-size", "2", "--dialect", "libai", code=2)
+    assert "dist.yaml has no key 'train'" in text and "it has 'dist'" in text
+
+
+def test_who_brings_a_batch_is_not_lost() -> None:
+    """SMP's ranks that share a layer have batches of their own if nothing is said; others' share one."""
+    shared = load_plan({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, world_size=2)
+    assert '"prescaled_batch": true' in convert(shared, "sagemaker").text
+    own = load_plan({"partitions": 1, "tensor_parallel_degree": 2, "ddp": True}, world_size=2)
+    assert "prescaled_batch" not in convert(own, "sagemaker").text
+    losses = convert(own, "colossal").losses
+    assert any("2 ranks (each its own batch)" in loss for loss in losses)
+    prescaled = {"partitions": 1, "tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True}
+    assert "2 ranks (the same batch)" in explain_plan(load_plan(prescaled, world_size=2), "x")
+
+
+def test_a_model_without_a_plan_shows_the_pairs_that_will_be_split(explain: Explain, tmp_path: Path) -> None:
+    file = tmp_path / "libai.yaml"
+    file.write_text("train: {dist: {tensor_parallel_size: 2}}\n")
+    text = explain(str(file), "--world-size", "2", "--model", "tests.systems.split_models:Net")
+    assert re.search(r"blocks\.0-3\.up\.weight +\[64, 16\] +\[tp, -\] +1d column +\[32, 16\]", text)
+    assert re.search(r"blocks\.0-3\.down\.weight +\[16, 64\] +\[-, tp\] +1d row +\[16, 32\]", text)
+    assert re.search(r"embed\.weight +\[16, 16\] +\[-, -\] +whole +\[16, 16\]", text)

@@ -1,4 +1,4 @@
-"""The LiBai dialect: its examples, batch arithmetic, stage tables, Python files, config.yaml."""
+"""The LiBai dialect: its examples, batch arithmetic, stage tables, Python files."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from smp_lite.config import ConfigError
 from smp_lite.systems import load_plan
-from smp_lite.systems.libai import config_tree, config_yaml
 from smp_lite.systems.libai_batches import batch_sizes
 
 DATA = Path(__file__).parent / "data"
@@ -51,6 +49,62 @@ def test_data_and_pipeline() -> None:
 def test_tensor_and_pipeline() -> None:
     config = dist(tensor_parallel_size=2, pipeline_parallel_size=4, pipeline_num_layers=8)
     assert groups(load_plan(config, world_size=8), "TP") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_the_whole_pipeline_is_one_device_a_stage() -> None:
+    plan = load_plan(dist(pipeline_parallel_size=8, pipeline_num_layers=24), world_size=8)
+    assert (plan.dp_size, plan.pp_size, plan.tp_size) == (1, 8, 1)
+    assert [plan.stages_of_rank(rank) for rank in range(8)] == [(rank,) for rank in range(8)]
+    assert groups(plan, "PP") == [list(range(8))]
+
+
+@pytest.mark.parametrize(
+    ("custom", "counts"), [(None, [2, 2, 3, 1]), ([0, 1, 2, 3, 3, 3, 3, 3], [1, 1, 1, 5])]
+)
+def test_neighbours_hold_one_stage_of_eight_layers(custom: list[int] | None, counts: list[int]) -> None:
+    """Two replicas of four stages: pairs of ranks have the same layers, stage by stage."""
+    config = dist(pipeline_parallel_size=4, pipeline_num_layers=8, custom_pipeline_stage_id=custom)
+    plan = load_plan(config, world_size=8)
+    stages = plan.stage_of_layer(8)
+    held = [sum(stages.count(stage) for stage in plan.stages_of_rank(rank)) for rank in range(8)]
+    assert held == [count for count in counts for _ in range(2)]
+
+
+def test_tensor_groups_are_the_stages_where_there_is_one_replica() -> None:
+    config = dist(tensor_parallel_size=2, pipeline_parallel_size=4, pipeline_num_layers=8)
+    plan = load_plan(config, world_size=8)
+    assert [plan.stages_of_rank(rank) for rank in range(8)] == [(rank // 2,) for rank in range(8)]
+    assert groups(plan, "PP") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert groups(plan, "RDP") == [[rank] for rank in range(8)]
+
+
+def test_microbatches_of_a_pipeline_are_the_accumulation_steps() -> None:
+    config = dist(pipeline_parallel_size=2, pipeline_num_layers=4)
+    plan = load_plan(config, world_size=4)
+    assert (plan.microbatches.size, plan.microbatches.count, plan.microbatches.global_batch_size) == (
+        32,
+        1,
+        64,
+    )
+    plan = load_plan(config, world_size=4, overrides=["train.global_batch_size=256"])
+    assert (plan.microbatches.count, plan.microbatches.source, plan.schedule.name) == (4, "consume", "1f1b")
+    assert load_plan(dist(), world_size=1).stages.num_layers is None
+
+
+def test_a_table_of_stages_from_the_command_line() -> None:
+    config = dist(pipeline_parallel_size=2, pipeline_num_layers=4)
+    change = "train.dist.custom_pipeline_stage_id=[0,0,0,1]"
+    plan = load_plan(config, world_size=2, overrides=[change])
+    assert plan.stage_of_layer(4) == (0, 0, 0, 1)
+    assert plan.said("stages").file == "command line"
+    for change, told in [
+        ("~train.dist.pipeline_num_layers", "cannot be deleted"),
+        ("model.layers=3", "keys begin with train."),
+        ("train.dist.pipeline_parallel=2", "did you mean 'pipeline_parallel_size'"),
+        ("train.dist.x.y=2", "unknown key 'train.dist.x.y'"),
+    ]:
+        with pytest.raises(ConfigError, match=told):
+            load_plan(config, world_size=2, overrides=[change])
 
 
 def test_all_three() -> None:
@@ -123,11 +177,17 @@ def table(*stages: Any, pp: int = 2, layers: int | None = 4) -> dict[str, Any]:
         (dist(tensor_parallel_size=8), 4, "there are only 4 ranks.*use a divisor of 4"),
         (dist(tensor_parallel_size=3), 8, "8 ranks are not a multiple of .* = 3: start 6 or 9"),
         (dist(data_parallel_size=2, tensor_parallel_size=2), 8, "the data-parallel size is 4"),
+        (
+            dist(tensor_parallel_size=4, pipeline_parallel_size=4, pipeline_num_layers=4),
+            8,
+            "= 16: start 16 or 32",
+        ),
         (dist(pipeline_parallel_size=2), 2, "pipeline_num_layers must be set"),
         (dist(pipeline_parallel_size=4, pipeline_num_layers=3), 4, "3 layers cannot fill 4 stages"),
         (dist(), None, "number of ranks is not known.*--world-size"),
         (table(0, 0, 1), 2, "has 3 entries for pipeline_num_layers=4"),
         (table(0, 0, 1, 2), 2, "holds 2.*stages are 0 ... 1"),
+        (table(0, 0, 1, 2), 4, "holds 2.*stages are 0 ... 1"),  # less than the ranks, but no stage
         (table(0, 0, 1, -1), 2, "holds -1"),
         (table(0, 0, 1, True), 2, "holds True"),
         (table(0, 0, 0, 0), 2, "leaves stage 1 without a layer"),
@@ -260,29 +320,3 @@ def test_a_value_that_is_not_there_can_be_changed_but_not_used(tmp_path: Path) -
     looped = file(tmp_path, lines + "train.dist.pipeline_num_layers = sum(model.depths)\n")
     with pytest.raises(ConfigError, match=r"model.depths is used as a value and is not known"):
         load_plan(looped, world_size=1)
-
-
-def test_config_yaml_has_both_lists_and_reads_back(tmp_path: Path) -> None:
-    plan = load_plan(DATA / "libai.py", world_size=8)
-    tree = yaml.safe_load(config_yaml(plan))
-    saved = tree["train"]["dist"]
-    assert saved["auto_pipeline_stage_id"] == [0] * 6 + [1] * 7 + [2] * 7 + [3] * 4
-    assert saved["actual_pipeline_stage_id"] == saved["custom_pipeline_stage_id"]
-    path = file(tmp_path, config_yaml(plan), "config.yaml")
-    again = load_plan(path)
-    assert (again.topology, again.stages, again.microbatches) == (
-        plan.topology,
-        plan.stages,
-        plan.microbatches,
-    )
-    with pytest.raises(ConfigError, match="auto_pipeline_stage_id belongs to another configuration"):
-        load_plan(
-            path, overrides=["train.dist.pipeline_num_layers=12", "train.dist.custom_pipeline_stage_id=null"]
-        )
-
-
-def test_config_yaml_of_an_automatic_table() -> None:
-    config = dist(pipeline_parallel_size=4, pipeline_num_layers=8)
-    saved = config_tree(load_plan(config, world_size=4))["train"]["dist"]
-    assert saved["auto_pipeline_stage_id"] == saved["actual_pipeline_stage_id"] == [0, 0, 1, 1, 2, 2, 2, 3]
-    assert saved["custom_pipeline_stage_id"] is None

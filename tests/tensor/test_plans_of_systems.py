@@ -70,6 +70,19 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
             },
         },
     ),
+    "libai data in pieces, pipeline": (
+        4,
+        {
+            "train": {
+                "dist": {"pipeline_parallel_size": 2, "pipeline_num_layers": 4},
+                "zero_optimization": {"enabled": True, "stage": 1},
+            }
+        },
+    ),
+    "colossal data in pieces, tensor": (
+        4,
+        {"parallel": {"tensor": {"size": 2, "mode": "1d"}}, "zero": {"level": 3}},
+    ),
     "libai by hand": (
         2,
         libai(pipeline_parallel_size=2, pipeline_num_layers=4, custom_pipeline_stage_id=[0, 1, 1, 1]),
@@ -129,7 +142,8 @@ def test_a_file_is_recognised_and_changed_on_the_way(tmp_path: Path) -> None:
             libai(pipeline_parallel_size=2, pipeline_num_layers=5),
             r"is for 5 layers, and no lists of the model have so many",
         ),
-        (2, {"ici_mesh": {"fsdp": 2}, "sharding": {"embed.weight": ["fsdp", None]}}, r"not supported yet"),
+        (2, {"ici_mesh": {"expert": 2}, "sharding": {}}, r"ici_mesh\.expert.*'expert' is not supported yet"),
+        (2, {"parallel": {}, "clip_grad_norm": 1.0}, r"clip_grad_norm=1\.0 is what the engine"),
         (3, {"parallel": {"pipeline": 2}}, r"3 ranks are not a multiple of pipeline 2 x tensor 1"),
     ],
 )

@@ -144,7 +144,8 @@ def _run(
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), follower.watching(), torch.no_grad():
             module.train(training)
-            x = torch.empty(shape, dtype=next(module.parameters()).dtype)
+            like = next(module.parameters())
+            x = torch.empty(shape, dtype=like.dtype, device=like.device)
             with follower:
                 output = module(x)
     finally:

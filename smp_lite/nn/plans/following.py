@@ -24,34 +24,24 @@ from collections.abc import Collection, Iterable, Mapping
 from torch import nn
 
 from ...errors import SMPError
+from .expressions import Expressions
 from .heads import HEAD_COUNTS, output_features
+from .marks import NONE, PART, TRAINED, Marks, own_name, union_of
 from .source import function_of, reads_of, words
 from .styles import Style
 
 __all__ = ["check_code"]
 
-_PART, _FLAT, _PACKED, _TRAINED, _ROW = "part", "flat", "packed", "trained", "row"
-"""Marks of values: this rank's features; features still in the last dimension; parts
-of several matrices there, which may be cut; whole, with a gradient; a bare
-weight that is split by input features."""
-
-_CUTS = words("chunk split tensor_split unbind narrow split_with_sizes")
-_REDUCES = words(
+_OTHER_NUMBERS = words(
     """
-    mean std var sum softmax log_softmax norm max min amax amin argmax argmin topk sort argsort cumsum cumprod
-    logsumexp prod median quantile normalize layer_norm rms_norm group_norm kthvalue std_mean var_mean
-    vector_norm
+    head_dim head_size attention_head_size key_value_proj_dim layer_idx
+    relative_attention_num_buckets relative_attention_max_distance
     """
 )
-_RESHAPES = words("view reshape unflatten transpose permute swapaxes view_as movedim")
-_ABOUT = words("shape dtype device size dim ndim numel is_cuda requires_grad type")
-_HEAD_SIZES = words("head_dim head_size attention_head_size layer_idx")
+"""Attributes that count no split features, even where the number is the same."""
 
 _MAX_DEPTH = 4
 """Of methods that call methods."""
-
-Marks = frozenset[str]
-_NONE: Marks = frozenset()
 
 
 def check_code(
@@ -82,9 +72,9 @@ def check_code(
     """
     if not shipped:
         _check_sizes(name, owner, styles, known)
-    follower = _Follower(name, owner, styles)
+    follower = Follower(name, owner, styles)
     if isinstance(owner, nn.Sequential):
-        return _PART in follower.sequence(frozenset({_TRAINED}))
+        return PART in follower.sequence(frozenset({TRAINED}))
     tree = function_of(type(owner).forward)
     if tree is not None:
         follower.run(tree, summands=summands)
@@ -106,11 +96,11 @@ def _check_sizes(name: str, owner: nn.Module, styles: Mapping[str, Style], known
     modules = dict(owner.named_modules())
     whole: dict[int, str] = {}
     for layer, style in styles.items():
-        if style.gives_parts and layer in modules:
+        if style.gives_parts and layer in modules and not isinstance(modules[layer], nn.Embedding):
             features = output_features(modules[layer])
             whole[features] = layer
             whole[features // style.packed] = layer
-    for attribute in sorted(reads_of(type(owner)).attributes - _HEAD_SIZES - HEAD_COUNTS):
+    for attribute in sorted(reads_of(type(owner)).attributes - _OTHER_NUMBERS - HEAD_COUNTS):
         value = vars(owner).get(attribute)
         if (
             isinstance(value, int)
@@ -128,16 +118,13 @@ def _check_sizes(name: str, owner: nn.Module, styles: Mapping[str, Style], known
             )
 
 
-class _Follower:
+class Follower(Expressions):
     """One pass over one forward."""
 
     def __init__(self, name: str, owner: nn.Module, styles: Mapping[str, Style]) -> None:
-        self.name, self.owner, self.styles = name, owner, styles
-        self.modules = dict(owner.named_modules())
-        self.values: dict[str, Marks] = {}
+        super().__init__(name, owner, styles)
         self.returned: list[Marks] | None = None
         self.depth = 0
-        self.seen: set[str] = set()
         self.gives_part = False
 
     def sequence(self, marks: Marks) -> Marks:
@@ -155,7 +142,7 @@ class _Follower:
         if summands:
             self.returned = []
         elif len(arguments) > 1:
-            self.values[arguments[1].arg] = frozenset({_TRAINED})
+            self.values[arguments[1].arg] = frozenset({TRAINED})
         self.block(tree.body)
 
     def run_method(self, name: str, node: ast.Call, given: Marks | None = None) -> Marks | None:
@@ -178,7 +165,7 @@ class _Follower:
         self.values, self.returned = values, []
         self.depth += 1
         self.block(tree.body)
-        found = _union(self.returned)
+        found = union_of(self.returned)
         self.depth -= 1
         self.values, self.returned = outside, returned
         return found
@@ -206,7 +193,7 @@ class _Follower:
             after, self.values = self.values, before
             self.block(node.orelse)
             for name, marks in after.items():
-                self.values[name] = self.values.get(name, _NONE) | marks
+                self.values[name] = self.values.get(name, NONE) | marks
         elif isinstance(node, ast.For):
             self.bind(node.target, self.marks(node.iter))
             self.block(node.body)
@@ -223,7 +210,7 @@ class _Follower:
             elif self.returned is not None:
                 self.returned.append(self.marks(first))  # attention weights come second
             else:
-                self.gives_part = self.gives_part or _PART in self.marks(first)
+                self.gives_part = self.gives_part or PART in self.marks(first)
         elif isinstance(node, ast.Expr):
             self.marks(node.value)
 
@@ -257,7 +244,7 @@ class _Follower:
         names = [ast.unparse(each) for each in target.elts]
         if [ast.unparse(each) for each in value.args[: len(names)]] != names:
             return False
-        own = _own_name(value.func) if isinstance(value.func, ast.Attribute) else None
+        own = own_name(value.func) if isinstance(value.func, ast.Attribute) else None
         return own is None  # and the names keep their marks
 
     def bind(self, target: ast.expr, marks: Marks) -> None:
@@ -269,141 +256,6 @@ class _Follower:
         elif isinstance(target, ast.Starred):
             self.bind(target.value, marks)
 
-    # Expressions ------------------------------------------------------------------------------------------
-
-    def marks(self, node: ast.expr | None) -> Marks:
-        if node is None or isinstance(node, ast.Constant):
-            return _NONE
-        if isinstance(node, ast.Name):
-            return self.values.get(node.id, _NONE)
-        if isinstance(node, ast.Call):
-            return self.call(node)
-        if isinstance(node, ast.Attribute):
-            return self.attribute(node)
-        if isinstance(node, ast.Subscript):
-            marks = self.marks(node.value)
-            if _FLAT in marks and _cuts_last(node.slice):
-                self.refuse_cut(ast.unparse(node))
-            return marks
-        if isinstance(node, ast.Tuple | ast.List | ast.Set):
-            return _union(self.marks(each) for each in node.elts)
-        if isinstance(node, ast.IfExp):
-            chosen = self.known(node.test)
-            if chosen is not None:
-                return self.marks(node.body if chosen else node.orelse)
-            return self.marks(node.body) | self.marks(node.orelse)
-        if isinstance(node, ast.GeneratorExp | ast.ListComp):
-            for generator in node.generators:
-                self.bind(generator.target, self.marks(generator.iter))
-            return self.marks(node.elt)
-        if isinstance(node, ast.BinOp):
-            return self.meet([self.marks(node.left), self.marks(node.right)], node)
-        if isinstance(node, ast.NamedExpr):
-            marks = self.marks(node.value)
-            self.bind(node.target, marks)
-            return marks
-        if isinstance(node, ast.Lambda | ast.JoinedStr | ast.Compare | ast.BoolOp):
-            return _NONE
-        children = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-        return self.meet([self.marks(child) for child in children], node)
-
-    def attribute(self, node: ast.Attribute) -> Marks:
-        own = _own_name(node)
-        if own is not None:
-            holder, _, last = own.rpartition(".")
-            module = self.modules.get(holder)
-            parameter = None if module is None else module._parameters.get(last)
-            style = self.styles.get(own)
-            if parameter is None:
-                return _NONE
-            if style is None or style.kind not in ("column", "row"):
-                return frozenset({_TRAINED}) if style is None else _NONE
-            if parameter.dim() == 1:
-                return frozenset({_PART})
-            if style.kind == "row":
-                return frozenset({_ROW})
-            return _given(style)
-        marks = self.marks(node.value)
-        return _NONE if node.attr in _ABOUT else marks
-
-    def call(self, node: ast.Call) -> Marks:
-        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
-        if isinstance(node.func, ast.Attribute):
-            own = _own_name(node.func)
-            if own is not None and own not in self.modules and hasattr(type(self.owner), own):
-                found = self.run_method(own, node)
-                if found is not None:
-                    return found
-            if own is not None and own in self.modules:
-                return self.call_module(own, _union(self.marks(each) for each in arguments), node)
-            if own is None:
-                base = self.marks(node.func.value)
-                method = node.func.attr
-                if method in _ABOUT:
-                    return _NONE
-                if method in _RESHAPES:
-                    return base - {_FLAT, _PACKED}
-                module_function = isinstance(node.func.value, ast.Name | ast.Attribute) and not base
-                cut = self.marks(node.args[0]) if module_function and node.args else base
-                if method in _CUTS and _FLAT in cut:
-                    self.refuse_cut(ast.unparse(node))
-                if method in _REDUCES and cut & {_FLAT, _PACKED}:
-                    self.refuse(
-                        f"takes {method} of this rank's part of the features, in "
-                        f"{ast.unparse(node)[:120]!r}, where it took that of all: name the layers before "
-                        "it as 'colwise_gather_output', and the layer after it as 'rowwise_split_input'"
-                    )
-                return self.meet([base, *(self.marks(each) for each in arguments)], node)
-        else:
-            self.marks(node.func)
-        marks = self.meet([self.marks(each) for each in arguments], node)
-        for each in arguments:
-            handed = _own_name(each)
-            if handed is not None and handed not in self.modules:
-                found = self.run_method(handed, node, marks)
-                marks = marks if found is None else found
-        if _PART in marks:
-            for each in arguments:
-                self.check_rate(each)
-        return marks
-
-    def call_module(self, name: str, given: Marks, node: ast.Call | None = None) -> Marks:
-        style, module = self.styles.get(name), self.modules[name]
-        self.seen.add(name)
-        if style is not None and style.kind == "tail":
-            return _NONE  # its gradients are seen to
-        if style is not None and style.kind in ("column", "row", "summands", "summed"):
-            return _given(style) if style.gives_parts else frozenset({_TRAINED})
-        inside = {
-            other[len(name) + 1 :]: s for other, s in self.styles.items() if other.startswith(f"{name}.")
-        }
-        if style is None and inside:
-            found = self.call_inside(name, module, inside, given, node)
-            if found is not None:
-                return found
-        trained = any(True for _ in module.parameters())  # frozen ones too: they may be thawed
-        if _PART not in given:
-            return frozenset({_TRAINED}) if trained else given
-        if style is not None and style.kind in ("partial", "dropout"):
-            return given
-        if trained:
-            self.refuse(
-                f"gives this rank's part of the features to {name} ({type(module).__name__}), whose "
-                "parameters are whole: their gradients would lack the other ranks' contributions. If it "
-                "works on each head "
-                f'by itself, add "{self.name}.{name}": "replicated_with_grad_allreduce" to the plan, else '
-                "name "
-                "the layers before it as 'colwise_gather_output'"
-            )
-        if isinstance(module, nn.Dropout) and module.p:
-            self.refuse(
-                f"applies dropout ({name}, p={module.p}) to this rank's part of the features: the masks "
-                "would not be those of the whole model. Set it to 0, or, between a colwise and a rowwise "
-                "layer, add "
-                f'"{self.name}.{name}": "local_dropout" to the plan'
-            )
-        return given
-
     def call_inside(
         self,
         name: str,
@@ -413,9 +265,9 @@ class _Follower:
         node: ast.Call | None,
     ) -> Marks | None:
         """A module that has split layers itself; None where there is no code to see."""
-        if _PART not in given and not any(style.gives_parts for style in styles.values()):
-            return frozenset({_TRAINED})
-        follower = _Follower(f"{self.name}.{name}" if self.name else name, module, styles)
+        if PART not in given and not any(style.gives_parts for style in styles.values()):
+            return frozenset({TRAINED})
+        follower = Follower(f"{self.name}.{name}" if self.name else name, module, styles)
         if isinstance(module, nn.Sequential):
             return follower.sequence(given)
         tree = function_of(type(module).forward)
@@ -427,69 +279,5 @@ class _Follower:
         follower.values.update(named)
         follower.returned = []
         follower.block(tree.body)
-        found = _union(follower.returned)
-        return found if _PART in found else frozenset({_TRAINED})
-
-    def check_rate(self, node: ast.expr) -> None:
-        for each in ast.walk(node):
-            own = _own_name(each) if isinstance(each, ast.Attribute) else None
-            if own is None or "drop" not in own:
-                continue
-            rate = getattr(self.owner, own, 0.0) if "." not in own else 0.0
-            if isinstance(rate, nn.Dropout):
-                rate = rate.p
-            if isinstance(rate, float | int) and rate:
-                self.refuse(
-                    f"applies dropout (self.{own}={rate}) to this rank's part of the features: the masks "
-                    "would not be those of the whole model. Set it to 0 in the model's configuration"
-                )
-
-    def meet(self, given: Iterable[Marks], node: ast.AST) -> Marks:
-        """Values that one function takes together."""
-        marks = list(given)
-        union = _union(marks)
-        if _ROW in union:
-            return _NONE
-        if _PART in union and any(_TRAINED in each and _PART not in each for each in marks):
-            self.refuse(
-                f"lets this rank's part of the features meet whole values, in {ast.unparse(node)[:120]!r}: "
-                "the gradients of those would lack the other ranks' contributions. Split the layers that "
-                "they come from alike, or name all of them as 'colwise_gather_output'"
-            )
-        return union - {_TRAINED} if _PART in union else union
-
-    def refuse_cut(self, code: str) -> None:
-        self.refuse(
-            f"cuts what a colwise layer gives, in {code[:120]!r}, where the whole features would be cut: use "
-            "'packed_colwise' (packed_colwise:3 for three equal matrices), or 'colwise_gather_output' and "
-            "'rowwise_split_input' for the layer after it"
-        )
-
-    def refuse(self, what: str) -> None:
-        raise SMPError(f"plan: the code of {self.name} ({type(self.owner).__name__}) {what}")
-
-
-def _own_name(node: ast.AST) -> str | None:
-    """``a.b`` of ``self.a.b``."""
-    names: list[str] = []
-    while isinstance(node, ast.Attribute):
-        names.append(node.attr)
-        node = node.value
-    return ".".join(reversed(names)) if isinstance(node, ast.Name) and node.id == "self" and names else None
-
-
-def _cuts_last(index: ast.expr) -> bool:
-    """Whether an index takes a range of the last dimension, as far as one can see: ``[..., a:b]``."""
-    parts = index.elts if isinstance(index, ast.Tuple) else [index]
-    last = parts[-1]
-    whole = isinstance(last, ast.Slice) and last.lower is None and last.upper is None
-    started = len(parts) > 1 and isinstance(parts[0], ast.Constant) and parts[0].value is Ellipsis
-    return started and isinstance(last, ast.Slice) and not whole
-
-
-def _given(style: Style) -> Marks:
-    return frozenset({_PART, _FLAT if style.packed == 1 else _PACKED})
-
-
-def _union(given: Iterable[Marks]) -> Marks:
-    return frozenset().union(*given)
+        found = union_of(follower.returned)
+        return found if PART in found else frozenset({TRAINED})

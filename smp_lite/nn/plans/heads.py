@@ -21,7 +21,7 @@ HEAD_COUNTS = words(
 )
 """Attributes of modules and configurations that count heads."""
 
-_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")
+_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
 _GROUPS = "num_key_value_groups"
 
@@ -46,12 +46,15 @@ def output_features(layer: Any) -> int:
     return found
 
 
-def changes_of_heads(name: str, owner: nn.Module, layers: Mapping[str, nn.Module], axis: Axis) -> HeadChanges:
+def changes_of_heads(
+    name: str, owner: nn.Module, layers: Mapping[str, nn.Module], axis: Axis, packed: Mapping[str, int]
+) -> HeadChanges:
     """
     Args:
         name: of the owner.
         owner: the module whose code takes the layers' outputs.
         layers: those split by output features, by their names in the owner.
+        packed: how many matrices of one size each holds side by side.
 
     Raises:
         SMPError: heads that the ranks cannot share, or numbers of heads that cannot be changed.
@@ -62,7 +65,9 @@ def changes_of_heads(name: str, owner: nn.Module, layers: Mapping[str, nn.Module
     if found:
         head_size: int = getattr(owner, found[0])
         for layer_name, layer in layers.items():
-            features = output_features(layer)
+            if isinstance(layer, nn.Embedding):
+                continue  # it has one feature for each head
+            features = output_features(layer) // packed[layer_name]
             heads, rest = divmod(features, head_size)
             if rest or heads % axis.size == 0:
                 continue

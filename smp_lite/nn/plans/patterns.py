@@ -11,7 +11,7 @@ from torch import nn
 
 from ...errors import SMPError
 
-__all__ = ["Entry", "expand", "shipped_plan"]
+__all__ = ["Entry", "Names", "expand", "shipped_plan"]
 
 _STAR = "[^.]+"
 
@@ -68,21 +68,14 @@ def expand(
     Raises:
         SMPError: a pattern matches nothing, or two want different things of one module; names them.
     """
-    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    names = [*modules, *parameters]
-    prefix = getattr(model, "base_model_prefix", "") or ""
+    names = Names(model, attributes)
     found: dict[str, Entry] = {}
     for pattern, style in plan.items():
-        if style in attributes:
-            owner, _, attribute = pattern.rpartition(".")
-            matched = [f"{name}.{attribute}" for name in _matching(owner, modules, prefix)]
-        else:
-            matched = _matching(pattern, names, prefix)
+        matched = names.matching(pattern, style)
         if not matched and not shipped:
             raise SMPError(
                 f"plan: {pattern!r}: {style!r} matches no module and no parameter of {type(model).__name__}"
-                f"{_nearest(pattern, names)}"
+                f"{_nearest(pattern, names.all)}"
             )
         for name in matched:
             other = found.get(name)
@@ -95,6 +88,28 @@ def expand(
     if not found:
         raise SMPError(f"the plan of {type(model).__name__} matches none of its modules: {dict(plan)}")
     return found
+
+
+class Names:
+    """What the patterns of plans can name in a model.
+
+    Args:
+        model: the whole model.
+        attributes: styles whose patterns name attributes rather than modules.
+    """
+
+    def __init__(self, model: nn.Module, attributes: Iterable[str] = ()) -> None:
+        self.attributes = frozenset(attributes)
+        self.modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+        self.all = [*self.modules, *(name for name, _ in model.named_parameters(remove_duplicate=False))]
+        self.prefix = getattr(model, "base_model_prefix", "") or ""
+
+    def matching(self, pattern: str, style: str) -> list[str]:
+        """Full names; of an attribute, those of the modules that would have it."""
+        if style in self.attributes:
+            owner, _, attribute = pattern.rpartition(".")
+            return [f"{name}.{attribute}" for name in _matching(owner, self.modules, self.prefix)]
+        return _matching(pattern, self.all, self.prefix)
 
 
 def _matching(pattern: str, names: Iterable[str], prefix: str) -> list[str]:

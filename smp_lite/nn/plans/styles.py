@@ -1,4 +1,4 @@
-"""The styles of tensor-parallel plans: those of ``transformers`` 5, and two of ours.
+"""The styles of tensor-parallel plans: those of ``transformers`` 5, and some of ours.
 
 What is exactly equal to the dense model is a :class:`Style`; the others stand in :data:`REFUSED`, with why.
 """
@@ -41,6 +41,7 @@ STYLES = {
     "packed_rowwise": Style("row", packed=2),
     "embedding_rowwise": Style("vocabulary"),
     "embedding_colwise": Style("features"),
+    "embedding_heads": Style("features", {"gather_output": False}, gives_parts=True),
     "replicate": Style("whole"),
     "local_params": Style("whole"),
     "replicated_with_grad_allreduce": Style("partial"),

@@ -22,6 +22,7 @@ from smp_lite.nn.plans import (
 )
 from tests.tensor.axis_cases import axis_of_all
 from tests.tensor.plans.architectures import batch, build, build_by_default
+from tests.tensor.plans.known_models import batch_of, build_known
 
 STEPS = 3
 
@@ -161,6 +162,33 @@ def given_plans() -> None:
         parallel = copy.deepcopy(dense)
         parallelize(parallel, axis, plan)
         train_alike(dense, parallel, batch())
+
+
+def known_plan_of(name: str, attention: str = "eager") -> None:
+    """Our own plan for a model that comes with none."""
+    axis = start()
+    dense = build_known(name, attention)
+    parallel = copy.deepcopy(dense)
+    parallelize(parallel, axis)
+    example = batch_of(name)
+    check_parallelized(dense, parallel, example, tolerance=1e-5)
+    if "labels" in example:
+        train_alike(dense, parallel, example, split=10)
+
+
+def known_plan_with_dropout() -> None:
+    """T5 drops features between its two split layers: the whole model's masks. Attention must not."""
+    axis = start()
+    dense = build_known("t5 gated", dropout_rate=0.3)
+    for module in dense.modules():
+        if type(module).__name__ == "T5Attention":
+            module.dropout = 0.0
+    parallel = copy.deepcopy(dense)
+    parallelize(parallel, axis)
+    example = batch_of("t5 gated")
+    check_parallelized(dense.train(), parallel.train(), example, tolerance=1e-5)
+    losses = [float(dense(**example).loss) for _ in range(2)]
+    assert losses[0] != losses[1]  # it does drop
 
 
 def fast_experts() -> None:

@@ -1,4 +1,4 @@
-"""Unmodified models of ``transformers`` under the plans that come with them, on real ranks."""
+"""Unmodified models of ``transformers`` under the plans that come with them, or ours, on real ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from smp_lite.comm.axis import Axis
 from smp_lite.errors import SMPError
 from smp_lite.nn.plans import parallelize
 from tests.harness import run_distributed
+from tests.sampling import one_in
 from tests.tensor.plans.architectures import ARCHITECTURES, MORE, NOT_EXACT, build_by_default
+from tests.tensor.plans.known_models import FAMILIES, VARIANTS
 
 CASES = "tests.tensor.plans.cases"
 ATTENTION = dict(zip(ARCHITECTURES, ["eager", "sdpa"] * len(ARCHITECTURES), strict=False)) | {
@@ -49,8 +51,35 @@ def test_plans_that_come_with_models_and_are_not_exact(name: str) -> None:
         parallelize(build_by_default(name), Axis("tp", range(2), 0))
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_plans_of_our_own(name: str, attention: str) -> None:
+    run_distributed(f"{CASES}:known_plan_of", 2, kwargs={"name": name, "attention": attention})
+
+
+@pytest.mark.parametrize("name", one_in(3, VARIANTS))
+def test_plans_of_our_own_for_variants(name: str) -> None:
+    run_distributed(f"{CASES}:known_plan_of", 2, kwargs={"name": name})
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", FAMILIES)
+def test_plans_of_our_own_on_four_ranks(name: str) -> None:
+    """One head on each."""
+    run_distributed(f"{CASES}:known_plan_of", 4, kwargs={"name": name, "attention": "sdpa"}, timeout_s=100)
+
+
 @pytest.mark.parametrize(
-    "case", ["given_plans", "fast_experts", "checkpointed", "states", "mismatches_are_seen", "derived_plans"]
+    "case",
+    [
+        "given_plans",
+        "fast_experts",
+        "checkpointed",
+        "states",
+        "mismatches_are_seen",
+        "derived_plans",
+        "known_plan_with_dropout",
+    ],
 )
 def test_case(case: str) -> None:
     run_distributed(f"{CASES}:{case}", 2)

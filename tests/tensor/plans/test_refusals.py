@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from smp_lite.comm.axis import Axis
 from smp_lite.errors import SMPError
 from smp_lite.nn.layout import layout_of
-from smp_lite.nn.plans import load_whole_state_dict, parallelize, whole_state_dict
+from smp_lite.nn.plans import known_plan, load_whole_state_dict, parallelize, whole_state_dict
 from tests.tensor.plans.architectures import build
+from tests.tensor.plans.known_models import build_known
 
 TWO = Axis("tp", range(2), 1)
 FOUR = Axis("tp", range(4), 2)
@@ -280,7 +281,6 @@ def gpt2(**changes: Any) -> nn.Module:
 
 def test_gpt2() -> None:
     plan = {"h.*.attn.c_attn": "colwise", "h.*.attn.c_proj": "rowwise"}
-    refused(gpt2(), None, "GPT2LMHeadModel comes without a tensor-parallel plan")
     refused(gpt2(), plan, r"cuts what a colwise layer gives, in 'self.c_attn\(encoder_hidden_states\).split")
     plan["h.*.attn.c_attn"] = "packed_colwise:3"
     refused(gpt2(), plan, r'self.split_size=32, .*"transformer.h.0.attn.split_size": "local_size"')
@@ -291,6 +291,55 @@ def test_gpt2() -> None:
         "36",
         Axis("tp", range(8), 1),
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "match"),
+    [
+        (
+            "bert",
+            {"attention_probs_dropout_prob": 0.1},
+            r"BertSelfAttention\) applies dropout \(self.dropout=0.1\)",
+        ),
+        ("gpt2", {"attn_pdrop": 0.1}, r"GPT2Attention\) applies dropout \(self.attn_dropout=0.1\)"),
+        ("t5", {"dropout_rate": 0.1}, r"T5Attention\) applies dropout \(self.dropout=0.1\)"),
+        (
+            "vit",
+            {"attention_probs_dropout_prob": 0.1},
+            r"ViTAttention\) applies dropout \(self.attention_dropout=0.1\)",
+        ),
+        ("bert", {"num_attention_heads": 2}, "query has 2 heads of attention_head_size=16, .*4 ranks.*: 4"),
+        ("gpt2", {"n_head": 2}, r"c_attn has 2 heads of head_dim=16, .*4 ranks.*: 4"),
+        ("t5", {"num_heads": 6}, r"relative_attention_bias.*embedding_dim is 6, .*4 ranks.*: 4 or 8"),
+        ("vit", {"num_attention_heads": 2}, r"q_proj has 2 heads of head_dim=16, .*4 ranks.*: 4"),
+    ],
+)
+def test_what_our_own_plans_cannot_split(name: str, changes: dict[str, Any], match: str) -> None:
+    refused(build_known(name, **changes), None, match, FOUR if "heads" in match or "dim" in match else TWO)
+
+
+def test_a_bias_of_scores_is_split_with_the_heads() -> None:
+    model = build_known("t5")
+    plan = known_plan(model)
+    bias = "encoder.block.*.layer.*.SelfAttention.relative_attention_bias"
+    whole = {name: style for name, style in plan.items() if name != bias}
+    refused(
+        model, whole, r"SelfAttention \(T5Attention\) lets this rank's part of the features meet whole values"
+    )
+    refused(model, {**plan, bias: "embedding_colwise"}, r"T5Attention\) lets this rank's part .* meet whole")
+    parallelize(model, TWO)
+    attention = model.encoder.block[0].layer[0].SelfAttention
+    assert (attention.n_heads, attention.relative_attention_bias.weight.shape) == (2, (8, 2))
+
+
+def test_our_own_plans_are_for_models_that_come_without_one() -> None:
+    assert known_plan(MLP()) == known_plan(build("llama")) == {}
+    model = build_known("vit")
+    model.config.base_model_tp_plan = {"layers.*.mlp.fc1": "colwise", "layers.*.mlp.fc2": "rowwise"}
+    assert set(parallelize(model, TWO).values()) == {"colwise", "rowwise"}
+    assert layout_of(model.vit.layers[0].attention.q_proj.weight) is None
+    assert not [name for name in known_plan(build_known("t5")) if "wi_" in name]
+    assert [name for name in known_plan(build_known("t5 gated")) if "wi_" in name]
 
 
 def test_phi3_counts_heads_by_its_configuration() -> None:

@@ -1,0 +1,235 @@
+"""What the expressions of a module's code give, where its layers give this rank's part of the features.
+
+:mod:`.following` goes through the statements; here stand the rules for values, and the refusals.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from ...errors import SMPError
+from .marks import FLAT, NONE, PACKED, PART, ROW, TRAINED, Marks, cuts_last, given_by, own_name, union_of
+from .source import words
+from .styles import Style
+
+__all__ = ["Expressions"]
+
+_CUTS = words("chunk split tensor_split unbind narrow split_with_sizes")
+_REDUCES = words(
+    """
+    mean std var sum softmax log_softmax norm max min amax amin argmax argmin topk sort argsort cumsum cumprod
+    logsumexp prod median quantile normalize layer_norm rms_norm group_norm kthvalue std_mean var_mean
+    vector_norm
+    """
+)
+_RESHAPES = words("view reshape unflatten transpose permute swapaxes view_as movedim")
+_ABOUT = words("shape dtype device size dim ndim numel is_cuda requires_grad type")
+
+
+class Expressions:
+    """Values of one forward.
+
+    Args:
+        name: of the module.
+        owner: the module.
+        styles: of modules and parameters in it, by their names there.
+    """
+
+    def __init__(self, name: str, owner: nn.Module, styles: Mapping[str, Style]) -> None:
+        self.name, self.owner, self.styles = name, owner, styles
+        self.modules = dict(owner.named_modules())
+        self.values: dict[str, Marks] = {}
+        self.seen: set[str] = set()
+
+    def run_method(self, name: str, node: ast.Call, given: Marks | None = None) -> Marks | None:
+        raise NotImplementedError  # of the class that goes through statements
+
+    def call_inside(
+        self,
+        name: str,
+        module: nn.Module,
+        styles: Mapping[str, Style],
+        given: Marks,
+        node: ast.Call | None,
+    ) -> Marks | None:
+        raise NotImplementedError  # of the class that goes through statements
+
+    def known(self, test: ast.expr) -> bool | None:
+        raise NotImplementedError  # of the class that goes through statements
+
+    def bind(self, target: ast.expr, marks: Marks) -> None:
+        raise NotImplementedError  # of the class that goes through statements
+
+    def marks(self, node: ast.expr | None) -> Marks:
+        if node is None or isinstance(node, ast.Constant):
+            return NONE
+        if isinstance(node, ast.Name):
+            return self.values.get(node.id, NONE)
+        if isinstance(node, ast.Call):
+            return self.call(node)
+        if isinstance(node, ast.Attribute):
+            return self.attribute(node)
+        if isinstance(node, ast.Subscript):
+            marks = self.marks(node.value)
+            if FLAT in marks and cuts_last(node.slice):
+                self.refuse_cut(ast.unparse(node))
+            return marks
+        if isinstance(node, ast.Tuple | ast.List | ast.Set):
+            return union_of(self.marks(each) for each in node.elts)
+        if isinstance(node, ast.IfExp):
+            chosen = self.known(node.test)
+            if chosen is not None:
+                return self.marks(node.body if chosen else node.orelse)
+            return self.marks(node.body) | self.marks(node.orelse)
+        if isinstance(node, ast.GeneratorExp | ast.ListComp):
+            for generator in node.generators:
+                self.bind(generator.target, self.marks(generator.iter))
+            return self.marks(node.elt)
+        if isinstance(node, ast.BinOp):
+            return self.meet([self.marks(node.left), self.marks(node.right)], node)
+        if isinstance(node, ast.NamedExpr):
+            marks = self.marks(node.value)
+            self.bind(node.target, marks)
+            return marks
+        if isinstance(node, ast.Lambda | ast.JoinedStr | ast.Compare | ast.BoolOp):
+            return NONE
+        children = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+        return self.meet([self.marks(child) for child in children], node)
+
+    def attribute(self, node: ast.Attribute) -> Marks:
+        own = own_name(node)
+        if own is not None:
+            holder, _, last = own.rpartition(".")
+            module = self.modules.get(holder)
+            parameter = None if module is None else module._parameters.get(last)
+            style = self.styles.get(own)
+            if parameter is None:
+                return NONE
+            if style is None or style.kind not in ("column", "row"):
+                return frozenset({TRAINED}) if style is None else NONE
+            if parameter.dim() == 1:
+                return frozenset({PART})
+            if style.kind == "row":
+                return frozenset({ROW})
+            return given_by(style)
+        marks = self.marks(node.value)
+        return NONE if node.attr in _ABOUT else marks
+
+    def call(self, node: ast.Call) -> Marks:
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        if isinstance(node.func, ast.Attribute):
+            own = own_name(node.func)
+            if own is not None and own not in self.modules and hasattr(type(self.owner), own):
+                found = self.run_method(own, node)
+                if found is not None:
+                    return found
+            if own is not None and own in self.modules:
+                return self.call_module(own, union_of(self.marks(each) for each in arguments), node)
+            if own is None:
+                base = self.marks(node.func.value)
+                method = node.func.attr
+                if method in _ABOUT:
+                    return NONE
+                if method in _RESHAPES:
+                    return base - {FLAT, PACKED}
+                module_function = isinstance(node.func.value, ast.Name | ast.Attribute) and not base
+                cut = self.marks(node.args[0]) if module_function and node.args else base
+                if method in _CUTS and FLAT in cut:
+                    self.refuse_cut(ast.unparse(node))
+                if method in _REDUCES and cut & {FLAT, PACKED}:
+                    self.refuse(
+                        f"takes {method} of this rank's part of the features, in "
+                        f"{ast.unparse(node)[:120]!r}, where it took that of all: name the layers before "
+                        "it as 'colwise_gather_output', and the layer after it as 'rowwise_split_input'"
+                    )
+                return self.meet([base, *(self.marks(each) for each in arguments)], node)
+        else:
+            self.marks(node.func)
+        marks = self.meet([self.marks(each) for each in arguments], node)
+        for each in arguments:
+            handed = own_name(each)
+            if handed is not None and handed not in self.modules:
+                found = self.run_method(handed, node, marks)
+                marks = marks if found is None else found
+        if PART in marks:
+            for each in arguments:
+                self.check_rate(each)
+        return marks
+
+    def call_module(self, name: str, given: Marks, node: ast.Call | None = None) -> Marks:
+        style, module = self.styles.get(name), self.modules[name]
+        self.seen.add(name)
+        if style is not None and style.kind == "tail":
+            return NONE  # its gradients are seen to
+        if style is not None and (style.gives_parts or style.kind in ("row", "summands", "summed")):
+            return given_by(style) if style.gives_parts else frozenset({TRAINED})
+        inside = {
+            other[len(name) + 1 :]: s for other, s in self.styles.items() if other.startswith(f"{name}.")
+        }
+        if style is None and inside:
+            found = self.call_inside(name, module, inside, given, node)
+            if found is not None:
+                return found
+        trained = any(True for _ in module.parameters())  # frozen ones too: they may be thawed
+        if PART not in given:
+            return frozenset({TRAINED}) if trained else given
+        if style is not None and style.kind in ("partial", "dropout"):
+            return given
+        if trained:
+            self.refuse(
+                f"gives this rank's part of the features to {name} ({type(module).__name__}), whose "
+                "parameters are whole: their gradients would lack the other ranks' contributions. If it "
+                "works on each head "
+                f'by itself, add "{self.name}.{name}": "replicated_with_grad_allreduce" to the plan, else '
+                "name "
+                "the layers before it as 'colwise_gather_output'"
+            )
+        if isinstance(module, nn.Dropout) and module.p:
+            self.refuse(
+                f"applies dropout ({name}, p={module.p}) to this rank's part of the features: the masks "
+                "would not be those of the whole model. Set it to 0, or, between a colwise and a rowwise "
+                "layer, add "
+                f'"{self.name}.{name}": "local_dropout" to the plan'
+            )
+        return given
+
+    def check_rate(self, node: ast.expr) -> None:
+        for each in ast.walk(node):
+            own = own_name(each) if isinstance(each, ast.Attribute) else None
+            if own is None or "drop" not in own:
+                continue
+            rate = getattr(self.owner, own, 0.0) if "." not in own else 0.0
+            if isinstance(rate, nn.Dropout):
+                rate = rate.p
+            if isinstance(rate, float | int) and rate:
+                self.refuse(
+                    f"applies dropout (self.{own}={rate}) to this rank's part of the features: the masks "
+                    "would not be those of the whole model. Set it to 0 in the model's configuration"
+                )
+
+    def meet(self, given: Iterable[Marks], node: ast.AST) -> Marks:
+        """Values that one function takes together."""
+        marks = list(given)
+        union = union_of(marks)
+        if ROW in union:
+            return NONE
+        if PART in union and any(TRAINED in each and PART not in each for each in marks):
+            self.refuse(
+                f"lets this rank's part of the features meet whole values, in {ast.unparse(node)[:120]!r}: "
+                "the gradients of those would lack the other ranks' contributions. Split the layers that "
+                "they come from alike, or name all of them as 'colwise_gather_output'"
+            )
+        return union - {TRAINED} if PART in union else union
+
+    def refuse_cut(self, code: str) -> None:
+        self.refuse(
+            f"cuts what a colwise layer gives, in {code[:120]!r}, where the whole features would be cut: use "
+            "'packed_colwise' (packed_colwise:3 for three equal matrices), or 'colwise_gather_output' and "
+            "'rowwise_split_input' for the layer after it"
+        )
+
+    def refuse(self, what: str) -> None:
+        raise SMPError(f"plan: the code of {self.name} ({type(self.owner).__name__}) {what}")
