@@ -23,13 +23,24 @@ os.environ.update(own_session_folder(_mpirun_folder.name, (), {}))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is marked ``thorough``, unless all is asked for (``make test-all``)."""
+    """Leaves out what is marked ``thorough``, and all but each n-th case of what is marked ``sampled(n)``,
+    unless all is asked for (``make test-all``)."""
     if os.environ.get("SMP_LITE_ALL_TESTS") == "1":
         return
-    left_out = [item for item in items if item.get_closest_marker("thorough")]
+    cases: dict[str, int] = {}
+    kept, left_out = [], []
+    for item in items:
+        if item.get_closest_marker("thorough"):
+            left_out.append(item)
+            continue
+        sampled = item.get_closest_marker("sampled")
+        name = item.nodeid.partition("[")[0]
+        place = cases[name] = cases.get(name, -1) + 1
+        chosen = sampled is None or place % sampled.args[0] == 0
+        (kept if chosen else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+        items[:] = kept
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,8 @@ from sagemaker.pytorch import PyTorch
 
 from tests.estimator.jobs import distribution, estimator, files_in, outputs_of, processes_of, write_wheel
 
+pytestmark = pytest.mark.sampled(2)
+
 KEEP = """
 if rank == 0:
     model("weights.txt", "up to here")

@@ -17,6 +17,8 @@ from sagemaker.exceptions import UnexpectedStatusException
 from tests.estimator.jobs import estimator, files_in, process_ids, processes_of
 from tests.launch.launching import hear_signals
 
+pytestmark = pytest.mark.sampled(2)
+
 LIMIT_S = 40.0
 
 SAVE_WHEN_TOLD = """

@@ -18,6 +18,8 @@ from smp_lite.estimator.local.session import LocalMPISession
 from smp_lite.estimator.local.store import Store
 from tests.estimator.jobs import estimator, files_in
 
+pytestmark = pytest.mark.sampled(2)
+
 BUCKET = "my-bucket"
 
 

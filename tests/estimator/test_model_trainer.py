@@ -22,6 +22,8 @@ from smp_lite.entrypoints.mpi.launch_plan import plan_job
 from smp_lite.estimator import package_directory
 from tests.estimator.aws import BUCKET, REGION, ROLE, boto_session, moto_server
 
+pytestmark = pytest.mark.sampled(2)
+
 DRIVER = "smp_lite/entrypoints/sdk_v3_driver.py"
 
 SCRIPT = """

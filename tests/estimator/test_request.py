@@ -32,6 +32,8 @@ from tests.estimator.aws import (
 )
 from tests.sampling import one_in
 
+pytestmark = pytest.mark.sampled(3)
+
 IMAGE = "123456789012.dkr.ecr.us-west-2.amazonaws.com/mine:1"
 
 

@@ -8,6 +8,8 @@ import torch
 from tests.api_support import same
 from tests.harness import run_distributed
 
+pytestmark = pytest.mark.sampled(2)
+
 CASES = "tests.launch.api_cases:"
 
 # (world size, partitions, strategy) -> (mp groups, dp groups), worked out by hand.

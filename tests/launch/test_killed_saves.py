@@ -13,6 +13,8 @@ import pytest
 
 from tests.harness import run_distributed, run_script
 
+pytestmark = pytest.mark.sampled(2)
+
 REPOSITORY = Path(__file__).parents[2]
 
 

@@ -9,6 +9,8 @@ from tests.programs.cases import ON_RANKS
 from tests.programs.registry import Program
 from tests.programs.running import parameters_of
 
+pytestmark = pytest.mark.sampled(2)
+
 
 @pytest.mark.parametrize(("program", "stages", "replicas"), ON_RANKS)
 def test_on_ranks(program: Program, stages: int, replicas: int) -> None:

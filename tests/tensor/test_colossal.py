@@ -11,6 +11,8 @@ import torch
 from tests.harness import run_distributed
 from tests.tensor.colossal_cases import train_dense
 
+pytestmark = pytest.mark.sampled(2)
+
 CASES = "tests.tensor.colossal_cases"
 
 

@@ -10,6 +10,8 @@ import torch
 from tests.harness import run_distributed
 from tests.tensor.outside_cases import DP, TP, WAYS, dense, mixed_dense, summed_dense
 
+pytestmark = pytest.mark.sampled(2)
+
 CASES = "tests.tensor.outside_cases"
 OWN = {**TP, "prescaled_batch": False, "optimize": "memory"}
 

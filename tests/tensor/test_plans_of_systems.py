@@ -13,6 +13,8 @@ from tests.harness import run_distributed
 from tests.launch.launching import launch
 from tests.tensor.test_runtime import dense
 
+pytestmark = pytest.mark.sampled(2)
+
 
 def mapping(stages: int, shards: int) -> dict[str, Any]:
     return {

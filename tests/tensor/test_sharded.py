@@ -13,6 +13,8 @@ from smp_lite.comm.axis import Axis
 from smp_lite.nn.layout import ParameterLayout, part_of
 from tests.harness import run_distributed
 
+pytestmark = pytest.mark.sampled(2)
+
 CASES = "tests.tensor.sharded_cases"
 
 RULES = {

@@ -11,6 +11,8 @@ import torch
 from tests.harness import run_distributed
 from tests.tensor.torchprime_cases import dense
 
+pytestmark = pytest.mark.sampled(2)
+
 DATA = Path(__file__).parents[1] / "systems" / "data"
 
 FILES: dict[str, tuple[str, int, tuple[str, ...], str]] = {

@@ -11,6 +11,8 @@ from tests.models import CASES
 from tests.transparency.comparison import NUM_MICROBATCHES
 from tests.transparency.replicas import replica_runs
 
+pytestmark = pytest.mark.sampled(2)
+
 NAMES = [
     "gpt",
     "gpt_tied",

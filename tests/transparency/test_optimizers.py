@@ -19,6 +19,8 @@ from tests.transparency import norms, optimizers
 from tests.transparency.comparison import NUM_MICROBATCHES
 from tests.transparency.conftest import OpenSession
 
+pytestmark = pytest.mark.sampled(2)
+
 
 def on_ranks(function: str, ranks: int = 2, *, partitions: int = 2, **kwargs: Any) -> list[Any]:
     config: dict[str, Any] = {"partitions": partitions, "microbatches": NUM_MICROBATCHES, **norms.MANUAL}

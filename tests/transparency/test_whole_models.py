@@ -12,6 +12,8 @@ from tests.harness import run_distributed
 from tests.models.layers import WIDTH, Chain
 from tests.transparency.conftest import OpenSession
 
+pytestmark = pytest.mark.sampled(2)
+
 
 def on_ranks(function: str, num_ranks: int = 2) -> list[Any]:
     return run_distributed(

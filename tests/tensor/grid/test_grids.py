@@ -12,6 +12,8 @@ import torch
 
 from tests.harness import run_distributed
 
+pytestmark = pytest.mark.sampled(2)
+
 CASES_2D = "tests.tensor.grid.cases_2d"
 CASES_3D = "tests.tensor.grid.cases_3d"
 DTENSOR = "tests.tensor.grid.cases_dtensor"

@@ -9,6 +9,8 @@ import torch
 
 from tests.harness import run_distributed
 
+pytestmark = pytest.mark.sampled(2)
+
 CASES = "tests.tensor.one_d.cases"
 QUICK = [
     "operations",

@@ -9,6 +9,8 @@ import torch
 
 from tests.harness import run_distributed
 
+pytestmark = pytest.mark.sampled(2)
+
 CASES = "tests.tensor.sequence.cases"
 RANKS = [2, 4]
 WAYS = ["ring", "all_to_all"]

@@ -10,6 +10,8 @@ import torch
 from tests.tensor.smp_api.hf_models import KINDS, MODELS
 from tests.tensor.smp_api.test_modules import check, parameters_of
 
+pytestmark = pytest.mark.sampled(2)
+
 
 def some(*quick: str) -> list[Any]:
     """All models; those that are not named only in thorough runs."""
