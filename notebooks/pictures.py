@@ -1,11 +1,11 @@
-"""The notebooks' pictures: a timeline of real steps, and ways to split a model side by side.
+"""The notebooks' pictures: a timeline of real steps, ways to split a model, and losses on one another.
 
 Colours are from the palette of Okabe and Ito, which colour-blind readers can tell apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from matplotlib import pyplot as plt
@@ -16,10 +16,12 @@ from matplotlib.patches import Patch
 if TYPE_CHECKING:
     from planning import PlannedStep
 
-__all__ = ["draw_splits", "draw_timeline"]
+__all__ = ["draw_losses", "draw_splits", "draw_timeline"]
 
 _ACTION_COLOURS = {"forward": "#56B4E9", "backward": "#E69F00"}
 _STAGE_COLOURS = ("#009E73", "#CC79A7", "#0072B2", "#D55E00")
+_SYSTEM_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00")
+_SYSTEM_MARKERS = ("o", "s", "^", "D", "v")
 _ROW_IN = 0.5
 _NARROWEST_WITH_NUMBER = 0.011  # of the picture's width
 
@@ -116,3 +118,37 @@ def _bare(axes: Axes) -> None:
 def _legend(figure: Figure, colours: Mapping[str, str]) -> None:
     handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
     figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), frameon=False)
+
+
+def draw_losses(
+    alone: Sequence[float], again: Sequence[float], systems: Mapping[str, Sequence[float]]
+) -> Figure:
+    """Loss curves on one another, and beside them how far each lies from one process.
+
+    Args:
+        alone: of each step, in one process.
+        again: the same with sums in another order: what rounding alone does.
+        systems: by name, of each step.
+    """
+    figure, (curves, differences) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+    curves.plot(alone, color="0.8", linewidth=7, label="one process", solid_capstyle="round")
+    differences.plot(
+        _apart(again, alone), color="0.7", linewidth=5, label="one process, batch in halves", zorder=1
+    )
+    for number, (name, losses) in enumerate(systems.items()):
+        colour, marker = _SYSTEM_COLOURS[number], _SYSTEM_MARKERS[number]
+        # Every system marks steps of its own: at one step they would hide one another.
+        marked = list(range(number, len(losses), len(systems)))
+        curves.plot(losses, marker, markevery=marked, color=colour, markersize=5, label=name)
+        differences.plot(_apart(losses, alone), marker=marker, color=colour, markersize=4, linewidth=0.8)
+    curves.set_title("loss (nats a byte)", size=10, loc="left")
+    differences.set_title("distance from the loss of one process (millionths of a nat)", size=10, loc="left")
+    for axes in (curves, differences):
+        axes.set_xlabel("step")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    return figure
+
+
+def _apart(losses: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [1e6 * abs(loss - other) for loss, other in zip(losses, others, strict=True)]

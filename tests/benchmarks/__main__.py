@@ -14,6 +14,8 @@ _PARTS = {
     "recording": "recording_overhead",
     "memory": "peak_memory",
     "planned": "planned_memory",
+    "tensor": "tensor_modes",
+    "dtensor": "against_dtensor",
 }
 
 _FILE_WIDTH = 140

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,11 @@ def job_outputs(directory: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_there_are_three() -> None:
-    assert NOTEBOOKS == ["01_local.ipynb", "02_partition.ipynb", "03_to_sagemaker.ipynb"]
+def test_there_are_four() -> None:
+    assert NOTEBOOKS == ["01_local.ipynb", "02_partition.ipynb", "03_to_sagemaker.ipynb", "04_systems.ipynb"]
 
 
-@pytest.mark.parametrize(("name", "number"), list(zip(NOTEBOOKS, (3, 3, 0))))
+@pytest.mark.parametrize(("name", "number"), list(zip(NOTEBOOKS, (3, 3, 0, 2))))
 def test_committed_notebooks_hold_small_pictures_and_no_other_output(name: str, number: int) -> None:
     notebook = nbformat.read(FOLDER / name, as_version=4)
     nbformat.validate(notebook)
@@ -106,6 +107,54 @@ def test_splits_are_compared(tmp_path: Path) -> None:
     assert "all losses are equal: True" in text
     assert pictures(notebook) == 3  # the splits, two timelines
     assert processes_mentioning(tmp_path) == []
+
+
+@pytest.mark.thorough
+def test_five_systems_train_alike(tmp_path: Path) -> None:
+    notebook = execute("04_systems.ipynb", tmp_path, parameters={"STEPS": 4})
+    text = printed(notebook)
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("smp_lite_jobs/systems/*.out.json")]
+    assert len(found) == 5
+    for output in found:
+        assert len(output["losses"]) == 4
+        assert output["losses"] == pytest.approx(found[0]["losses"], rel=1e-6)
+        assert len(output["ranks"]) == 4
+        # No rank holds everything, nor the same as all others.
+        names = [{(held["name"], str(held["boxes"])) for held in rank} for rank in output["ranks"]]
+        assert any(rank != names[0] for rank in names)
+    (largest,) = re.findall(r"^largest of any two systems at any step: (\S+)$", text, re.MULTILINE)
+    assert 0 <= float(largest) < 1e-5
+    for system in ("SageMaker", "Enflame DTU", "Colossal-AI", "LiBai", "torchprime"):
+        assert re.search(rf"^{system} +\d\.\d+ +\d\.\d+ +\S+$", text, re.MULTILINE), system
+    assert "parallel = " in text[text.index("--as colossal") :]
+    assert pictures(notebook) == 2  # the losses, who holds what
+    assert processes_mentioning(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda held: held.pop(0), "numbers lie on no rank"),
+        (lambda held: held[0].update(shape=[3, 3]), "has another shape"),
+    ],
+)
+def test_a_number_that_nobody_holds_is_an_error(
+    change: Callable[[list[dict[str, Any]]], Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    holdings = importlib.import_module("holdings")
+    shapes = {"a.weight": [4, 2], "a.bias": [4]}
+    ranks = [
+        [
+            {"name": "a.weight", "shape": [4, 2], "boxes": [[[2 * rank, 0], [2, 2]]]},
+            {"name": "a.bias", "shape": [4], "boxes": [[[0], [4]]]},
+        ]
+        for rank in range(2)
+    ]
+    holdings.check_holdings(ranks, shapes)
+    change(ranks[1])
+    with pytest.raises(ValueError, match=message):
+        holdings.check_holdings(ranks, shapes)
 
 
 @pytest.fixture
