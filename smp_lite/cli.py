@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "explain", help="show what a configuration of one of five systems asks for, and say it as another"
     )
     if arguments[:1] == ["explain"]:
-        from smp_lite.systems.command import add_explain_arguments, run_explain
+        from smp_lite.systems.showing.command import add_explain_arguments, run_explain
 
         add_explain_arguments(explain)
     check = commands.add_parser("check", help="compare a script's first steps with one process's, to the bit")
@@ -219,8 +219,8 @@ def _check_overrides(args: argparse.Namespace, overrides: list[str]) -> None:
 def _config_variable(args: argparse.Namespace, overrides: list[str]) -> dict[str, str]:
     """For the ranks; the configuration is read here once, so that what is wrong with it is told at once."""
     from smp_lite.config import PARAMETERS_VARIABLE
-    from smp_lite.systems.given import CONFIG_VARIABLE, variable_for
-    from smp_lite.systems.loading import load_plan
+    from smp_lite.systems.load.given import CONFIG_VARIABLE, variable_for
+    from smp_lite.systems.load.loading import load_plan
 
     if PARAMETERS_VARIABLE in os.environ:
         raise ValueError(f"--config, but the environment variable {PARAMETERS_VARIABLE} is set too: unset it")

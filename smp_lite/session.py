@@ -27,7 +27,7 @@ from .plan.topology import Topology
 
 if TYPE_CHECKING:
     from .comm.world import World
-    from .systems.parallel_plan import ParallelPlan
+    from .systems.plan.parallel_plan import ParallelPlan
 
 WIRE_VARIABLE = "SMP_LITE_WIRE"
 """``mpi`` (the default in an MPI job) or ``c10d``: what tensors travel over between stages."""

@@ -25,12 +25,12 @@ from .record.parameters.away import forget_all
 from .session import Session, current, is_initialized, set_current
 from .smp_v1 import cuda_as_cpu
 from .stop_notice import listen, stop_listening
-from .systems.given import config_of, given_plan
-from .systems.supported import refuse_unsupported
+from .systems.load.given import config_of, given_plan
+from .systems.load.supported import refuse_unsupported
 
 if TYPE_CHECKING:
     from .comm.transport import Transport
-    from .systems.parallel_plan import ParallelPlan
+    from .systems.plan.parallel_plan import ParallelPlan
 
 
 @dataclass(frozen=True)

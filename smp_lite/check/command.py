@@ -15,7 +15,7 @@ import torch
 from .. import starting
 from ..errors import SMPError
 from ..smp_v1.before_script import add_cuda_argument, prepared_here
-from ..systems.job_config import add_config_arguments, read_job_config
+from ..systems.load.job_config import add_config_arguments, read_job_config
 from . import model_script
 from .over_ranks import Target, check_over_ranks, without_step
 from .stepping import CheckEnded, NeedsRanks, StepChecker

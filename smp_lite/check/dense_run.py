@@ -22,8 +22,8 @@ from ..record.values.microbatch import merge_outputs
 from ..record.values.structure import flatten, map_leaves, rebuild
 from ..runtime.random_streams import RandomStreams
 from ..session import Session
-from ..systems.parallel_plan import DataParallel, ParallelPlan, Placement, Schedule, TensorMode
-from ..systems.stage_assignment import StageRule
+from ..systems.plan.parallel_plan import DataParallel, ParallelPlan, Placement, Schedule, TensorMode
+from ..systems.plan.stage_assignment import StageRule
 from .in_ranks import result_of
 from .module_calls import ModuleCalls, outlines_differ
 from .plain_run import PlainStep

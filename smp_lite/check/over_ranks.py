@@ -18,8 +18,8 @@ from pathlib import Path
 
 from .. import starting
 from ..smp_v1.before_script import job_variables
-from ..systems.parallel_plan import ParallelPlan
-from ..systems.text_parts import WIDTH
+from ..systems.plan.parallel_plan import ParallelPlan
+from ..systems.showing.text_parts import WIDTH
 from . import rank_script
 from .dense_run import DenseChecker, plan_of_one_process
 from .rank_notes import RankNotes

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..systems.parallel_plan import ParallelPlan
+from ..systems.plan.parallel_plan import ParallelPlan
 from ..tensor_parallel.split_record import Split
 from .in_ranks import file_of_failure, file_of_setting, file_of_step
 from .module_calls import Outline

@@ -16,8 +16,8 @@ from torch import nn
 
 from ..config.errors import ConfigError
 from ..errors import SMPError
-from ..systems.parallel_plan import ParallelPlan
-from ..systems.stage_assignment import StageRule
+from ..systems.plan.parallel_plan import ParallelPlan
+from ..systems.plan.stage_assignment import StageRule
 from .context import colossal_plan
 from .registry import build_layer, build_model
 
@@ -66,7 +66,7 @@ def build_pipeline_model_from_cfg(
         config: ``dict(type='MyModel', ...)``, the arguments of its class with its name.
         num_chunks: stages on each rank.
         partition_method: ``parameter`` balances the numbers of trained parameters, ``layer`` those of layers
-            (:mod:`smp_lite.systems.stage_assignment`).
+            (:mod:`smp_lite.systems.plan.stage_assignment`).
         verbose: rank 0 says where every layer goes.
 
     Returns:

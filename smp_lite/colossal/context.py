@@ -14,7 +14,7 @@ import torch
 from ..errors import SMPError
 from ..session import Session, current, is_initialized
 from ..starting import init
-from ..systems.parallel_plan import ParallelPlan
+from ..systems.plan.parallel_plan import ParallelPlan
 
 __all__ = [
     "GlobalContext",

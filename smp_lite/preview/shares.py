@@ -7,8 +7,8 @@ import math
 from ..nn.layout import layout_of
 from ..plan.units import human_bytes
 from ..session import Session
-from ..systems.parallel_plan import ParallelPlan
-from ..systems.text_parts import bullets
+from ..systems.plan.parallel_plan import ParallelPlan
+from ..systems.showing.text_parts import bullets
 from ..tensor_parallel.split_record import split_of
 
 __all__ = ["notes_on_schedule", "shares_text"]

@@ -47,9 +47,9 @@ from ..runtime.batches import Batch
 from ..smp_v1.before_script import add_cuda_argument, prepared_here
 from ..steps.loader_batches import batches
 from ..steps.step_function import step
-from ..systems.explain import SYSTEMS, settings_table
-from ..systems.job_config import JobConfig, add_config_arguments, read_job_config
-from ..systems.parallel_plan import ParallelPlan
+from ..systems.load.job_config import JobConfig, add_config_arguments, read_job_config
+from ..systems.plan.parallel_plan import ParallelPlan
+from ..systems.showing.explain import SYSTEMS, settings_table
 from ..wrapper.distributed_model import DistributedModel
 from ..wrapper.partitioning import report_partition
 from .memory_preview import CannotPlay, MemoryPreview, preview_memory

@@ -6,11 +6,11 @@ of a model. ``convert(plan, dialect)`` says a plan in another system's words.
 
 from __future__ import annotations
 
-from .conversion import convert
-from .detect import DIALECTS
-from .loading import load_plan
-from .model_placement import check_model
-from .model_shape import ModelShape, describe_model
-from .parallel_plan import ParallelPlan
+from .load.detect import DIALECTS
+from .load.loading import load_plan
+from .plan.model_placement import check_model
+from .plan.model_shape import ModelShape, describe_model
+from .plan.parallel_plan import ParallelPlan
+from .showing.conversion import convert
 
 __all__ = ["DIALECTS", "ModelShape", "ParallelPlan", "check_model", "convert", "describe_model", "load_plan"]

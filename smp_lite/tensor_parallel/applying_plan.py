@@ -15,9 +15,9 @@ from torch import nn
 from ..config.errors import ConfigError
 from ..errors import SMPError
 from ..session import Session
-from ..systems.libai_saved import LibaiPlan, save_config
-from ..systems.model_shape import describe_model, layer_costs, layer_names, layers_of_tensors
-from ..systems.parallel_plan import ParallelPlan
+from ..systems.dialects.libai_saved import LibaiPlan, save_config
+from ..systems.plan.model_shape import describe_model, layer_costs, layer_names, layers_of_tensors
+from ..systems.plan.parallel_plan import ParallelPlan
 from .by_hand import refuse_other_axes
 from .splitting import split_modules
 

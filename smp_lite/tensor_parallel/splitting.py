@@ -22,9 +22,9 @@ from ..nn.plans import parallelize as in_place
 from ..nn.plans.known import plan_for
 from ..nn.plans.patterns import expand
 from ..session import Session, current
-from ..systems.model_shape import describe_model
-from ..systems.parallel_plan import ParallelPlan
-from ..systems.sharding_rules import check_all_match, match_tensors
+from ..systems.plan.model_shape import describe_model
+from ..systems.plan.parallel_plan import ParallelPlan
+from ..systems.plan.sharding_rules import check_all_match, match_tensors
 from .by_hand import refuse_whole_dropout
 from .split_record import Origin, Split, note_split
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from ..runtime.sharded.units import Sharding, choose_units
 from ..session import Session
-from ..systems.sharding_rules import match_tensors
+from ..systems.plan.sharding_rules import match_tensors
 
 __all__ = ["sharding_of"]
 

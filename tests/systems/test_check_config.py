@@ -20,7 +20,7 @@ from smp_lite.check.rank_notes import RankNotes
 from smp_lite.check.whole_values import Comparison
 from smp_lite.cli import main
 from smp_lite.systems import load_plan
-from smp_lite.systems.text_parts import WIDTH as SCREEN
+from smp_lite.systems.showing.text_parts import WIDTH as SCREEN
 
 ROOT = Path(__file__).parents[2]
 MODELS = "tests.systems.split_models"

@@ -11,7 +11,7 @@ import pytest
 from smp_lite.config import ConfigError
 from smp_lite.errors import SMPError
 from smp_lite.systems import load_plan
-from smp_lite.systems.supported import refuse_unsupported
+from smp_lite.systems.load.supported import refuse_unsupported
 
 DATA = Path(__file__).parent / "data"
 

@@ -13,8 +13,8 @@ import pytest
 
 from smp_lite.config import ConfigError
 from smp_lite.systems import load_plan
-from smp_lite.systems.layouts import layout_of
-from smp_lite.systems.sharding_rules import chunk_range, holders
+from smp_lite.systems.plan.layouts import layout_of
+from smp_lite.systems.plan.sharding_rules import chunk_range, holders
 
 DATA = Path(__file__).parent / "data"
 EXAMPLE: dict[str, Any] = json.loads((DATA / "enflame.json").read_text())

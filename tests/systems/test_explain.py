@@ -11,11 +11,11 @@ import pytest
 
 from smp_lite.cli import main
 from smp_lite.systems import DIALECTS, ParallelPlan, load_plan
-from smp_lite.systems.conversion import compare_plans, convert, load_text
-from smp_lite.systems.explain import explain_plan
-from smp_lite.systems.model_placement import check_model, place_model
-from smp_lite.systems.model_shape import ModelShape, build_model_shape, layer_names, layers_of_tensors
-from smp_lite.systems.text_parts import WIDTH, group_text
+from smp_lite.systems.plan.model_placement import check_model, place_model
+from smp_lite.systems.plan.model_shape import ModelShape, build_model_shape, layer_names, layers_of_tensors
+from smp_lite.systems.showing.conversion import compare_plans, convert, load_text
+from smp_lite.systems.showing.explain import explain_plan
+from smp_lite.systems.showing.text_parts import WIDTH, group_text
 
 DATA = Path(__file__).parent / "data"
 MODELS = "tests.systems.models"
@@ -176,7 +176,7 @@ def test_modes_of_tensor_parallelism_on_a_model() -> None:
 
 
 def test_every_rank_of_a_mode_holds_its_chunk_and_all_chunks_are_held() -> None:
-    from smp_lite.systems.sharding_rules import holders
+    from smp_lite.systems.plan.sharding_rules import holders
 
     plan = load_plan({"parallel": {"tensor": {"size": 8, "mode": "3d"}}}, world_size=8)
     placed = check_model(plan, build_model_shape(f"{MODELS}:llama")).tensors

@@ -9,7 +9,7 @@ import pytest
 
 from smp_lite.config import ConfigError
 from smp_lite.systems import load_plan
-from smp_lite.systems.libai_batches import batch_sizes
+from smp_lite.systems.dialects.libai_batches import batch_sizes
 
 DATA = Path(__file__).parent / "data"
 

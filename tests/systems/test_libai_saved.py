@@ -13,7 +13,7 @@ from smp_lite.cli import main
 from smp_lite.config import ConfigError
 from smp_lite.errors import SMPError
 from smp_lite.systems import load_plan
-from smp_lite.systems.libai_saved import config_tree, config_yaml, save_config
+from smp_lite.systems.dialects.libai_saved import config_tree, config_yaml, save_config
 
 DATA = Path(__file__).parent / "data"
 

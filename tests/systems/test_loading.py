@@ -13,9 +13,9 @@ import pytest
 from smp_lite.config import ConfigError
 from smp_lite.plan.topology import SMP_GROUPS, Topology
 from smp_lite.systems import DIALECTS, ParallelPlan, load_plan
-from smp_lite.systems.parallel_plan import AXIS_ROLES, group_kinds
-from smp_lite.systems.stage_assignment import StageRule
-from smp_lite.systems.texts import read_literal
+from smp_lite.systems.plan.parallel_plan import AXIS_ROLES, group_kinds
+from smp_lite.systems.plan.stage_assignment import StageRule
+from smp_lite.systems.reading.texts import read_literal
 
 DATA = Path(__file__).parent / "data"
 REPOSITORY = Path(__file__).parents[2]
@@ -263,8 +263,8 @@ def test_the_same_mesh_in_four_dialects_has_the_same_sizes() -> None:
 def test_planning_imports_neither_torch_nor_mpi4py(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text(json.dumps({"partitions": 2}))
     modules = [
-        f"smp_lite.systems.{file.stem}".removesuffix(".__init__")
-        for file in (REPOSITORY / "smp_lite" / "systems").glob("*.py")
+        ".".join(file.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
+        for file in (REPOSITORY / "smp_lite" / "systems").rglob("*.py")
     ]
     assert len(modules) > len(DIALECTS)
     program = (

@@ -11,7 +11,7 @@ import pytest
 
 from smp_lite import session
 from smp_lite.cli import main
-from smp_lite.systems.text_parts import WIDTH as SCREEN
+from smp_lite.systems.showing.text_parts import WIDTH as SCREEN
 
 MODELS = "tests.systems.split_models"
 SCRIPT = str(Path(__file__).parent / "data" / "train_net.py")

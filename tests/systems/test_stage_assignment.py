@@ -9,7 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp_lite.config import ConfigError
-from smp_lite.systems.stage_assignment import StageRule, balanced_intervals, libai_counts, uniform_intervals
+from smp_lite.systems.plan.stage_assignment import (
+    StageRule,
+    balanced_intervals,
+    libai_counts,
+    uniform_intervals,
+)
 
 LIBAI = {
     (4, 2): [2, 2],

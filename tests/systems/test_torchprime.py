@@ -9,11 +9,11 @@ import pytest
 
 from smp_lite.config import ConfigError
 from smp_lite.systems import load_plan
-from smp_lite.systems.model_placement import check_model, place_model
-from smp_lite.systems.model_shape import ModelShape, build_model_shape
-from smp_lite.systems.parallel_plan import ParallelPlan
-from smp_lite.systems.sharding_rules import holders, local_shape, match_modules, match_tensors, matches
-from smp_lite.systems.torchprime import parse_rule
+from smp_lite.systems.dialects.torchprime import parse_rule
+from smp_lite.systems.plan.model_placement import check_model, place_model
+from smp_lite.systems.plan.model_shape import ModelShape, build_model_shape
+from smp_lite.systems.plan.parallel_plan import ParallelPlan
+from smp_lite.systems.plan.sharding_rules import holders, local_shape, match_modules, match_tensors, matches
 
 DATA = Path(__file__).parent / "data"
 

@@ -139,7 +139,7 @@ def _by_dtensor(rules: Any, ids: torch.Tensor, store: str) -> tuple[float, dict[
     """The same rules as placements over one axis, on which all ranks have the same batch's rows."""
     from mpi4py import MPI
 
-    from smp_lite.systems.sharding_rules import match_tensors
+    from smp_lite.systems.plan.sharding_rules import match_tensors
 
     rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)

@@ -10,14 +10,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..config.errors import ConfigError
-from . import colossal, enflame, libai, sagemaker, torchprime
+from ...config.errors import ConfigError
+from ..dialects import colossal, enflame, libai, sagemaker, torchprime
+from ..plan.parallel_plan import ParallelPlan, Said
+from ..reading.python_config import run_python_config
+from ..reading.python_tree import Tree, plain
+from ..reading.texts import read_json, read_yaml
+from ..reading.written import COMMAND_LINE, Written, split_override
 from .detect import DIALECTS, detect_dialect, detect_python, fitting_dialects
-from .parallel_plan import ParallelPlan, Said
-from .python_config import run_python_config
-from .python_tree import Tree, plain
-from .texts import read_json, read_yaml
-from .written import COMMAND_LINE, Written, split_override
 
 __all__ = ["load_plan", "read_configuration"]
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ..config.errors import ConfigError
+from ...config.errors import ConfigError
 
 __all__ = ["Tree", "Unknown", "plain"]
 

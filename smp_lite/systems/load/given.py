@@ -10,11 +10,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..config import PARAMETERS_VARIABLE, Config
-from ..config.errors import ConfigError
+from ...config import PARAMETERS_VARIABLE, Config
+from ...config.errors import ConfigError
+from ..plan.parallel_plan import ParallelPlan
 from .detect import detect_dialect
 from .loading import load_plan, read_configuration
-from .parallel_plan import ParallelPlan
 
 __all__ = ["CONFIG_VARIABLE", "config_of", "given_plan", "variable_for"]
 

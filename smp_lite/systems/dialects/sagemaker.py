@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..config import Config, ConfigError
-from ..config.v1_parameters import PRIVATE_HINTS
-from ..plan.topology import Topology
-from .parallel_plan import DataParallel, Microbatches, ParallelPlan, Said, Schedule, TensorMode
-from .stage_assignment import StageRule
-from .written import Written, unknown_key
+from ...config import Config, ConfigError
+from ...config.v1_parameters import PRIVATE_HINTS
+from ...plan.topology import Topology
+from ..plan.parallel_plan import DataParallel, Microbatches, ParallelPlan, Said, Schedule, TensorMode
+from ..plan.stage_assignment import StageRule
+from ..reading.written import Written, unknown_key
 
 __all__ = ["SCHEDULES", "compile_plan", "path_of"]
 

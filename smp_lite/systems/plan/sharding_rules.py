@@ -11,8 +11,8 @@ import difflib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..config.errors import ConfigError
-from ..plan.topology import Topology
+from ...config.errors import ConfigError
+from ...plan.topology import Topology
 from .parallel_plan import ParallelPlan, ShardingRule
 
 __all__ = [

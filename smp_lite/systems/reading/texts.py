@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from ..config.errors import ConfigError
+from ...config.errors import ConfigError
 
 __all__ = ["read_json", "read_literal", "read_yaml"]
 

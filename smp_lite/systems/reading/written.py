@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config.errors import ConfigError, complaint
-from .parallel_plan import Said
+from ...config.errors import ConfigError, complaint
+from ..plan.parallel_plan import Said
 from .python_tree import Unknown
 from .texts import read_literal
 

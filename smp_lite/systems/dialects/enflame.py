@@ -14,9 +14,9 @@ import itertools
 import re
 from collections.abc import Mapping
 
-from ..config.errors import ConfigError
-from ..plan.topology import Topology
-from .parallel_plan import (
+from ...config.errors import ConfigError
+from ...plan.topology import Topology
+from ..plan.parallel_plan import (
     DataParallel,
     Microbatches,
     ParallelPlan,
@@ -25,8 +25,8 @@ from .parallel_plan import (
     TensorMode,
     group_kinds,
 )
-from .stage_assignment import StageRule
-from .written import Written
+from ..plan.stage_assignment import StageRule
+from ..reading.written import Written
 
 __all__ = ["KEYS", "compile_plan", "path_of"]
 

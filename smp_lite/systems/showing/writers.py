@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
-from ..config.v1_parameters import LaterParameters
-from .flat_values import nest_values
-from .libai import DIST_DEFAULTS, TRAIN_DEFAULTS
-from .model_placement import ModelPlacement
-from .parallel_plan import ParallelPlan
+from ...config.v1_parameters import LaterParameters
+from ..dialects.libai import DIST_DEFAULTS, TRAIN_DEFAULTS
+from ..plan.model_placement import ModelPlacement
+from ..plan.parallel_plan import ParallelPlan
+from ..reading.flat_values import nest_values
 
 __all__ = ["SUFFIXES", "WRITERS"]
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config.errors import ConfigError
-from .python_config import names_in
-from .torchprime import is_sharding_map
+from ...config.errors import ConfigError
+from ..dialects.torchprime import is_sharding_map
+from ..reading.python_config import names_in
 
 __all__ = ["DIALECTS", "detect_dialect", "detect_python", "fitting_dialects"]
 

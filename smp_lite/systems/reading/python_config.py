@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config.errors import ConfigError
+from ...config.errors import ConfigError
 from .python_tree import Tree, Unknown
 
 __all__ = ["PythonConfig", "names_in", "run_python_config"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ..plan.text_table import text_table
-from .model_placement import ModelPlacement, TensorPlacement
-from .parallel_plan import ParallelPlan, ShardingRule
+from ...plan.text_table import text_table
+from ..plan.model_placement import ModelPlacement, TensorPlacement
+from ..plan.parallel_plan import ParallelPlan, ShardingRule
 from .text_parts import WIDTH, bullets, dims_text, group_text, shortened
 
 __all__ = ["explain_model"]

@@ -10,12 +10,12 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..config.errors import ConfigError
-from .detect import DIALECTS
+from ...config.errors import ConfigError
+from ..load.detect import DIALECTS
+from ..load.loading import load_plan
+from ..plan.model_placement import ModelPlacement
+from ..plan.parallel_plan import ParallelPlan
 from .explain import SYSTEMS, data_text, microbatches_text, schedule_text, stages_text, tensor_text
-from .loading import load_plan
-from .model_placement import ModelPlacement
-from .parallel_plan import ParallelPlan
 from .writers import SUFFIXES, WRITERS
 
 __all__ = ["Conversion", "compare_plans", "convert", "load_text"]

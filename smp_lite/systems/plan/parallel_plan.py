@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
 
-from ..plan.topology import SMP_GROUPS, Topology
+from ...plan.topology import SMP_GROUPS, Topology
 from .stage_assignment import StageRule
 
 __all__ = [

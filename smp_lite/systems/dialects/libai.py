@@ -12,14 +12,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ..config.errors import ConfigError
-from ..plan.topology import Topology
-from .flat_values import flatten_values
+from ...config.errors import ConfigError
+from ...plan.topology import Topology
+from ..plan.parallel_plan import (
+    DataParallel,
+    Microbatches,
+    ParallelPlan,
+    Said,
+    Schedule,
+    TensorMode,
+    group_kinds,
+)
+from ..plan.stage_assignment import StageRule
+from ..reading.flat_values import flatten_values
+from ..reading.written import Written, unknown_key
 from .libai_batches import batch_sizes
 from .libai_saved import SAVED_LISTS, LibaiPlan, config_tree, kept_text
-from .parallel_plan import DataParallel, Microbatches, ParallelPlan, Said, Schedule, TensorMode, group_kinds
-from .stage_assignment import StageRule
-from .written import Written, unknown_key
 
 __all__ = ["DIST_DEFAULTS", "TRAIN_DEFAULTS", "compile_plan", "default_train", "path_of"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ..config.errors import ConfigError
+from ...config.errors import ConfigError
 
 __all__ = ["ModelShape", "build_model_shape", "describe_model", "layer_names", "layers_of_tensors"]
 
@@ -77,8 +77,8 @@ def describe_model(module: Any) -> ModelShape:
 
 def _derived_styles(module: Any) -> dict[str, str]:
     """Of the pairs of layers that are split where nobody has a plan; none where it finds none."""
-    from ..errors import SMPError
-    from ..nn.plans import derive_plan
+    from ...errors import SMPError
+    from ...nn.plans import derive_plan
 
     try:
         return dict(derive_plan(module))
@@ -88,8 +88,8 @@ def _derived_styles(module: Any) -> dict[str, str]:
 
 def _known_styles(module: Any) -> dict[str, str]:
     """Of our own plan for the architecture, by the names of its modules."""
-    from ..nn.plans.known import known_plan
-    from ..nn.plans.patterns import Names
+    from ...nn.plans.known import known_plan
+    from ...nn.plans.patterns import Names
 
     names = Names(module)
     return {n: style for pattern, style in known_plan(module).items() for n in names.matching(pattern, style)}

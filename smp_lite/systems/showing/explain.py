@@ -11,8 +11,8 @@ import os
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from ..plan.text_table import text_table
-from .parallel_plan import ParallelPlan, Said, ShardingRule
+from ...plan.text_table import text_table
+from ..plan.parallel_plan import ParallelPlan, Said, ShardingRule
 from .text_parts import bullets, dims_text, group_text, shortened
 
 __all__ = [

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..errors import SMPError
-from .colossal_limits import refuse_unsupported as refuse_of_colossal
-from .parallel_plan import ParallelPlan
+from ...errors import SMPError
+from ..dialects.colossal_limits import refuse_unsupported as refuse_of_colossal
+from ..plan.parallel_plan import ParallelPlan
 
 __all__ = ["refuse_unsupported"]
 

@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any, Literal
 
-from ..config import Config
-from ..config.errors import ConfigError
-from ..plan.topology import Topology
-from .parallel_plan import (
+from ...config import Config
+from ...config.errors import ConfigError
+from ...plan.topology import Topology
+from ..plan.parallel_plan import (
     DataParallel,
     Microbatches,
     ParallelPlan,
@@ -32,9 +32,9 @@ from .parallel_plan import (
     TensorMode,
     group_kinds,
 )
+from ..plan.stage_assignment import StageRule
+from ..reading.written import Written, unknown_key
 from .sagemaker import SCHEDULES
-from .stage_assignment import StageRule
-from .written import Written, unknown_key
 
 __all__ = ["AXES", "compile_plan", "is_sharding_map", "parse_rule", "path_of"]
 

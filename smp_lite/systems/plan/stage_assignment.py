@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from ..config.errors import ConfigError
-from ..plan.partition_balance import Line, balance
+from ...config.errors import ConfigError
+from ...plan.partition_balance import Line, balance
 
 __all__ = ["StageRule", "balanced_intervals", "libai_counts", "uniform_intervals"]
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import textwrap
 
-from ..config.errors import ConfigError
+from ...config.errors import ConfigError
+from ..dialects.libai_saved import config_yaml
+from ..load.detect import DIALECTS
+from ..load.loading import load_plan
+from ..plan.model_placement import ModelPlacement, place_model
+from ..plan.model_shape import build_model_shape, layer_costs, layer_names, layers_of_tensors
+from ..plan.parallel_plan import ParallelPlan
 from .conversion import Conversion, convert
-from .detect import DIALECTS
 from .explain import SYSTEMS, explain_plan
 from .explain_model import explain_model
-from .libai_saved import config_yaml
-from .loading import load_plan
-from .model_placement import ModelPlacement, place_model
-from .model_shape import build_model_shape, layer_costs, layer_names, layers_of_tensors
-from .parallel_plan import ParallelPlan
 from .text_parts import WIDTH, bullets
 
 __all__ = ["add_explain_arguments", "run_explain"]

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import PARAMETERS_VARIABLE
-from ..config.errors import ConfigError
+from ...config import PARAMETERS_VARIABLE
+from ...config.errors import ConfigError
+from ..plan.parallel_plan import ParallelPlan
 from .detect import DIALECTS
 from .given import CONFIG_VARIABLE, variable_for
 from .loading import load_plan, read_configuration
-from .parallel_plan import ParallelPlan
 from .supported import refuse_unsupported
 
 __all__ = ["JobConfig", "add_config_arguments", "read_job_config"]

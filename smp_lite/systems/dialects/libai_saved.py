@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
-from ..errors import SMPError
-from ..storage.durable import replace_file, write_text
-from .flat_values import nest_values
-from .parallel_plan import ParallelPlan
-from .stage_assignment import libai_counts
+from ...errors import SMPError
+from ...storage.durable import replace_file, write_text
+from ..plan.parallel_plan import ParallelPlan
+from ..plan.stage_assignment import libai_counts
+from ..reading.flat_values import nest_values
 
 __all__ = ["SAVED_LISTS", "LibaiPlan", "config_tree", "config_yaml", "kept_text", "save_config"]
 

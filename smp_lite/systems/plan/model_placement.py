@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..config.errors import ConfigError
+from ...config.errors import ConfigError
 from .layouts import kind_of_class, layout_of
 from .model_shape import ModelShape, layer_costs, layer_names, layers_of_tensors
 from .parallel_plan import ParallelPlan, ShardingRule

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..errors import SMPError
-from .parallel_plan import ParallelPlan
+from ...errors import SMPError
+from ..plan.parallel_plan import ParallelPlan
 
 __all__ = ["refuse_unsupported"]
 

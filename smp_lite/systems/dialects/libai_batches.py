@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..config.errors import ConfigError
+from ...config.errors import ConfigError
 
 __all__ = ["batch_sizes"]
 

@@ -1,0 +1,1 @@
+"""What a configuration asks for, whatever system it is written for."""

@@ -1,0 +1,1 @@
+"""Files and command lines, before anybody asks what their keys mean."""
