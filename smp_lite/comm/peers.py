@@ -28,6 +28,15 @@ PACK_BELOW_BYTES = 1 << 16
 NUM_CHECKS = 5
 """How many checks ranks compare at a time: always as many, so that they meet wherever each of them is."""
 
+_ONE_BATCH = (
+    "All ranks of an mp group must see the same batch and take the same branches: seed and shard data "
+    "by smp.dp_rank(), never by smp.rank()"
+)
+_ONE_SHAPE = (
+    "Ranks over which parameters are sharded bring them together for each block, so all must run the same "
+    "modules on batches of the same sizes: take the same branches, and drop an incomplete last batch "
+    "(drop_last=True)"
+)
 _MASK = (1 << 62) - 1
 _FAILED = -1
 
@@ -241,7 +250,9 @@ class RankPeers:
                 if bool((column[members] != column[members[0]]).any()):
                     lines = self.world.exchange(check.lines(), self._replica, f"comparing {check.what}")
                     ranks = [self.ranks[i] for i in members]
-                    raise SMPMismatch(_first_difference(check.what, [lines[i] for i in members], ranks))
+                    advice = _ONE_BATCH if check.of_batch or self._replica == "MP" else _ONE_SHAPE
+                    found = _first_difference(check.what, [lines[i] for i in members], ranks)
+                    raise SMPMismatch(f"{found}. {advice}")
 
     def fail(self, text: str) -> None:
         self._num_failures += 1
@@ -271,13 +282,9 @@ class RankPeers:
 
 def _first_difference(what: str, lines: list[list[str]], ranks: Sequence[int]) -> str:
     """Names the first line in which two ranks differ."""
-    advice = (
-        "All ranks of an mp group must see the same batch and take the same branches: seed and shard data "
-        "by smp.dp_rank(), never by smp.rank()"
-    )
     for number in range(max(map(len, lines))):
         row = [found[number] if number < len(found) else "nothing" for found in lines]
         for member, text in enumerate(row):
             if text != row[0]:
-                return f"{what} differs: rank {ranks[member]} {text}, rank {ranks[0]} {row[0]}. {advice}"
-    return f"{what} differs between ranks {list(ranks)}. {advice}"
+                return f"{what} differs: rank {ranks[member]} {text}, rank {ranks[0]} {row[0]}"
+    return f"{what} differs between ranks {list(ranks)}"

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..comm.axis import Axis
+from .guarding import plain
 
 __all__ = [
     "ParameterLayout",
@@ -130,7 +131,7 @@ def part_of(whole: torch.Tensor, layout: ParameterLayout) -> torch.Tensor:
     """
     if tuple(whole.shape) != layout.shape:
         raise ValueError(f"a tensor of shape {list(whole.shape)} for a parameter of {list(layout.shape)}")
-    part = whole.detach()
+    part = plain(whole)
     for dim, size in layout.padded.items():
         short = [*part.shape]
         short[dim] = size - part.shape[dim]
@@ -151,7 +152,7 @@ def whole_of(part: torch.Tensor, layout: ParameterLayout) -> torch.Tensor:
 
     Works for what has the parameter's layout too: its gradient, and state of an optimizer.
     """
-    whole = part.detach()
+    whole = plain(part)
     if layout.flat is not None:
         row = layout.flat.all_gather(whole)
         whole = row[: math.prod(layout.part_shape)].view(layout.part_shape)

@@ -16,6 +16,7 @@ import torch
 from torch.optim import optimizer as torch_hooks
 
 from ..errors import SMPError
+from ..nn.guarding import as_ordinary
 from .optimizer_check import check_optimizer
 
 if TYPE_CHECKING:
@@ -72,9 +73,15 @@ def other_optimizers_checked(session: Session) -> Iterator[None]:
     """Within: optimizers of the model that are in no ``DistributedOptimizer`` are checked as they step."""
     seen: WeakKeyDictionary[torch.optim.Optimizer, CheckedSettings | None] = WeakKeyDictionary()
 
+    stepping: WeakKeyDictionary[torch.optim.Optimizer, contextlib.ExitStack] = WeakKeyDictionary()
+
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if session.model is None:
             return
+        if session.shard_axes:
+            members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            stack = stepping[optimizer] = contextlib.ExitStack()
+            stack.enter_context(as_ordinary(members))
         if session.step is not None and session.step.runtime is not None:
             _refuse_inside_step(session, optimizer)
         if session.replica_size == 1:
@@ -85,6 +92,8 @@ def other_optimizers_checked(session: Session) -> Iterator[None]:
             checked.before_step(optimizer)
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if (stack := stepping.pop(optimizer, None)) is not None:
+            stack.close()
         if (checked := seen.get(optimizer)) is not None:
             checked.after_step(optimizer)
 

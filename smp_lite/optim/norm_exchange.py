@@ -19,6 +19,7 @@ from torch.utils._foreach_utils import (
 )
 
 from ..errors import SMPError, SMPMismatch
+from ..nn.guarding import plain, unguarded
 from ..nn.layout import ParameterLayout, layout_of
 from .norm_parts import FOREIGN, Norm, Part, as_in_one_process, of_stage
 from .own_parameters import OwnParameters
@@ -131,7 +132,9 @@ def _part(session: Session, call: Call, items: list[Item], counted: list[torch.T
     own = session.model.own_parameters
     positions = [i for i, tensor in enumerate(counted) if tensor is not None]
     tensors = [tensor for tensor in counted if tensor is not None]
-    norms = dict(zip(positions, _norms(tensors, call.arguments["norm_type"], call.foreach), strict=True))
+    with unguarded():
+        of_tensors = _norms(list(map(plain, tensors)), call.arguments["norm_type"], call.foreach)
+    norms = dict(zip(positions, of_tensors, strict=True))
     mine = {items[i].number for i in positions} - {FOREIGN}
     here = own.with_gradient()
     weights = {len(own.names) + number for number in own.local}

@@ -20,6 +20,7 @@ import torch
 
 from .. import session as session_module
 from ..errors import MissingAttribute, SMPError
+from ..nn.guarding import as_ordinary
 from ..nn.layout import is_sharded
 from ..record.parameters.away import is_away, needed
 from .checked_settings import CheckedSettings
@@ -155,6 +156,8 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
                     # It was whole until now, and so is its state.
                     self._torchs.state[new] = piece_of_state(new, state)
         self._names.clear()
+        if self._checked is not None and any(map(is_sharded, live.values())):
+            self._checked = CheckedSettings(self._torchs)
         self._some_away = any(is_away(p) for lists in self._lists() for p in lists["params"])
         self._mark_state()
         if self._whole is not None:  # partitioned by a closure, in the midst of a step
@@ -194,10 +197,12 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _here(self) -> Iterator[None]:
-        """Within: the groups hold this rank's parameters alone."""
+        """Within: the groups hold this rank's parameters alone, and pieces are ordinary tensors."""
         took = self._take_out()
         try:
-            yield
+            members = [parameter for group in self._torchs.param_groups for parameter in group["params"]]
+            with as_ordinary(members):
+                yield
         finally:
             if took:
                 self._put_back()

@@ -11,7 +11,8 @@ which are sums over the tensors. If the tensors end at different places, it look
 
 Where parameters are split over the ranks of a stage, each rank steps its part, and that equals one process
 for optimizers that treat every element by itself. So the tensors are also stepped in halves: Adafactor, Muon
-and LAMB end at other places than with the whole.
+and LAMB end at other places than with the whole. Pieces of sharded parameters have one dimension, so one that
+asks for the number of dimensions is found out as well.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torch import nn
 from torch.optim import optimizer as torch_hooks
 
 from ..errors import SMPError
-from ..nn.layout import layout_of
+from ..nn.layout import is_sharded, layout_of
 
 __all__ = ["check_optimizer"]
 
@@ -173,14 +174,19 @@ def _looks_within(optimizer: torch.optim.Optimizer) -> bool:
         try:
             for i, parameter in enumerate(chosen := _choose(optimizer)):
                 whole = _run(optimizer, chosen, [i], with_closure).ends[0]
-                for dim in range(parameter.ndim):
+                start = _start(parameter, i)
+                if is_sharded(parameter) and start.numel() > 1:
+                    pieces = [_run(optimizer, chosen, [i], with_closure, _piece(at)).ends[0] for at in (0, 1)]
+                    if not _same(torch.cat(pieces), whole.reshape(-1), start.reshape(-1)):
+                        return True
+                for dim in range(whole.ndim):
                     if whole.shape[dim] < 2:
                         continue
                     halves = [
                         _run(optimizer, chosen, [i], with_closure, _half(dim, which)).ends[0]
                         for which in (0, 1)
                     ]
-                    if not _same(torch.cat(halves, dim), whole, _start(parameter, i)):
+                    if not _same(torch.cat(halves, dim), whole, start):
                         return True
             return False
         except Exception as error:  # whatever a foreign class raises
@@ -192,21 +198,32 @@ def _half(dim: int, which: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.tensor_split(2, dim)[which].clone()
 
 
+def _piece(which: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.reshape(-1).tensor_split(2)[which].clone()
+
+
+def _shape_of(parameter: torch.Tensor) -> torch.Size:
+    """Of the whole parameter, where it lies in pieces: an optimizer may ask for the number of dimensions."""
+    layout = layout_of(parameter)
+    return parameter.shape if layout is None or layout.flat is None else torch.Size(layout.shape)
+
+
 def _choose(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """A few of its parameters, of every group and number of dimensions."""
     chosen: list[torch.Tensor] = []
     for group in optimizer.param_groups:
         count: defaultdict[int, int] = defaultdict(int)
         for parameter in group["params"]:
-            if count[parameter.ndim] < _MOST_PER_KIND and parameter.numel() and len(chosen) < _MOST:
-                count[parameter.ndim] += 1
+            dims = len(_shape_of(parameter))
+            if count[dims] < _MOST_PER_KIND and parameter.numel() and len(chosen) < _MOST:
+                count[dims] += 1
                 chosen.append(parameter)
     return chosen
 
 
 def _start(parameter: torch.Tensor, number: int) -> torch.Tensor:
     """A small tensor with as many dimensions as the parameter."""
-    shape = [min(size, _LONGEST) for size in parameter.shape]
+    shape = [min(size, _LONGEST) for size in _shape_of(parameter)]
     wide = parameter.dtype in (torch.float32, torch.float64) or parameter.is_complex()
     values = torch.arange(1, torch.Size(shape).numel() + 1, dtype=torch.float64)
     small = 0.02 * torch.sin(values * (number + 1)) + 0.01 * (number + 1)

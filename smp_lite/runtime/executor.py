@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..comm.wires import Transfer, Wire
+from ..errors import SMPError
 from ..plan.actions import COMPUTE_KINDS, RECV_KINDS, Action, ActionKind
 from ..plan.segments import Segment
 from ..record.parameters.placement import Placement
@@ -295,7 +296,16 @@ class StageExecutor:
         if self._before_backward is not None:
             self._before_backward(m, segment)
         with state.recording.around_backward(self.stage_index):
-            torch.autograd.backward(starts, gradients)
+            try:
+                torch.autograd.backward(starts, gradients)
+            except RuntimeError as error:
+                if self._sharded is not None and "invalid gradient" in str(error):
+                    raise SMPError(
+                        "autograd still holds a graph over the pieces of sharded parameters, made outside of "
+                        "smp.step (a penalty on weights, of which the loss is still there; nodes kept of "
+                        f"parameters): del what holds it before the step ({error})"
+                    ) from error
+                raise
         if self._after_backward is not None:
             self._after_backward(m, segment)
         state.backward_done.add(key)

@@ -20,6 +20,7 @@ from ..comm.ranks import Ranks
 from ..comm.stage_peers import StagePeers
 from ..comm.wires import MemoryWire, Wire
 from ..errors import SMPError, SMPTimeout
+from ..nn.guarding import plain
 from ..plan.schedules import Policy
 from ..record.parameters.placement import Placement
 from ..record.recorder import Recorder
@@ -150,7 +151,7 @@ class ModelRuntime:
                 self.reducer.set_aside()
             self._reduce_now = (self._passes + 1) % self._passes_per_reduction == 0
         self._watched = [
-            (parameter, parameter.detach().clone())
+            (parameter, plain(parameter).clone())
             for parameter in self._parameters
             if parameter._post_accumulate_grad_hooks and num_microbatches > 1
         ]
@@ -191,7 +192,7 @@ class ModelRuntime:
     def _refuse_changed_parameters(self) -> None:
         """A hook on a parameter has seen its gradient, and the parameter is another one: too early."""
         for parameter, before in self._watched:
-            if not torch.equal(parameter.detach(), before):
+            if not torch.equal(plain(parameter), before):
                 name = self.placement.alias(parameter)
                 raise SMPError(
                     f"a hook changed the parameter {name!r} during the backwards of an smp.step, whose other "
@@ -239,6 +240,11 @@ class ModelRuntime:
     def reduces_next_pass(self) -> bool:
         """Whether gradients are reduced at the end of the next backward."""
         return (self._passes + 1) % self._passes_per_reduction == 0
+
+    @property
+    def passes(self) -> int:
+        """How many backwards have ended, of steps and outside of them."""
+        return self._passes
 
     def count_pass(self) -> None:
         """A backward has ended."""

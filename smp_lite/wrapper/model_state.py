@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import SMPError
+from ..nn.guarding import unguarded
 from ..nn.layout import layout_of, part_of, whole_of
 from ..optim.own_parameters import PARTIAL_KEY, check_mark, partial_mark
 from ..record.parameters.away import is_away
@@ -27,7 +28,9 @@ class ModelState:
 
     def local(self) -> dict[str, Any]:
         """Entries of this rank's stage; all of them before partition."""
-        full, mark = self.module.state_dict(), partial_mark(self.session)
+        mark = partial_mark(self.session)
+        with unguarded():
+            full = self.module.state_dict()
         here = self._here(full)
         return {**{key: value for key, value in full.items() if key in here}, PARTIAL_KEY: mark}
 
@@ -125,7 +128,8 @@ class ModelState:
             for key, value in local.items():
                 if isinstance(value, torch.Tensor) and (layout := layout_of(own[key])) is not None:
                     local[key] = part_of(value, layout)
-        result = self.module.load_state_dict(local, strict=False)
+        with unguarded():
+            result = self.module.load_state_dict(local, strict=False)
         result.missing_keys[:] = missing
         result.unexpected_keys[:] = unknown
         return result

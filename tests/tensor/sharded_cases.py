@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
 import time
 from typing import Any
 
@@ -50,6 +52,19 @@ class Twice(nn.Module):
         for number in (0, 1, 0, 2, 0):
             x = self.blocks[number](x)
         return self.out(x)
+
+
+class DecaysMatrices(torch.optim.SGD):
+    """Asks a parameter for its number of dimensions."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    if parameter.dim() > 1:
+                        parameter.mul_(0.9)
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
 
 
 MODELS = {
@@ -180,6 +195,7 @@ def refused(config: dict[str, Any], what: str) -> str:
             net.embed.weight.data = torch.zeros(WIDTH, WIDTH)
             step(x, y)
         elif what == "changed inside":
+            step(x, y)
 
             @smp.step
             def changes(x: torch.Tensor) -> torch.Tensor:
@@ -188,6 +204,33 @@ def refused(config: dict[str, Any], what: str) -> str:
                 return model(x).sum()
 
             changes(x)
+        elif what == "changed behind autograd":
+            layer = net.blocks[2].up
+
+            def normalised(x: torch.Tensor) -> torch.Tensor:
+                layer.weight.data = F.normalize(layer.weight.data)
+                return F.linear(x, layer.weight, layer.bias)
+
+            layer.forward = normalised
+            step(x, y)
+        elif what == "by dimensions":
+            optimizer = smp.DistributedOptimizer(DecaysMatrices(model.parameters(), lr=0.01))
+            step(x, y)
+            optimizer.step()
+        elif what.startswith("between"):
+            step(x, y)
+            weight = net.embed.weight
+            between = {
+                "between: a norm": lambda: weight.grad.norm(),
+                "between: a sum of what was made of it": lambda: (weight.detach() * 2).sum(),
+                "between: a row": lambda: weight.data[0].zero_(),
+                "between: noise": lambda: weight.grad.add_(torch.randn_like(weight)),
+                "between: initialised": lambda: nn.init.normal_(weight),
+                "between: saved": lambda: torch.save(net.state_dict(), io.BytesIO()),
+                "between: multiplied": lambda: F.linear(x, weight),
+                "between: turned": lambda: weight.T,
+            }
+            between[what]()
         elif what == "hidden":
             loss = step(x, y).reduce_mean().item()
             return "nan" if loss != loss else f"{loss:.6f}"
@@ -306,3 +349,42 @@ def collectives_of_a_step(config: dict[str, Any]) -> dict[str, int]:
         "gathers": axis.calls["all_gather"] - before["all_gather"],
         "elements": axis.elements["all_gather"] - elements["all_gather"],
     }
+
+
+def element_by_element(config: dict[str, Any]) -> list[float]:
+    """What is right on pieces: decay by groups of dimensions, weights clamped and averaged between steps."""
+    smp.init(config)
+    torch.manual_seed(0)
+    net = Net()
+    model = smp.DistributedModel(net)
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.xavier_uniform_(parameter)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.5},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optim = torch.optim.AdamW(groups, lr=0.05)
+
+    @smp.step
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        model.backward(loss)
+        return loss
+
+    losses = []
+    slow: list[torch.Tensor] = []
+    for x, y in batches(4, smp.rdp_rank()):
+        optim.zero_grad()
+        losses.append(step(x, y).reduce_mean().item())
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad * 0.5 + 0.01 * parameter.detach()
+        optim.step()
+        with torch.no_grad():
+            slow = slow or [copy.deepcopy(parameter) for parameter in model.parameters()]
+            for parameter, other in zip(model.parameters(), slow, strict=True):
+                parameter.clamp_(-0.3, 0.3)
+                other.lerp_(parameter, 0.1)
+                parameter.copy_(other)
+    return losses

@@ -148,7 +148,17 @@ def test_each_action_gathers_what_it_needs_once() -> None:
 
 
 REFUSED = {
-    "lamb": "FusedLAMB with tensor parallelism: .* in halves than whole",
+    "lamb": "FusedLAMB .*: tried on a few small tensors",
+    "by dimensions": "DecaysMatrices with tensor parallelism: .* in halves than whole",
+    "changed behind autograd": "'blocks.2.up.weight' was changed in place inside an smp.step",
+    "between: a norm": "norm of a sharded parameter, or of its gradient, between steps: .* of shape \\[32\\]",
+    "between: a sum of what was made of it": "sum of a sharded parameter",
+    "between: a row": "getitem.* of a sharded parameter",
+    "between: noise": "randn_like of a sharded parameter",
+    "between: initialised": "normal_ of a sharded parameter",
+    "between: saved": "a piece of shape \\[32\\] of a sharded parameter would be saved",
+    "between: multiplied": "linear of a sharded parameter",
+    "between: turned": "T of a sharded parameter",
     "hook": "register_comm_hook: parameters are sharded",
     "outside": "is sharded: a step brings its pieces together",
     "gathered": "ask model.state_dict",
@@ -167,6 +177,11 @@ def test_what_pieces_cannot_do_is_refused(what: str) -> None:
     found = run_distributed(f"{CASES}:refused", 2, kwargs={"config": mesh(RULES, fsdp=2), "what": what})
     for text in found:
         assert re.search(REFUSED[what], text), text
+
+
+def test_functions_of_every_element_are_right_on_pieces() -> None:
+    found = run_distributed(f"{CASES}:element_by_element", 2, kwargs={"config": mesh(RULES, fsdp=2)})
+    assert found == run_distributed(f"{CASES}:element_by_element", 2, kwargs={"config": mesh(RULES, data=2)})
 
 
 def test_a_weight_of_another_unit_is_right_or_shows() -> None:

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from ...comm.collectives import Collectives, Pending
+from ...nn.guarding import guarded
 from ..sharded.parameters import ShardGroup
-from .reducer import Reducer, _Bucket
+from .reducer import Reducer, _Bucket, refuse_sparse
 
 __all__ = ["PieceReducer"]
 
@@ -67,6 +68,7 @@ class PieceReducer(Reducer):
         rows = torch.zeros(ranks, length, dtype=bucket.parameters[0].dtype)
         for parameter in bucket.parameters:
             if parameter.grad is not None:
+                refuse_sparse(parameter)
                 start, end = self._pieces[id(parameter)]
                 _spread(parameter.grad.reshape(-1), rows[:, start:end])
                 # Only whether there is one still matters: its memory is free.
@@ -89,7 +91,7 @@ class PieceReducer(Reducer):
         assert bucket.flat is not None
         for parameter, was_used in zip(bucket.parameters, used, strict=True):
             start, end = self._pieces[id(parameter)]
-            parameter.grad = bucket.flat[start:end].clone() if was_used else None
+            parameter.grad = guarded(bucket.flat[start:end].clone()) if was_used else None
 
 
 class _Kept:

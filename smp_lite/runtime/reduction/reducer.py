@@ -174,6 +174,8 @@ class Reducer:
     @torch.no_grad()
     def _start(self) -> None:
         bucket = self._buckets[self._next]
+        for parameter in bucket.parameters:
+            refuse_sparse(parameter)
         parts = [
             parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             for parameter in bucket.parameters
@@ -214,6 +216,15 @@ class Reducer:
             value = result[0] if isinstance(result, list | tuple) else result
             if value.data_ptr() != bucket.flat.data_ptr():
                 bucket.flat.copy_(value)
+
+
+def refuse_sparse(parameter: nn.Parameter) -> None:
+    """Raises SMPError where a gradient is sparse: parts of it cannot be summed one by one."""
+    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+        raise SMPError(
+            f"the gradient of a parameter of shape {list(parameter.grad.shape)} is sparse, and is not "
+            "averaged over replicas: build the embedding with sparse=False"
+        )
 
 
 def _buckets(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[_Bucket]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from ...comm.stage_peers import StagePeers
 from ...errors import SMPMismatch
+from ...nn.guarding import plain
 from ...nn.layout import layout_of
 
 __all__ = ["check_replicated_gradients", "check_results"]
@@ -38,7 +39,7 @@ def check_replicated_gradients(parameters: Mapping[str, nn.Parameter], peers: St
     named = [(name, p) for name, p in parameters.items() if p.requires_grad and _is_replicated(p, peers)]
     if not named:
         return
-    norms = [0.0 if p.grad is None else float(p.grad.detach().norm(dtype=torch.float64)) for _, p in named]
+    norms = [0.0 if p.grad is None else float(plain(p.grad).norm(dtype=torch.float64)) for _, p in named]
     mine = torch.tensor(norms, dtype=torch.float64)
     theirs = peers.sharing.all_gather(mine.unsqueeze(0))
     low, high = theirs.amin(0), theirs.amax(0)
@@ -49,8 +50,10 @@ def check_replicated_gradients(parameters: Mapping[str, nn.Parameter], peers: St
         raise SMPMismatch(
             f"the gradient of {named[worst][0]!r} has the norms {found} on the ranks that share its stage, "
             "and must be the same on all, since the parameter is not split: a layer that is split over ranks "
-            "does not get its input, or hand on its output, as it is made for. Look at the modules between "
-            "this parameter and the next split one"
+            "does not get its input, or hand on its output, as it is made for (look at the modules between "
+            "this parameter and the next split one), or gradients or parameters were changed by hand with a "
+            "number made of the part that is here (a norm of gradients counts only the pieces of split "
+            "parameters that this rank holds: use torch.nn.utils.clip_grad_norm_)"
         )
 
 

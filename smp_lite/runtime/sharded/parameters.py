@@ -22,9 +22,12 @@ from torch import nn
 
 from ...comm.axis import Axis, Started
 from ...errors import SMPError
+from ...nn.guarding import PieceParameter
 from ...nn.layout import ParameterLayout, layout_of, part_of, set_layout
 
 __all__ = ["ShardGroup", "ShardedParameters"]
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ShardGroup:
@@ -67,6 +70,7 @@ class ShardGroup:
         self._show_pieces()
         self._pending: Started | None = None
         self._versions: list[int] = []
+        self._digests: list[tuple[int, int]] = []
         self.is_here = False
 
     @property
@@ -81,10 +85,14 @@ class ShardGroup:
     def _show_pieces(self) -> None:
         for number, parameter in enumerate(self.parameters):
             parameter.data = self._piece(number)
+            if type(parameter) is nn.Parameter:
+                parameter.__class__ = PieceParameter
 
     def hide(self) -> None:
         """A list of actions begins: the parameters are absent until they are gathered."""
         for number, parameter in enumerate(self.parameters):
+            if type(parameter) is PieceParameter:
+                parameter.__class__ = nn.Parameter
             piece = self._piece(number)
             if parameter.data.data_ptr() != piece.data_ptr() or parameter.shape != piece.shape:
                 # Somebody has given it other data (parameter.data = ...).
@@ -123,12 +131,19 @@ class ShardGroup:
                 parameter.data = whole[: math.prod(shape)].view(shape)
         self._rows = self._rows.new_empty((self.axis.size, 0))
         self._versions = [parameter._version for parameter in self.parameters]
+        self._digests = [_digest(whole) for whole in self._wholes]
         self.is_here = True
 
     def check_unchanged(self) -> None:
         """Raises SMPError if an action has changed one of the parameters: the change would be lost."""
-        for name, parameter, version in zip(self.names, self.parameters, self._versions, strict=True):
-            if parameter._version != version:
+        for number, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
+            whole = self._wholes[number]
+            if (
+                parameter._version != self._versions[number]
+                or parameter.data_ptr() != whole.data_ptr()
+                or tuple(parameter.shape) != self._shapes[number]
+                or _digest(whole) != self._digests[number]
+            ):
                 raise SMPError(
                     f"the parameter {name!r} was changed in place inside an smp.step, where it is a copy "
                     "gathered from the ranks that it is sharded over, so the change would be lost: change "
@@ -219,6 +234,12 @@ class ShardedParameters:
             self._is_open = False
             for group in self.groups:
                 group.show()
+
+
+def _digest(whole: torch.Tensor) -> tuple[int, int]:
+    """Of all its bits; autograd hears nothing of changes through ``parameter.data``."""
+    bits = whole.view(_INTEGERS[min(whole.element_size(), 8)])
+    return int(bits.sum(dtype=torch.int64)), int(bits[: len(bits) // 2].sum(dtype=torch.int64))
 
 
 def _replicated(parameter: torch.Tensor) -> ParameterLayout:
