@@ -93,7 +93,8 @@ def initialize(
         The engine, and the last three as they were given.
 
     Raises:
-        SMPError: pipeline ranks have different models, or the job has not been started.
+        SMPError: pipeline ranks have different models, a module between split layers may look across
+            features, or the job has not been started.
     """
     session, plan = colossal_plan("initialize")
     others = dict(plan.others)

@@ -19,6 +19,7 @@ from ..systems.dialects.libai_saved import LibaiPlan, save_config
 from ..systems.plan.model_shape import describe_model, layer_costs, layer_names, layers_of_tensors
 from ..systems.plan.parallel_plan import ParallelPlan
 from .by_hand import refuse_other_axes
+from .parts_in_line import refuse_mixing_features
 from .splitting import split_modules
 
 __all__ = ["apply_plan"]
@@ -31,6 +32,7 @@ def apply_plan(session: Session, module: nn.Module) -> None:
         SMPError: the plan does not fit the model.
     """
     refuse_other_axes(session, module)
+    refuse_mixing_features(module)
     plan = session.plan
     if plan is None:
         return

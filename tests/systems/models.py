@@ -66,3 +66,7 @@ def odd() -> nn.Module:
 
 def no_model() -> int:
     return 3
+
+
+def raising() -> nn.Module:
+    raise KeyError("mine")

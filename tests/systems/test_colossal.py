@@ -161,6 +161,51 @@ def test_what_can_run(config: dict[str, Any], world_size: int) -> None:
     refuse_unsupported(load_plan(config, world_size=world_size))
 
 
+@pytest.mark.parametrize("value", [{"max_norm": 0.05}, -1.0, True, "0.05", float("nan"), float("inf"), [1.0]])
+def test_what_is_no_norm_is_refused_and_not_taken_for_none(value: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"clip_grad_norm must be.*Got clip_grad_norm=.*write clip_grad_norm=1"
+    ):
+        load_plan({**parallel(pipeline=2), "clip_grad_norm": value}, world_size=4)
+
+
+@pytest.mark.parametrize("value", [None, 0, 0.0, 1, 0.05])
+def test_norms(value: Any) -> None:
+    plan = load_plan({**parallel(pipeline=2), "clip_grad_norm": value}, world_size=4)
+    assert dict(plan.others) == {"clip_grad_norm": value}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "message"),
+    [
+        (
+            {"tensor": {"size": 999999999999, "mode": "2.5d", "depth": 7}},
+            None,
+            "is not q x q x depth.*depth=",
+        ),
+        ({"tensor": {"size": 10**30, "mode": "2.5d"}}, None, "needs depth.*depth=10{30}"),
+        (
+            {"data": 1, "tensor": {"size": 10**12, "mode": "2d"}},
+            None,
+            "10{12} ranks, and there are 100000 at",
+        ),
+        ({"tensor": {"size": 10**30 + 1, "mode": "2d"}}, None, "must be a square.*use .*10{30}"),
+        ({"tensor": {"size": 10**30 - 1, "mode": "3d"}}, None, "must be a cube.*use .*10{30}"),
+        ({"data": 1, "pipeline": 10**12}, None, "10{12} ranks"),
+        ({"pipeline": 2}, 10**12, "world_size is 10{12}"),
+    ],
+)
+def test_huge_sizes_are_told_at_once(sizes: dict[str, Any], world_size: int | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_plan(parallel(**sizes), world_size=world_size)
+
+
+def test_many_stages_are_told_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"stages, and there are 100000.*num_model_chunks=1000000000"):
+        load_plan({**parallel(data=1), "num_model_chunks": 10**9})
+
+
 def test_data_may_be_said_where_it_is_right() -> None:
     plan = load_plan(parallel(data=4, pipeline=2))
     assert (plan.world_size, plan.dp_size) == (8, 4)
@@ -185,7 +230,11 @@ def test_data_may_be_said_where_it_is_right() -> None:
         (parallel(pipeline={}), 4, "parallel.pipeline has no size"),
         (parallel(pipeline="2"), 4, "must be an int or a dict"),
         (parallel(pipeline=True), 4, "must be an int or a dict"),
-        (parallel(pipeline=0), 4, "whole number of 1 or more"),
+        (parallel(pipeline=0), 4, "whole number of 1 or more.*: write 1 or more$"),
+        (parallel(pipeline=-2), 4, "parallel.pipeline=-2.*: write 1 or more$"),
+        ({**parallel(), "num_microbatches": 0}, 4, "num_microbatches=0.*: write 1 or more$"),
+        ({**parallel(), "num_microbatches": "2"}, 4, "without quotes"),
+        ({**parallel(), "zero": {"level": 0}}, 4, "zero.level=0.*: write 1 or more$"),
         (parallel(pipeline={"size": 2, "chunks": 2}), 4, "unknown key 'parallel.pipeline.chunks'"),
         (parallel(pipelines=2), 4, "unknown key 'parallel.pipelines': did you mean 'pipeline'"),
         (parallel(pipeline=3), 8, "8 ranks are not a multiple of pipeline 3 x tensor 1 = 3: start 6 or 9"),

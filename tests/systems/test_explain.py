@@ -107,6 +107,7 @@ def test_errors_are_one_line_and_exit_code_2(explain: Explain, tmp_path: Path) -
         ("no_such_package:f", "cannot be imported"),
         (f"{MODELS}:nothing", "has no 'nothing'"),
         (f"{MODELS}:no_model", "must return an nn.Module"),
+        (f"{MODELS}:raising", f"{MODELS}:raising raised KeyError: 'mine' ["),
     ]:
         assert message in explain(str(DATA / "llama_fsdp_tp.yaml"), "--model", target, code=2)
 

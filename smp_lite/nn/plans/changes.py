@@ -26,6 +26,7 @@ from .modules import (
     ColumnParallelConv1D,
     IdentityShare,
     RowParallelConv1D,
+    SplitHeads,
     SplitParameters,
     SummandModule,
     SummedOutput,
@@ -48,6 +49,7 @@ class Change:
         options: for its ``split``; None: ``layouts`` are all there is.
         layouts: of its parameters.
         values: attributes to set.
+        has_heads: it is an attention whose heads are split.
     """
 
     entry: Entry
@@ -56,6 +58,7 @@ class Change:
     options: dict[str, Any] | None = None
     layouts: dict[str, ParameterLayout] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    has_heads: bool = False
 
 
 class Changes:
@@ -231,6 +234,8 @@ class Changes:
             module = change.module
             if change.kind is not None:
                 mix_in(module, change.kind)
+            if change.has_heads and self.axis.size > 1:
+                mix_in(module, SplitHeads)
             for name, value in change.values.items():
                 setattr(module, name, value)
             if change.options is not None:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ...errors import SMPError
 from .source import words
 
-__all__ = ["derive_plan"]
+__all__ = ["ACTIVATIONS", "derive_plan"]
 
 
 _ELEMENTWISE = words(
@@ -86,11 +86,12 @@ def _is_plain(module: nn.Module) -> bool:
     return type(module) is nn.Linear and not hooked
 
 
-_ACTIVATIONS = (
+ACTIVATIONS = (
     nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.LeakyReLU, nn.Hardswish,
     nn.Hardsigmoid, nn.Hardtanh, nn.Softplus, nn.Softsign, nn.Tanhshrink, nn.Softshrink, nn.Hardshrink,
     nn.LogSigmoid, nn.Sigmoid, nn.Tanh, nn.Identity,
 )  # fmt: skip
+"""Modules that take each element by itself."""
 
 
 def _sequence(module: nn.Sequential) -> dict[str, str]:
@@ -109,7 +110,7 @@ def _sequence(module: nn.Sequential) -> dict[str, str]:
                 first = None
         elif type(child) is nn.Dropout and not child.inplace:
             dropouts.append(name)
-        elif type(child) not in _ACTIVATIONS:
+        elif type(child) not in ACTIVATIONS:
             first = None
     return plan
 

@@ -13,7 +13,7 @@ from ...errors import SMPError
 from ..one_d.parts import nearest_sizes
 from .source import reads_of, words
 
-__all__ = ["HEAD_COUNTS", "HeadChanges", "changes_of_heads", "output_features"]
+__all__ = ["HEAD_COUNTS", "HeadChanges", "changes_of_heads", "has_heads", "output_features"]
 
 HEAD_COUNTS = words(
     "num_heads num_attention_heads n_heads n_head num_attn_heads num_query_heads num_key_value_heads "
@@ -109,6 +109,12 @@ def changes_of_heads(
             "'colwise_gather_output', and 'rowwise_split_input' for the layer after them"
         )
     return changes
+
+
+def has_heads(owner: nn.Module) -> bool:
+    """Whether a module is an attention."""
+    counts = any(_is_number(owner, attribute) for attribute in (*HEAD_COUNTS, *_HEAD_SIZES))
+    return counts or "Attention" in type(owner).__name__
 
 
 def _shared_rows(

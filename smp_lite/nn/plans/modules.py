@@ -6,12 +6,14 @@ Each class here is mixed in before the module's own, so what it overrides wraps 
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...comm.axis import Axis
+from ...errors import SMPError
 from ..layout import ParameterLayout
 from ..one_d.operations import copy_to_ranks, gather_along, split_along, sum_over_ranks
 from ..one_d.parts import SplitModule, check_divides, layout_over, next_multiple
@@ -20,6 +22,7 @@ __all__ = [
     "ColumnParallelConv1D",
     "IdentityShare",
     "RowParallelConv1D",
+    "SplitHeads",
     "SplitParameters",
     "SummandModule",
     "SummedOutput",
@@ -49,6 +52,30 @@ def _mixed(first: type[nn.Module], second: type[nn.Module], own: type[nn.Module]
 
 class SplitParameters(SplitModule):
     """Bare parameters are split; the module's own code does the rest."""
+
+
+class SplitHeads(nn.Module):
+    """An attention of which this rank has some heads. Its output is whole, its attention weights are not."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        asked = kwargs.get("output_attentions")
+        if asked is None:
+            asked = getattr(getattr(self, "config", None), "output_attentions", False)
+        if asked or _captures_attentions():
+            raise SMPError(
+                f"output_attentions=True: each rank has some of the heads of {type(self).__name__}, and "
+                "would return the attention weights of these alone: leave output_attentions out, or run the "
+                "model for them without tensor parallelism"
+            )
+        return super().forward(*args, **kwargs)
+
+
+def _captures_attentions() -> bool:
+    """Whether a model of ``transformers`` that runs now keeps what its attentions return."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    kept = None if collector is None else collector.get()
+    return bool(kept) and any("attentions" in str(key) for key in kept)
 
 
 class ColumnParallelConv1D(SplitModule):

@@ -11,7 +11,7 @@ from ...errors import SMPError
 from .changes import Changes
 from .conflicts import check_conflicts
 from .following import check_code
-from .heads import changes_of_heads
+from .heads import changes_of_heads, has_heads
 from .known import plan_for
 from .patterns import Entry, expand
 from .styles import REFUSED, STYLES, Style
@@ -25,8 +25,8 @@ def parallelize(model: nn.Module, axis: Axis, plan: Mapping[str, str] | None = N
     Afterwards the model takes the same inputs, whole on every rank, and gives the same outputs. Modules stay
     the same objects under the same names, tied weights stay tied, and every parameter that is not the same on
     all ranks has a :class:`~smp_lite.nn.layout.ParameterLayout`. Make optimizers afterwards. A model that is
-    refused is left as it was. Attention weights that a model returns on request are those of this rank's
-    heads.
+    refused is left as it was. Attention weights that a model returns on request (``output_attentions``) are
+    refused in its call: each rank has those of its heads.
 
     What the plan does to the code between the split modules is checked as far as source code shows it; run
     :func:`~smp_lite.nn.plans.check_parallelized` once for each new architecture or plan.
@@ -104,6 +104,8 @@ def _see_to_owners(
             changes.share_rows(inside[name], rows)
         given = {name for name, full in inside.items() if styles[full].kind == "number"}
         numbers = {name: value for name, value in heads.numbers.items() if name not in given}
+        if has_heads(owner):
+            changes.of(entries[next(iter(inside.values()))], owner).has_heads = True
         if numbers:
             changes.of(entries[next(iter(inside.values()))], owner).values.update(numbers)
         gives = check_code(

@@ -13,7 +13,7 @@ Beside ``parallel`` the file may name what Colossal-AI's own functions take as a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isqrt
+from math import isfinite, isqrt
 from typing import Any, Literal
 
 from ...config.errors import ConfigError
@@ -48,6 +48,8 @@ KEYS = (
     "clip_grad_norm",
 )
 _ALIASES = {"NUM_MICRO_BATCHES": "num_microbatches", "num_chunks": "num_model_chunks"}
+_MOST_RANKS = 100_000
+"""Of a job, and of stages: more is a slip of the pen, and would take all memory to list."""
 _CARRIED = ("fp16", "gradient_accumulation", "clip_grad_norm")
 _Axes = tuple[tuple[str, int], ...]
 
@@ -86,16 +88,19 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
     tensor = _tensor_mode(written)
     tp = 1 if tensor.mode is None else _size(written, "tensor")
     dp, said_dp = _data_size(written, world_size, pp, tp)
+    _check_count(written, pp * dp * tp, "parallel", what="ranks")
     tensor_axes, own = _tensor_axes(tensor, tp, pp * dp * tp)
     axes = (("dp", dp), ("pp", pp), *tensor_axes)
     names = tuple(name for name, _ in tensor_axes)
     groups = (("DATA", ("dp",)), ("PIPELINE", ("pp",)), ("TENSOR", names), ("MODEL", ("pp", *names)), *own)
 
     chunks = written.integer("num_model_chunks", default=1)
+    _check_count(written, pp * chunks, "num_model_chunks", what="stages")
     count = written.integer("num_microbatches", default=1)
     if chunks > 1 and count % pp:
         text = f"num_microbatches must be a multiple of the pipeline size ({pp}) with model chunks."
         written.fail(text, "num_microbatches", way_out=f"use {max(pp, count // pp * pp)}, for example")
+    _check_clip(written)
     data_parallel, said_data = _data_parallel(written, pp)
     others = [pair for key in _CARRIED if written.has(key) for pair in flatten_values(key, written.get(key))]
     how_stages = "" if written.has("partition_method") else "balanced by parameters"
@@ -125,6 +130,23 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
         ),
         warnings=tuple(written.warnings),
     )
+
+
+def _check_count(written: Written, count: int, key: str, what: str) -> None:
+    if count > _MOST_RANKS:
+        text = f"It makes {count} {what}, and there are {_MOST_RANKS} at most."
+        written.fail(text, key, way_out="write smaller sizes")
+
+
+def _check_clip(written: Written) -> None:
+    """Only a number above 0 clips; 0 and None are off, and all else would be taken for one of the two."""
+    value = written.get("clip_grad_norm")
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (isfinite(value) and value >= 0):
+        text = "clip_grad_norm must be the largest norm of the whole gradient, a number above 0."
+        way_out = "write clip_grad_norm=1.0, for example, or leave it out (as 0 and None, it does not clip)"
+        written.fail(text, "clip_grad_norm", way_out=way_out)
 
 
 def _is_dict(written: Written, name: str) -> bool:
@@ -181,26 +203,33 @@ def _tensor_mode(written: Written) -> TensorMode:
 
 def _powers(exponent: int, size: int) -> list[int]:
     """The powers that a person who wrote `size` may mean: those up to it, and the next two."""
-    below = [base**exponent for base in range(1, size + 1) if base**exponent <= size]
-    above = [(len(below) + more) ** exponent for more in (1, 2)]
-    return [*below, *above][-4:]
+    root = _root(exponent, size)
+    return [base**exponent for base in range(max(root - 1, 1), root + 3)]
+
+
+def _root(exponent: int, size: int) -> int:
+    """The largest whole number of which this power is `size` or less."""
+    low, high = 0, 1 << (size.bit_length() // exponent + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if middle**exponent <= size else (low, middle)
+    return low
 
 
 def _depth(written: Written, size: int) -> int:
     path = ("parallel", "tensor", "depth")
-    legal = [
-        depth
-        for depth in range(1, size + 1)
-        if size % depth == 0 and isqrt(size // depth) ** 2 * depth == size
-    ]
+    # Those with the smallest squares, deepest last: enough for a size that ranks can have.
+    sides = range(1, min(isqrt(size), isqrt(_MOST_RANKS)) + 1)
+    legal = [size // side**2 for side in reversed(sides) if size % side**2 == 0][-8:]
     choices = ", ".join(f"depth={depth}" for depth in legal)
     if written.get(*path) is None:
         text = f"mode '2.5d' needs depth: size {size} = q x q x depth."
         written.fail(text, "parallel", "tensor", way_out=f"add {choices.replace(', ', ' or ')}")
     depth = written.integer(*path, default=1)
-    if depth not in legal:
+    if size % depth or isqrt(size // depth) ** 2 * depth != size:
         text = f"size {size} is not q x q x depth."
-        sizes = [q * q * depth for q in range(1, size + 2)]
+        side = isqrt(size // depth)
+        sizes = [q * q * depth for q in range(max(side - 1, 1), side + 3)]
         near = sorted(sizes, key=lambda n: abs(n - size))[:2]
         written.fail(text, *path, way_out=f"use {choices}, or with this depth the sizes {sorted(near)}")
     return depth
@@ -251,7 +280,7 @@ def _tensor_axes(
             ("XZ", ("tp_dep", "tp_row")),
         )
     if tensor.mode == "3d":
-        d = next(d for d in range(1, tp + 1) if d**3 == tp)
+        d = _root(3, tp)
         return (("tp_out", d), ("tp_in", d), ("tp_w", d)), (
             ("INPUT", ("tp_in",)),
             ("WEIGHT", ("tp_w",)),

@@ -32,6 +32,7 @@ _SETTLE: Mapping[str, Callable[[Written], None]] = {
     "colossal": colossal.settle_aliases,
     "torchprime": torchprime.settle_shape,
 }
+_MOST_RANKS = 100_000
 #: Variables of a Python file that belong to a system.
 _VARIABLES = {"colossal": (*colossal.KEYS, "NUM_MICRO_BATCHES", "num_chunks"), "libai": ("train",)}
 _PYTHON_DIALECTS = ("colossal", "libai")
@@ -59,6 +60,8 @@ def load_plan(
         isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1
     ):
         raise ConfigError(f"world_size must be a whole number of 1 or more, got {world_size!r}")
+    if world_size is not None and world_size > _MOST_RANKS:
+        raise ConfigError(f"world_size is {world_size}, and there are {_MOST_RANKS} ranks at most")
     written = read_configuration(source, dialect=dialect, overrides=overrides)
     module = _MODULES[written.dialect]
     plan: ParallelPlan = module.compile_plan(written, world_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -45,15 +46,29 @@ def build_model_shape(target: str) -> ModelShape:
         function = getattr(importlib.import_module(package), name)
     except ImportError as error:
         raise ConfigError(f"--model {target!r}: {package!r} cannot be imported: {error}") from error
-    except AttributeError:
-        raise ConfigError(f"--model {target!r}: {package!r} has no {name!r}") from None
-    with torch.device("meta"):
-        built = function()
+    except AttributeError as error:
+        if package in sys.modules:
+            raise ConfigError(f"--model {target!r}: {package!r} has no {name!r}") from None
+        raise ConfigError(_raised(target, f"importing {package}", error)) from error
+    except Exception as error:
+        raise ConfigError(_raised(target, f"importing {package}", error)) from error
+    try:
+        with torch.device("meta"):
+            built = function()
+    except Exception as error:
+        raise ConfigError(_raised(target, target, error)) from error
     module = built[0] if isinstance(built, tuple) else built
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"--model {target!r} returned {type(module).__name__}: it must return an nn.Module")
     shape = describe_model(module)
     return shape if shape.styles else replace(shape, styles=_derived_styles(module))
+
+
+def _raised(target: str, what: str, error: Exception) -> str:
+    """What the user's own code said, and where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" [{frames[-1].filename}:{frames[-1].lineno}]" if frames else ""
+    return f"--model {target!r}: {what} raised {type(error).__name__}: {error}{where}"
 
 
 def describe_model(module: Any) -> ModelShape:

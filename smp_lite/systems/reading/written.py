@@ -97,7 +97,10 @@ class Written:
         value = self.get(*path, default=default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             text = f"{'.'.join(path)} must be a whole number of {least} or more."
-            self.fail(text, *path, way_out="write it without quotes")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_less = is_number and value < least
+            way_out = f"write {least} or more" if is_less else "write a whole number, without quotes"
+            self.fail(text, *path, way_out=way_out)
         return int(value)
 
     def optional_integer(self, *path: str, least: int = 1) -> int | None:

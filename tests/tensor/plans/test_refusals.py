@@ -15,7 +15,7 @@ from smp_lite.errors import SMPError
 from smp_lite.nn.layout import layout_of
 from smp_lite.nn.plans import known_plan, load_whole_state_dict, parallelize, whole_state_dict
 from tests.tensor.plans.architectures import build
-from tests.tensor.plans.known_models import build_known
+from tests.tensor.plans.known_models import FAMILIES, batch_of, build_known
 
 TWO = Axis("tp", range(2), 1)
 FOUR = Axis("tp", range(4), 2)
@@ -417,3 +417,29 @@ def test_what_is_changed_is_returned() -> None:
     }
     assert model.model.layers[1].mlp.up_proj.weight.shape == (24, 32)
     assert layout_of(model.model.layers[1].self_attn.q_proj.weight) is None
+
+
+def _asked_for_attentions(name: str, way: str) -> Any:
+    in_config = way == "config"
+    model = build_known(name, **({"output_attentions": True} if in_config else {})).eval()
+    batch = batch_of(name, 0, 2)
+    parallelize(model, TWO)
+    return model(**batch) if in_config else model(**batch, output_attentions=True)
+
+
+@pytest.mark.parametrize("way", ["argument", "config"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_attention_weights_of_some_heads_are_refused(name: str, way: str) -> None:
+    with pytest.raises(SMPError, match="output_attentions=True: each rank has some of the heads of"):
+        _asked_for_attentions(name, way)
+
+
+def test_attention_weights_under_a_plan_that_comes_with_the_model() -> None:
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    model = build("llama")
+    parallelize(model, TWO)
+    with pytest.raises(SMPError, match="some of the heads of LlamaAttention"):
+        model.model.layers[0].self_attn(torch.zeros(2, 4, 8), output_attentions=True)
+    alone = build("llama")
+    parallelize(alone, Axis("tp", (0,), 0))
+    assert alone(input_ids=ids, output_attentions=True).attentions
