@@ -27,6 +27,7 @@ from ..errors import SMPError, SMPMismatch
 from .failure import error_like, failure_kind
 from .model_runtime import ModelRuntime
 from .reduction.replicated_gradients import check_replicated_gradients
+from .replica_checks import Digests, ReplicaChecks, first_difference
 
 __all__ = ["PlainBackward", "is_checked"]
 
@@ -49,6 +50,8 @@ class _Said(NamedTuple):
     failure: str | None
     kind: bytes  # of the failure, pickled
     buffers: dict[str, Shape]  # those that have changed, by name
+    had: int  # which parameters had a gradient before; 0 where that may differ
+    digests: Digests  # of parameters
 
 
 class PlainBackward:
@@ -59,6 +62,10 @@ class PlainBackward:
         meet: gives every rank's object to all of them, in the order of ranks.
         is_in_step: whether a step runs, whose backwards are its own business.
         shared: the ranks of the stage, if some get the same batch: their gradients are compared now and then.
+        replicas: what looks whether replicas stay alike; None where there are none.
+
+    Raises:
+        SMPError: by whatever is called: the module has parameters that it had not when it was wrapped.
     """
 
     def __init__(
@@ -67,9 +74,12 @@ class PlainBackward:
         meet: Callable[[_Said], list[_Said]],
         is_in_step: Callable[[], bool],
         shared: StagePeers | None,
+        replicas: ReplicaChecks | None = None,
     ) -> None:
         self._runtime, self._meet, self._is_in_step, self._shared = runtime, meet, is_in_step, shared
+        self._replicas = replicas
         self._parameters = runtime.local_parameters()
+        self._wrapped = {id(parameter) for parameter in self._parameters}
         self._known = {id(parameter) for parameter in self._parameters if parameter.requires_grad}
         self._nodes: dict[int, Any] = {}  # alive, or autograd would make new ones without hooks
         self._is_open = False
@@ -79,11 +89,17 @@ class PlainBackward:
         self._versions: int | None = None
         self._problem: Exception | None = None
         self._versions_at_start = 0
+        self._had = 0
         self._synchronised = {name: buffer.detach().clone() for name, buffer in self._buffers().items()}
         self.listen()
 
     def listen(self) -> None:
-        """Hears of all parameters that train now; again, where torch has made another node for one."""
+        """Hears of all parameters that train now; again, where torch has made another node for one.
+
+        Raises:
+            SMPError: some are not those that were wrapped.
+        """
+        self._refuse_new()
         for parameter in self._parameters:
             if not parameter.requires_grad:
                 continue
@@ -93,6 +109,16 @@ class PlainBackward:
                 self._nodes[id(parameter)] = node
                 node.register_prehook(self._before)
                 node.register_hook(lambda *_, parameter=parameter: self._after(parameter))
+
+    def _refuse_new(self) -> None:
+        for name, parameter in self._runtime.placement.root.named_parameters():
+            if id(parameter) not in self._wrapped and parameter.requires_grad:
+                raise SMPError(
+                    f"the parameter {name!r} was put into the model after it was wrapped, so its gradient "
+                    "would not be reduced over the ranks: change modules and their parameters before "
+                    "smp.DistributedModel, and write new values into a parameter in place (under "
+                    "torch.no_grad())"
+                )
 
     def settle(self) -> None:
         """Ends a backward that has failed here in the midst, so that the other ranks hear of it.
@@ -116,6 +142,9 @@ class PlainBackward:
         self._number += 1
         self._versions_at_start = self._sum_of_versions()
         reducer, runtime = self._runtime.reducer, self._runtime
+        self._had = 0
+        if self._replicas is not None and runtime.begins_passes:
+            self._had = self._replicas.set_gradients()
         self._reduces = reducer is not None and runtime.reduces_next_pass
         if reducer is not None:
             reducer.begin_step()
@@ -163,7 +192,11 @@ class PlainBackward:
         """Autograd has come to the end."""
         if not self._is_open:
             return
-        error = None
+        error: SMPError | None = None
+        try:
+            self._refuse_new()
+        except SMPError as refusal:
+            error = refusal
         if self._runtime.reducer is not None and self._versions_at_start != self._sum_of_versions():
             error = SMPError(
                 "a hook changed a parameter during a backward outside smp.step, before its gradient was "
@@ -179,8 +212,13 @@ class PlainBackward:
 
         Raises:
             SMPError: it steps the model's parameters, whose gradients are still on their way.
+            SMPMismatch: it steps with gradients that were not reduced, and that differ between replicas.
         """
+        if self._is_in_step():
+            return
         if not self._is_open:
+            if self._replicas is not None:
+                self._replicas.before_step(optimizer)
             return
         if torch._C._current_graph_task_id() == -1:
             self.settle()
@@ -193,6 +231,17 @@ class PlainBackward:
                 f"{type(optimizer).__name__}.step() was called inside a backward outside smp.step, before "
                 "gradients are reduced over the replicas: call it when backward() has returned"
             )
+        if self._replicas is not None:
+            self._replicas.before_step(optimizer)
+
+    def look_back(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped, maybe by a closure.
+
+        Raises:
+            SMPMismatch: its closure made gradients that were not reduced, and that differ between replicas.
+        """
+        if self._replicas is not None and not self._is_open and not self._is_in_step():
+            self._replicas.before_step(optimizer, is_over=True)
 
     def _finish(self, error: Exception | None) -> None:
         """Reduces what is in ``grad``; collective over all ranks.
@@ -207,7 +256,7 @@ class PlainBackward:
         except Exception:
             self._drop()
             raise
-        problem = _problem(heard)
+        problem = _problem(heard, self._replicas)
         failed = problem is not None
         if reducer is not None:
             if not failed and not self._reduces:
@@ -226,6 +275,8 @@ class PlainBackward:
                 raise problem
             return
         runtime.count_pass()
+        if self._replicas is not None:
+            self._replicas.note()
         self._synchronise(heard)
         if self._shared is not None and is_checked(self._number):
             named = {runtime.placement.alias(p) or "": p for p in self._parameters}
@@ -248,7 +299,10 @@ class PlainBackward:
                 kept = self._synchronised.get(name)
                 if kept is None or buffer.shape != kept.shape or not torch.equal(buffer, kept):
                     buffers[name] = (tuple(buffer.shape), buffer.dtype)
-        return _Said(changed, self._reduces, text, kind, buffers)
+        digests: Digests = {}
+        if self._replicas is not None and error is None:
+            digests = self._replicas.parameters(every=is_checked(self._number))
+        return _Said(changed, self._reduces, text, kind, buffers, self._had, digests)
 
     def _sum_of_versions(self) -> int:
         """Changes whenever a parameter is changed in place, as optimizers do."""
@@ -291,7 +345,7 @@ class PlainBackward:
             self._synchronised[name] = buffers[name].detach().clone()
 
 
-def _problem(heard: list[_Said]) -> SMPError | None:
+def _problem(heard: list[_Said], replicas: ReplicaChecks | None) -> SMPError | None:
     """What all ranks raise."""
     for rank, said in enumerate(heard):
         if said.failure is not None:
@@ -310,4 +364,24 @@ def _problem(heard: list[_Said]) -> SMPError | None:
                 f"{values.index(False)} has not. All ranks must make equally many backwards between two "
                 "steps of the optimizer; nothing was reduced, and gradients are None"
             )
+    if replicas is None:
+        return None
+    for rank, said in enumerate(heard):
+        if differs := said.had ^ heard[0].had:
+            name = replicas.name_of_first(differs)
+            one, other = (0, rank) if differs & -differs & heard[0].had else (rank, 0)
+            return SMPMismatch(
+                f"backwards outside smp.step: before this one {name!r} had a gradient on rank {one} and none "
+                f"on rank {other}: call optimizer.zero_grad() on all ranks alike; nothing was reduced, "
+                "and gradients are None"
+            )
+    if (found := first_difference([said.digests for said in heard], everything=False)) is not None:
+        name, first, rank = found
+        return SMPMismatch(
+            f"backwards outside smp.step: the parameter {name!r} is not the same on rank {rank} as on rank "
+            f"{first}, and must be: it was changed by what only one rank knows (a learning rate from "
+            "its own loss, as of ReduceLROnPlateau, a step that one rank left out, its own random numbers, "
+            "gradients that it changed itself). Average such numbers over replicas or decide on one "
+            "rank for all; nothing was reduced, and gradients are None"
+        )
     return None

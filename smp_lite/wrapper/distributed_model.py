@@ -123,8 +123,19 @@ class DistributedModel(ModelWithState):
         self._timeline: StepTimeline | None = None
         self._comm_hook: tuple[Any, Any] | None = None
         session.model = self
-        if session.num_stages == 1 and not has_lazy_modules(module):
+        # Sharded parameters stay whole until then, for groups by dimensions and for initialisation.
+        waits = bool(session.shard_axes) or has_lazy_modules(module)
+        if session.num_stages == 1 and not waits:
             self._partition_now(None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "no_sync":
+            raise AttributeError(
+                "DistributedModel has no no_sync(): leave it out. Several backwards may add up before "
+                "optimizer.step(); each is reduced when backward() returns, and they come to the same sum. "
+                "backward_passes_per_step=n reduces in every n-th only"
+            )
+        return super().__getattr__(name)
 
     # Running ------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from ..record.values.memory import digest_of
 from ..record.values.structure import flatten
 from ..runtime.model_runtime import ModelRuntime
 from ..runtime.plain_backward import PlainBackward, is_checked
+from ..runtime.replica_checks import ReplicaChecks
 from ..session import Session
 
 __all__ = ["OutsideStep"]
@@ -47,22 +48,34 @@ class OutsideStep:
         )
         self._number = 0
         self._backward: PlainBackward | None = None
+        self._replicas: ReplicaChecks | None = None
         shared = self._peers if self._peers is not None and self._peers.share_batch else None
         world = session.world
         if world is None or self._sharded is not None or (runtime.reducer is None and shared is None):
             return
-        if self._sharded is not None:
-            return  # and nobody may hold autograd's nodes of pieces, which have the shapes of pieces
+        if runtime.reducer is not None:
+            self._replicas = ReplicaChecks(
+                runtime,
+                session.topology.coordinate(session.rank),
+                session.batch_axes,
+                lambda said: world.exchange(said, "WORLD", "a step with gradients that were not reduced"),
+            )
         self._backward = backward = PlainBackward(
             runtime,
             lambda said: world.exchange(said, "WORLD", "the end of a backward outside smp.step"),
             lambda: session.step is not None,
             shared,
+            self._replicas,
         )
-        handle = torch_hooks.register_optimizer_step_pre_hook(
-            lambda optimizer, *_: backward.refuse_step(optimizer)
-        )
-        session.overrides.callback(handle.remove)
+        for handle in (
+            torch_hooks.register_optimizer_step_pre_hook(
+                lambda optimizer, *_: backward.refuse_step(optimizer)
+            ),
+            torch_hooks.register_optimizer_step_post_hook(
+                lambda optimizer, *_: backward.look_back(optimizer)
+            ),
+        ):
+            session.overrides.callback(handle.remove)
 
     def settle(self) -> None:
         """Ends a backward that has failed; see :meth:`PlainBackward.settle`."""
@@ -84,6 +97,8 @@ class OutsideStep:
         self.settle()
         if self._backward is not None and torch.is_grad_enabled():
             self._backward.listen()
+            if self._replicas is not None:
+                self._replicas.is_used = True
         if self._peers is not None:
             self._agree(self._peers, args, kwargs)
         return self._module(*args, **kwargs)

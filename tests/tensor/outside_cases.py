@@ -459,3 +459,130 @@ def alone() -> bool:
             F.softmax(model(ids), -1)
     smp.barrier()
     return True
+
+
+# Replicas that would drift apart ----------------------------------------------------------------------------
+
+
+def new_parameters() -> list[str]:
+    """Put into the model after it was wrapped; used by calls of the model, of the module, and between."""
+    model, _ = _linears(DP)
+    net, ids = model.module, data(smp.dp_rank())[0]
+    found = []
+    old = net.norm.bias
+    net.norm.bias = nn.Parameter(old.detach().clone())
+    found.append(_said(lambda: model(ids)))
+    found.append(_said(lambda: loss_of(net(ids), ids).backward()))
+    net.norm.bias = nn.Parameter(old.detach().clone(), requires_grad=False)
+    found.append(_said(lambda: loss_of(model(ids), ids).backward()))
+    net.norm.bias = old
+    output = model(ids)
+    net.added = nn.Linear(output.shape[-1], 2)
+    found.append(_said(lambda: net.added(output).sum().backward()))
+    del net.added
+    found.append(_said(lambda: loss_of(model(ids), ids).backward()))
+    return found
+
+
+def own_gradients(parameters: dict[str, Any]) -> dict[str, str]:
+    """Gradients that no backward has reduced, and others that are the same on all replicas."""
+    model, _ = _linears(parameters)
+    net = model.module
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    ids = data(replica_of(parameters))[0]
+    trained = [p for p in net.parameters() if p.requires_grad]
+
+    def assigned() -> Any:
+        optimizer.zero_grad()
+        for p, g in zip(trained, torch.autograd.grad(loss_of(model(ids), ids), trained), strict=True):
+            p.grad = g
+        return loss_of(net(ids), ids).detach()
+
+    def copied() -> None:
+        for p, g in zip(trained, torch.autograd.grad(loss_of(model(ids), ids), trained), strict=True):
+            assert p.grad is not None
+            p.grad.copy_(g)
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        loss_of(model(ids), ids).backward()
+
+    found = {}
+    assigned()
+    found["assigned"] = _said(optimizer.step)
+    backward()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+    for p in trained:
+        assert p.grad is not None
+        p.grad.mul_(0.5)
+    found["in place"] = _said(optimizer.step)
+    found["twice"] = _said(optimizer.step)
+    copied()
+    found["copied"] = _said(optimizer.step)
+    backward()
+    for p in trained:
+        assert p.grad is not None
+        p.grad = p.grad * 0.5
+    found["scaled"] = _said(optimizer.step)
+    optimizer.zero_grad()
+    found["in a closure"] = _said(lambda: optimizer.step(assigned))
+    return found
+
+
+def outside_parameters() -> dict[str, str]:
+    """Of no wrapped model: a criterion's, and copies that are stepped in the place of the model's."""
+    model, _ = _linears(DP)
+    ids = data(smp.dp_rank())[0]
+    net = model.module
+    found = {}
+    output = model(ids)
+    torch.manual_seed(0)
+    criterion = nn.Linear(output.shape[-1], 1)
+    criterion(output).mean().backward()
+    found["criterion"] = _said(torch.optim.SGD(criterion.parameters(), lr=0.1).step)
+    copies = [nn.Parameter(p.detach().double()) for p in net.parameters()]
+    for each, p in zip(copies, net.parameters(), strict=True):
+        each.grad = None if p.grad is None else p.grad.double()
+    found["copies"] = _said(torch.optim.SGD(copies, lr=0.1).step)
+    return found
+
+
+def cleared_on_one(set_to_none: bool) -> tuple[str, str]:
+    """Only rank 0 clears gradients; then all train on."""
+    model, optimizer = _linears(DP)
+    ids = data(smp.dp_rank())[0]
+    loss_of(model(ids), ids).backward()
+    optimizer.step()
+    if smp.rank() == 0:
+        optimizer.zero_grad(set_to_none=set_to_none)
+    said = _said(lambda: loss_of(model(ids), ids).backward())
+    return said, _said(lambda: loss_of(model(ids), ids).backward())
+
+
+def drifted(passes: int, name: str) -> str:
+    """After some passes rank 1 changes one parameter."""
+    model, _ = _linears(DP)
+    ids = data(smp.dp_rank())[0]
+    for _ in range(passes):
+        loss_of(model(ids), ids).backward()
+    parameter = model.module.get_parameter(name)
+    with torch.no_grad():
+        parameter.mul_(1 + 1e-6 * smp.rank())
+    return _said(lambda: loss_of(model(ids), ids).backward())
+
+
+def without_no_sync() -> tuple[str, bool]:
+    model, _ = _linears(DP)
+    return _said(lambda: model.no_sync()), hasattr(model, "no_sync")
+
+
+def norm_by_hand() -> str:
+    """Ranks of one stage each scale gradients by the norm of what they hold."""
+    model, _ = _linears(TP)
+    ids = data(0)[0]
+    loss_of(model(ids), ids).backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.div_(norm)
+    return _said(lambda: loss_of(model(ids), ids).backward())

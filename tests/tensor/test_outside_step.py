@@ -135,7 +135,8 @@ def test_evaluation_waits_for_nobody() -> None:
 def test_a_rank_that_makes_one_backward_less() -> None:
     for said, after, left in run_distributed(f"{CASES}:one_backward_less", 2):
         assert "rank 0 has changed its parameters since its last backward and rank 1 has not" in said
-        assert said.startswith("SMPMismatch") and not after and not left
+        assert said.startswith("SMPMismatch") and not left
+        assert "is not the same on rank 1 as on rank 0" in after  # one optimizer has stepped
 
 
 def test_a_rank_that_makes_none() -> None:
@@ -174,3 +175,55 @@ def test_ranks_of_a_stage_that_call_with_other_things() -> None:
         assert "with other numbers on rank 1 than on rank 0" in found["numbers"]
         assert not found["fine"] and found["calls"] > 0
     assert one["random"] == other["random"]
+
+
+# Replicas that would drift apart ----------------------------------------------------------------------------
+
+
+def test_parameters_that_are_new() -> None:
+    for called, backward, frozen, between, again in run_distributed(f"{CASES}:new_parameters", 2):
+        for said in (called, backward):
+            assert "the parameter 'norm.bias' was put into the model after it was wrapped" in said
+        assert "the parameter 'added.weight' was put into the model after it was wrapped" in between
+        assert not frozen and not again
+
+
+@pytest.mark.parametrize("parameters", [DP, OWN], ids=["replicas", "own batches"])
+def test_gradients_that_no_backward_has_reduced(parameters: dict[str, Any]) -> None:
+    for found in run_distributed(f"{CASES}:own_gradients", 2, kwargs={"parameters": parameters}):
+        for kind in ("assigned", "in a closure", "copied"):
+            assert "is not what the last backward left there" in found[kind], kind
+            assert "SGD.step(): the gradient of '" in found[kind], kind
+        assert not found["in place"] and not found["twice"]
+        # Of what is split nobody can tell.
+        assert bool(found["scaled"]) == (parameters is OWN)
+
+
+def test_parameters_of_no_wrapped_model() -> None:
+    for found in run_distributed(f"{CASES}:outside_parameters", 2):
+        assert "of shape (1, 12), is in no wrapped model" in found["criterion"]
+        assert "into the module that is wrapped" in found["criterion"] and not found["copies"]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_one_rank_clears(set_to_none: bool) -> None:
+    kwargs = {"set_to_none": set_to_none}
+    for said, again in run_distributed(f"{CASES}:cleared_on_one", 2, kwargs=kwargs):
+        assert "had a gradient on rank 1 and none on rank 0" in said and not again
+
+
+@pytest.mark.parametrize(("passes", "name"), [(1, "up.weight"), (5, "norm.weight"), (99, "up.weight")])
+def test_parameters_that_differ_between_replicas(passes: int, name: str) -> None:
+    """All of them are compared in the first passes and in every hundredth, small ones in every one."""
+    for said in run_distributed(f"{CASES}:drifted", 2, kwargs={"passes": passes, "name": name}):
+        assert f"the parameter {name!r} is not the same on rank 1 as on rank 0" in said
+
+
+def test_no_sync() -> None:
+    for said, has in run_distributed(f"{CASES}:without_no_sync", 2):
+        assert "DistributedModel has no no_sync(): leave it out" in said and not has
+
+
+def test_a_norm_of_the_gradients_of_one_rank() -> None:
+    for said in run_distributed(f"{CASES}:norm_by_hand", 2):
+        assert "a norm of gradients counts only the pieces" in said
