@@ -12,7 +12,7 @@ from sagemaker.pytorch import PyTorch
 
 from tests.estimator.jobs import distribution, estimator, files_in, outputs_of, processes_of, write_wheel
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 KEEP = """
 if rank == 0:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.estimator.jobs import distribution, estimator, files_in, outputs_of, processes_of, write_wheel
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 
 def test_a_script_gets_its_environment_arguments_and_channels(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from sagemaker.exceptions import UnexpectedStatusException
 from tests.estimator.jobs import estimator, files_in, process_ids, processes_of
 from tests.launch.launching import hear_signals
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 LIMIT_S = 40.0
 

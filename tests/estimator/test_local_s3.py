@@ -18,7 +18,7 @@ from smp_lite.estimator.local.session import LocalMPISession
 from smp_lite.estimator.local.store import Store
 from tests.estimator.jobs import estimator, files_in
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 BUCKET = "my-bucket"
 

@@ -22,7 +22,7 @@ from smp_lite.entrypoints.mpi.launch_plan import plan_job
 from smp_lite.estimator import package_directory
 from tests.estimator.aws import BUCKET, REGION, ROLE, boto_session, moto_server
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 DRIVER = "smp_lite/entrypoints/sdk_v3_driver.py"
 

@@ -16,7 +16,7 @@ from tests.harness import run_distributed, run_script
 from tests.launch.launching import launch, processes_mentioning
 from tests.sampling import one_in
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 HANG_S = 60.0
 WATCHDOG = {"SMP_LITE_WATCHDOG_S": "300", "OMP_NUM_THREADS": "1"}

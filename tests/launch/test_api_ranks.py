@@ -8,7 +8,7 @@ import torch
 from tests.api_support import same
 from tests.harness import run_distributed
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 CASES = "tests.launch.api_cases:"
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.harness import run_distributed, run_script
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ from smp_lite.entrypoints.mpi.launch_plan import LaunchPlan
 from smp_lite.entrypoints.this_machine.launcher import run_local
 from tests.launch.launching import launch, processes_mentioning, write
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 OTHERS_WAIT_IN_MPI = "from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\n"
 """What ranks do that have not failed: without the launcher they would wait for ever."""

@@ -16,7 +16,7 @@ import pytest
 from tests.launch.launching import HANG_S, processes_mentioning
 from tests.sampling import one_in
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 START = "import os, signal, sys, time\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\nrank = world.rank\n"
 

@@ -9,7 +9,7 @@ from tests.programs.cases import IN_MEMORY
 from tests.programs.registry import Program
 from tests.programs.running import run_in_memory
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 
 @pytest.mark.parametrize(("program", "stages", "pipeline", "static"), IN_MEMORY)

@@ -9,7 +9,7 @@ from tests.programs.cases import ON_RANKS
 from tests.programs.registry import Program
 from tests.programs.running import parameters_of
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 
 @pytest.mark.parametrize(("program", "stages", "replicas"), ON_RANKS)

@@ -13,7 +13,7 @@ import pytest
 from smp_lite.smp_v1.before_script import prepared_here
 from tests.launch.launching import launch, write
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 PARAMETERS = ["--parameters", '{"partitions": 1}']
 

@@ -11,7 +11,7 @@ import torch
 from tests.harness import run_distributed
 from tests.tensor.colossal_cases import train_dense
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 CASES = "tests.tensor.colossal_cases"
 

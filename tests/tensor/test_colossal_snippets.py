@@ -13,7 +13,7 @@ from torch import nn
 from tests.harness import run_distributed
 from tests.tensor import colossal_snippets as snippets
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 CASES = "tests.tensor.colossal_snippets"
 MY_MODEL: dict[str, Any] = {"type": "MyModel", "hidden": snippets.HIDDEN, "depth": 4}

@@ -15,7 +15,7 @@ from tests.harness import run_distributed
 from tests.tensor.libai_cases import NUM_STEPS, loader
 from tests.tensor.plans.known_models import FAMILIES, build_known
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.sampled(2)]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.sampled(3)]
 
 TRAIN = "tests.tensor.libai_cases:train"
 LAYERS = {"bert": 2, "gpt2": 2, "t5": 4, "vit": 2}  # a stack of two; T5 has two stacks

@@ -15,7 +15,7 @@ from tests.harness import run_distributed, run_script
 from tests.launch.test_killed_saves import check
 from tests.tensor.moving_layouts import Layout, train_dense
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 CASES = "tests.tensor.moving_cases:"
 REPOSITORY = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import torch
 from tests.harness import run_distributed
 from tests.tensor.outside_cases import DP, TP, WAYS, dense, mixed_dense, summed_dense
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 CASES = "tests.tensor.outside_cases"
 OWN = {**TP, "prescaled_batch": False, "optimize": "memory"}

@@ -13,7 +13,7 @@ from tests.harness import run_distributed
 from tests.launch.launching import launch
 from tests.tensor.test_runtime import dense
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 
 def mapping(stages: int, shards: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from tests.harness import run_distributed
 from tests.tensor.runtime_cases import BATCH, WIDTH, Net, batches, scaled
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 BASE = {"microbatches": 2, "tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True}
 

@@ -13,7 +13,7 @@ from smp_lite.comm.axis import Axis
 from smp_lite.nn.layout import ParameterLayout, part_of
 from tests.harness import run_distributed
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 CASES = "tests.tensor.sharded_cases"
 

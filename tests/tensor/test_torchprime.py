@@ -11,7 +11,7 @@ import torch
 from tests.harness import run_distributed
 from tests.tensor.torchprime_cases import dense
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 DATA = Path(__file__).parents[1] / "systems" / "data"
 

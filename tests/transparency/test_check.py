@@ -24,7 +24,7 @@ from tests.sampling import one_in
 from tests.transparency.comparison import NUM_MICROBATCHES, smp_run
 from tests.transparency.state_cases import CASES as STATE_CASES
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 NUM_STEPS = 2
 

@@ -11,7 +11,7 @@ from tests.models import CASES
 from tests.transparency.comparison import NUM_MICROBATCHES
 from tests.transparency.replicas import replica_runs
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 NAMES = [
     "gpt",

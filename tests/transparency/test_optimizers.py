@@ -19,7 +19,7 @@ from tests.transparency import norms, optimizers
 from tests.transparency.comparison import NUM_MICROBATCHES
 from tests.transparency.conftest import OpenSession
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 
 def on_ranks(function: str, ranks: int = 2, *, partitions: int = 2, **kwargs: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from tests.models import CASES
 from tests.sampling import one_in
 from tests.transparency.comparison import NUM_MICROBATCHES
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 NAMES = [name for name, case in CASES.items() if case.available and not case.random_in_blocks]
 FOUR_STAGES = [

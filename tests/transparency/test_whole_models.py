@@ -12,7 +12,7 @@ from tests.harness import run_distributed
 from tests.models.layers import WIDTH, Chain
 from tests.transparency.conftest import OpenSession
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 
 def on_ranks(function: str, num_ranks: int = 2) -> list[Any]:

@@ -12,7 +12,7 @@ import torch
 
 from tests.harness import run_distributed
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 CASES_2D = "tests.tensor.grid.cases_2d"
 CASES_3D = "tests.tensor.grid.cases_3d"

@@ -9,7 +9,7 @@ import torch
 
 from tests.harness import run_distributed
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 CASES = "tests.tensor.one_d.cases"
 QUICK = [

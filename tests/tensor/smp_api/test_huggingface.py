@@ -10,7 +10,7 @@ import torch
 from tests.tensor.smp_api.hf_models import KINDS, MODELS
 from tests.tensor.smp_api.test_modules import check, parameters_of
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 
 def some(*quick: str) -> list[Any]:

@@ -10,7 +10,7 @@ import torch
 from tests.harness import run_distributed
 from tests.tensor.smp_api.cases import INNER, dense
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 BASE = {"microbatches": 2, "ddp": True, "partitions": 1}
 WAYS = [(prescaled, optimize) for prescaled in (True, False) for optimize in ("speed", "memory")]
