@@ -53,3 +53,16 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a dense tensor as one row of bytes: what carries it need not know dtypes and layouts."""
     row = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return row.view(torch.uint8)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def sum_of_bits(tensor: torch.Tensor) -> int:
+    """The sum of a tensor's elements taken as integers, to tell whether two hold the same."""
+    values = tensor.detach()
+    if values.layout is not torch.strided:
+        values = values.to_dense()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    return int(values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64))

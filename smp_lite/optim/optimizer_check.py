@@ -119,8 +119,8 @@ def _check_within(optimizer: torch.optim.Optimizer) -> None:
         ) from None
     if looks_within:
         raise SMPError(
-            f"{kind.__name__} with tensor parallelism: tried on small tensors, it steps them otherwise in "
-            f"halves than whole, so {way_out}"
+            f"{kind.__name__} with split or sharded parameters: tried on small tensors, it steps them "
+            f"otherwise in halves than whole, so {way_out}"
         )
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from ..comm.layout import sum_of_bits
 from ..errors import SMPMismatch
 from ..nn.guarding import plain
 from ..nn.layout import layout_of
@@ -28,7 +29,6 @@ Digests = dict[tuple[str, tuple[tuple[str, int], ...]], int]
 """By name, and by where the rank stands along the axes on which others may hold something else."""
 
 _FEW, _SMALL = 8, 4096
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicaChecks:
@@ -64,7 +64,7 @@ class ReplicaChecks:
         if self._runtime.reducer is None or self._runtime.reducer.hook is not None:
             return {}  # what a hook makes of gradients may differ, and is the user's business
         return {
-            (self._names[id(p)], self._where(p)): _digest(p)
+            (self._names[id(p)], self._where(p)): sum_of_bits(plain(p))
             for p in (self._parameters if every else self._few)
         }
 
@@ -125,7 +125,7 @@ class ReplicaChecks:
                     "(a sum or a mean over them) is made in loss.backward() alone: call that, and change "
                     "gradients in place"
                 )
-        heard = self._exchange({(name, self._where(p)): _digest(p.grad) for name, p in found})
+        heard = self._exchange({(name, self._where(p)): sum_of_bits(plain(p.grad)) for name, p in found})
         differs = first_difference(heard, everything=True)
         if differs is None:
             return
@@ -201,14 +201,3 @@ def first_difference(heard: Sequence[Digests], *, everything: bool) -> tuple[str
                 if (name, where) not in heard[rank]:
                     return name, first, rank
     return None
-
-
-def _digest(tensor: torch.Tensor | None) -> int:
-    """The sum of its bits, as integers."""
-    assert tensor is not None
-    values = plain(tensor)
-    if values.layout is not torch.strided:
-        values = values.to_dense()
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    return int(values.view(_BITS[values.element_size()]).sum(dtype=torch.int64))

@@ -149,7 +149,7 @@ def test_each_action_gathers_what_it_needs_once() -> None:
 
 REFUSED = {
     "lamb": "FusedLAMB .*: tried on a few small tensors",
-    "by dimensions": "DecaysMatrices with tensor parallelism: .* in halves than whole",
+    "by dimensions": "DecaysMatrices with split or sharded parameters: .* in halves than whole",
     "changed behind autograd": "'blocks.2.up.weight' was changed in place inside an smp.step",
     "between: a norm": "norm of a sharded parameter, or of its gradient, between steps: .* of shape \\[32\\]",
     "between: a sum of what was made of it": "sum of a sharded parameter",

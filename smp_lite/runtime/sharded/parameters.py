@@ -21,13 +21,12 @@ import torch
 from torch import nn
 
 from ...comm.axis import Axis, Started
+from ...comm.layout import sum_of_bits
 from ...errors import SMPError
 from ...nn.guarding import PieceParameter
 from ...nn.layout import ParameterLayout, layout_of, part_of, set_layout
 
 __all__ = ["ShardGroup", "ShardedParameters"]
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ShardGroup:
@@ -238,8 +237,7 @@ class ShardedParameters:
 
 def _digest(whole: torch.Tensor) -> tuple[int, int]:
     """Of all its bits; autograd hears nothing of changes through ``parameter.data``."""
-    bits = whole.view(_INTEGERS[min(whole.element_size(), 8)])
-    return int(bits.sum(dtype=torch.int64)), int(bits[: len(bits) // 2].sum(dtype=torch.int64))
+    return sum_of_bits(whole), sum_of_bits(whole[: len(whole) // 2])
 
 
 def _replicated(parameter: torch.Tensor) -> ParameterLayout:
