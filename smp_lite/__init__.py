@@ -47,6 +47,7 @@ _MODULES = {
     "exceptions": "errors",
     "model": "wrapper.distributed_model",
     "optimizers": "optim.fused",
+    "patches": "patches",
     "state_mod": "session_state",
     "utils": "utils",
 }
@@ -61,8 +62,6 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(".session_state", __name__).state
     if name in _MODULES:
         return importlib.import_module(f".{_MODULES[name]}", __name__)
-    if name == "patches":
-        return importlib.import_module(".smp_v1.missing", __name__).Submodule(name)
     home = _HOME_OF.get(name)
     if home is None:
         return importlib.import_module(".smp_v1.missing", __name__).missing_in("", __name__)(name)
@@ -73,4 +72,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_MODULES, "patches"})
+    return sorted({*__all__, *_MODULES})

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .errors import SMPError
 from .optim.norms import refuse_inside_step
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ def overflows_of_the_whole_model(session: Session) -> Iterator[None]:
     ) -> dict[torch.device, torch.Tensor]:
         if not _is_of_the_model(session, optimizer):
             return original(self, optimizer, inv_scale, found_inf, allow_fp16)
+        if session.cfg.fp16:
+            raise SMPError(
+                "a GradScaler with fp16: True, where smp.DistributedOptimizer scales the loss itself "
+                "(dynamic_loss_scale=True): leave the scaler out, and call model.backward(loss), "
+                "optimizer.clip_master_grads() and optimizer.step()"
+            )
         refuse_inside_step(session, "GradScaler.step() or unscale_()")
         found = original(self, optimizer, inv_scale, found_inf, allow_fp16)
         kind = _group(session)

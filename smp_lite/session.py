@@ -23,7 +23,7 @@ from .comm.wires import C10dWire, Wire
 from .config import Config
 from .errors import SMPError
 from .plan.schedules import Policy
-from .plan.topology import Topology
+from .plan.topology import SHARD_AXIS, Topology
 
 if TYPE_CHECKING:
     from .comm.world import World
@@ -106,7 +106,9 @@ class Session:
     @property
     def shard_axes(self) -> tuple[str, ...]:
         """Data-parallel axes along which every rank holds a piece of each sharded parameter only."""
-        return self.plan.shard_axes if self.plan is not None else ()
+        if self.plan is not None:
+            return self.plan.shard_axes
+        return tuple(name for name, _ in self.topology.axes if name == SHARD_AXIS)
 
     @property
     def stage_axes(self) -> tuple[str, ...]:
@@ -181,9 +183,10 @@ class Session:
         """Axes along which ranks have batches of their own, besides pp; gradients are means over them."""
         if self.plan is not None:
             return self.plan.role_axes("dp")
+        replicas = dict(self.topology.kinds)["RDP"]
         if self.cfg.tensor_parallel_degree > 1 and not self.cfg.prescaled_batch:
-            return ("dp", "tp")
-        return ("dp",)
+            return (*replicas, "tp")
+        return replicas
 
     def ranks(self) -> Ranks | None:
         """What gradient reduction needs to know of the ranks; None where there are no others."""
@@ -192,15 +195,19 @@ class Session:
         axes = {name: size for name, size in self.topology.axes if name != "pp"}
         return Ranks(self.batch_axes, axes, self._collectives)
 
-    def _collectives(self, axes: Sequence[str]) -> Collectives | None:
-        """For gradients, over the ranks along these axes; None where that is this rank alone."""
+    def _collectives(self, axes: Sequence[str], *, own: bool = False) -> Collectives | None:
+        """For gradients, over the ranks along these axes; None where that is this rank alone.
+
+        With ``own`` nobody else's collectives run in between, as they may in a process group that a script
+        has too.
+        """
         sizes = [self.topology.axis_size(axis) for axis in axes]
         if self.world is None or math.prod(sizes) == 1:
             return None
         kinds = {frozenset(members): kind for kind, members in self.topology.kinds}
         kind = kinds.get(frozenset(axes), "+".join(axes))
         by_mpi = self.cfg.horovod or self.cfg.ddp_dist_backend == "mpi" or not self.cfg.ddp
-        if by_mpi or kind not in self.process_groups:
+        if own or by_mpi or kind not in self.process_groups:
             return self.world.collectives(kind)
         return C10dCollectives(self.process_groups[kind])
 

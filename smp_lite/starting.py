@@ -106,6 +106,7 @@ def init(
             validated.partitions,
             validated.tensor_parallel_degree,
             validated.placement_strategy,
+            sharded=validated.sharded_data_parallel_degree,
         )
     )
     session = Session(validated, topology, World(topology, transport), plan)

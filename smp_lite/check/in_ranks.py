@@ -102,7 +102,7 @@ class RankChecker:
             self._leave_failure(error, calls, session, notes)
             raise
         notes["seeded"] = frozenset(seeds.seeded)
-        notes["labels"] = frozenset(label for _, label, _ in seeds.noted())
+        notes["labels"] = frozenset({label for _, label, _ in seeds.noted()} | seeds.labels)
         if self.brings_batch:
             notes["result"] = result_of(result)
         notes["gradients"] = self._gathered(model.local_named_parameters(), lambda p: p.grad, session)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import session as session_module
 from ..record.interception import listening
 from ..record.source_line import user_line
 from ..record.state import random_state
@@ -91,7 +92,10 @@ class PlainStep:
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
         losses = list(tensors) if isinstance(tensors, tuple | list) else [tensors]
         given = grad_tensors if isinstance(grad_tensors, tuple | list) else [grad_tensors] * len(losses)
+        session = session_module.current()
         scale = 1.0 / self._num_microbatches
+        if session.cfg.fp16 and session.optimizer is not None:
+            scale *= session.optimizer.loss_scale
         seeds = [
             torch.full_like(loss, scale) if gradient is None else gradient * scale
             for loss, gradient in zip(losses, given, strict=True)

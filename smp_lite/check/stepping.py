@@ -109,6 +109,7 @@ class Observer:
     def __init__(self) -> None:
         self.notes = StepNotes()
         self.seeded: set[Key] = set()
+        self.labels: set[str] = set()  # of modules that are seeded and not noted
         self._counts: Counter[tuple[int, str]] = Counter()
         self._keys: dict[tuple[int, int], Key] = {}
 
@@ -125,6 +126,10 @@ class Observer:
             for command in recording.commands:
                 place = (m, command.index)
                 if command.module is None or place in self._keys or _was_undone(command):
+                    continue
+                if command.seeds:  # several modules in one go, which the plain run calls one by one
+                    self.seeded.update((m, *key) for key in command.seeds)
+                    self.labels.update(label for label, _ in command.seeds)
                     continue
                 key = (m, command.label, self._counts[m, command.label])
                 self._counts[m, command.label] += 1
@@ -189,7 +194,7 @@ class _Child:
         Raises:
             SMPError: it ended without any, or took too long.
         """
-        labels = frozenset(label for _, label, _ in observer._keys.values())
+        labels = frozenset({label for _, label, _ in observer._keys.values()} | observer.labels)
         with self._orders:
             pickle.dump((labels, frozenset(observer.seeded)), self._orders)
         timer = threading.Timer(CHILD_LIMIT_S, os.kill, (self.pid, 9))

@@ -29,21 +29,24 @@ from ..session import Session, current
 from ..storage.durable import write_text
 from ..storage.identity import Identity, read_identity
 from ..storage.layout import (
+    FP16_STATES,
     MODEL,
+    OF_OPTIMIZER,
     OPTIMIZER,
     PARTITION_FILE,
     PARTS,
     USER_CONTENT,
     check_tag,
     full_file,
-    part_file,
     partial_name,
     remove_old,
 )
 from ..storage.switch import Switch, new_name, write_newest
 from ..storage.torch_files import write_torch
 from ..wrapper.distributed_model import DistributedModel
+from .half_parts import parts_of_state
 from .portable_names import portable_name, remove_old_portable
+from .sharded_parts import check_user_content, num_pieces, reader_of, sharded_parts
 from .together import together
 
 _SAVE = "save_checkpoint"
@@ -64,8 +67,10 @@ def save_checkpoint(
     """Saves model, optimizer and user content under ``path``. Collective: call it on all ranks.
 
     Partial: ``path/{tag}_partial/model_{mp_rank}.pt``, ``optimizer_{mp_rank}.pt``, ``user_content.pt`` and
-    the partition. Full: ``path/{tag}`` with the whole state dict, ``path/optimizer_{tag}`` with the state
-    dict of a plain optimizer over the same parameters, ``path/user_content_{tag}``. Portable:
+    the partition; of sharded parameters SMP's other files (:mod:`.sharded_parts`), which ``python -m
+    smp_lite.checkpoints.merge_sharded`` puts together. Full: ``path/{tag}`` with the whole state dict,
+    ``path/optimizer_{tag}`` with the state dict of a plain optimizer over the same parameters,
+    ``path/user_content_{tag}``. Portable:
     ``path/{tag}_portable``, which plain PyTorch reads with ``torch.distributed.checkpoint.load({"model":
     ..., "optimizer": ...}, checkpoint_id=...)`` or turns into one file with ``format_utils.
     dcp_to_torch_save``; the optimizer's state is that of ``get_optimizer_state_dict``, by parameter name. In
@@ -103,12 +108,16 @@ def save_checkpoint(
     if partial and model is not None and not model.partitioned:
         raise SMPError(f"{_SAVE}: the model is not partitioned yet, run a step first")
     if partial and session.shard_axes:
+        check_user_content(user_content)
+    objects = {MODEL: model, OPTIMIZER: optimizer, USER_CONTENT: user_content, FP16_STATES: None}
+    if optimizer is not None and portable and optimizer.has_masters:
         raise SMPError(
-            f"{_SAVE}: parameters are sharded over {', '.join(session.shard_axes)}, and a partial checkpoint "
-            "has one file for each rank of one replica: save with portable=True, or a full one "
-            "(partial=False)"
+            f"{_SAVE}(portable=True) with fp16 or bf16: master weights and the loss scale have no portable "
+            "form: save a full checkpoint (partial=False), which resumes on any number of partitions, or "
+            "give no optimizer"
         )
-    objects = {MODEL: model, OPTIMIZER: optimizer, USER_CONTENT: user_content}
+    if optimizer is not None and optimizer.has_masters and not (partial and session.shard_axes):
+        objects[FP16_STATES] = optimizer
     identity = _agree(session, tag, partial, objects, portable=portable)
     root = Path(path)
     name = portable_name(tag) if portable else partial_name(tag) if partial else tag
@@ -136,7 +145,9 @@ def save_checkpoint(
 
             write_portable(session, _SAVE, switch, identity, objects, _writing)
         elif partial:
-            together(session, _SAVE, lambda: _write_own_parts(session, switch, identity, objects))
+            # Collective where it is sharded, so before what may fail on one rank.
+            state = optimizer.local_state_dict() if optimizer is not None and optimizer.is_sharded else None
+            together(session, _SAVE, lambda: _write_own_parts(session, switch, identity, objects, state))
         else:
             _write_whole(session, switch, identity, objects, translate=translate_if_full)
         together(session, _SAVE, commit)
@@ -157,7 +168,7 @@ def _agree(session: Session, tag: str, partial: bool, objects: dict[str, Any], *
     """The save's identity, from rank 0; the ranks that write must be about to write the same."""
     model = objects[MODEL]
     asked: dict[str, Any] = {"tag": tag, "portable": portable, "partial": partial}
-    if session.group_rank("RDP") == 0 or portable:
+    if session.group_rank(session.copies) == 0 or portable:
         asked["model and optimizer"] = [part for part in (MODEL, OPTIMIZER) if objects[part] is not None]
         asked["step"] = session.steps_run
         if model is not None and model.partitioned:
@@ -172,6 +183,7 @@ def _agree(session: Session, tag: str, partial: bool, objects: dict[str, Any], *
         mp_size=len(session.group("MP")),
         partition=asked.get("partition"),
         parts=tuple(part for part in PARTS if objects[part] is not None),
+        pieces=num_pieces(session) if partial else 1,
     )
     if session.world is None:
         answers = [(asked, mine)]
@@ -223,24 +235,40 @@ def _is_ours(path: Path) -> bool:
     return path.is_file() and read_identity(path) is not None
 
 
-def _write_own_parts(session: Session, switch: Switch, identity: Identity, objects: dict[str, Any]) -> None:
+def _write_own_parts(
+    session: Session,
+    switch: Switch,
+    identity: Identity,
+    objects: dict[str, Any],
+    state: dict[str, Any] | None,
+) -> None:
+    """``state``: of the optimizer, where it is known already."""
     final = switch.root / switch.name
     if not switch.folder.exists():
         with _writing(final):
             switch.begin()  # a host with a disk of its own
-    mp_rank = session.group_rank("MP")
+    reader = reader_of(session)
 
     def write(part: str, content: Any) -> None:
-        file = part_file(part, mp_rank)
-        note = identity.of(part, mp_rank).to_json()
+        file = reader.file(part)
+        piece = reader.piece if part == OPTIMIZER else 0
+        note = identity.of(part, 0 if part == USER_CONTENT else reader.mp_rank, piece).to_json()
         with _writing(final / file):
             write_torch(switch.folder / file, content, note)
 
-    for part in (MODEL, OPTIMIZER):
-        if objects[part] is not None and session.group_rank("RDP") == 0:
-            write(part, objects[part].local_state_dict())
-    if objects[USER_CONTENT] is not None and session.rank == 0:
-        write(USER_CONTENT, objects[USER_CONTENT])
+    if session.shard_axes:
+        for part, content in sharded_parts(session, objects):
+            write(part, content)
+    else:
+        leads = session.group_rank("RDP") == 0
+        if objects[MODEL] is not None and leads:
+            write(MODEL, objects[MODEL].local_state_dict())
+        if objects[OPTIMIZER] is not None and leads:
+            state = state if state is not None else objects[OPTIMIZER].local_state_dict()
+            for part, content in parts_of_state(state).items():
+                write(part, content)
+        if objects[USER_CONTENT] is not None and session.rank == 0:
+            write(USER_CONTENT, objects[USER_CONTENT])
     if objects[MODEL] is not None and switch.leads:
         with _writing(final / PARTITION_FILE):
             write_text(switch.folder / PARTITION_FILE, objects[MODEL].partition.to_json())
@@ -249,11 +277,17 @@ def _write_own_parts(session: Session, switch: Switch, identity: Identity, objec
 def _write_whole(
     session: Session, switch: Switch, identity: Identity, objects: dict[str, Any], *, translate: bool
 ) -> None:
-    """One part after the other, so that rank 0 never holds more than the largest."""
+    """One part after the other, so that rank 0 never holds more than the largest; the optimizer's are one."""
+    states: dict[str, Any] = {}
     for part in identity.parts:
         content = objects[part]
-        if part != USER_CONTENT and session.group_rank(session.copies) == 0:
+        takes_part = session.group_rank(session.copies) == 0
+        if part == MODEL and takes_part:
             content = content.state_dict(gather_to_rank0=True)
+        elif part == OPTIMIZER and (takes_part or content.is_sharded):
+            states = parts_of_state(content.state_dict(gather_to_rank0=True))
+        if part in OF_OPTIMIZER:
+            content = states.pop(part, {})
         if part == MODEL and translate and session.rank == 0:
             for to_original, _ in session.module_manager.translate_functions:
                 content = to_original(content)

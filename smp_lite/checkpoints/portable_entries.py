@@ -145,7 +145,7 @@ def _add_tensor(
 
 
 def _add_optimizer(found: Entries, session: Session, optimizer: Any) -> None:
-    local = optimizer.local_state_dict()
+    local = optimizer.local_state_dict(gather_if_shard=False)
     if "param_groups" not in local:
         raise SMPError(
             f"save_checkpoint: {type(optimizer.optimizer).__name__}.state_dict() is not that of an optimizer "
@@ -158,7 +158,7 @@ def _add_optimizer(found: Entries, session: Session, optimizer: Any) -> None:
     for position, state in local["state"].items():
         if may_write:
             name = flat[position]
-            _add_state(found, name, state, layout_of(parameters[name]))
+            _add_state(found, name, state, layout_of(optimizer.stand_in_of(parameters[name])))
     groups = [
         {
             **settings,

@@ -135,7 +135,7 @@ class _Load(Mapping[str, Any]):
                 group.update(
                     copy.deepcopy(settings)
                 )  # learning rate schedulers that are built next start from them
-            optimizer._pending = {"read by": "the first step"}
+            optimizer.wait_for_state(True)
 
     def _take_place(self) -> None:
         """Earlier loads that wait for the first step, or that it could not read, are given up."""
@@ -145,7 +145,7 @@ class _Load(Mapping[str, Any]):
                 if load._refusal is not None:
                     load._refusal.remove()
                 if load._optimizer is not None and self._optimizer is not None:
-                    self.session.optimizer._pending = None
+                    self.session.optimizer.wait_for_state(False)
         pending[:] = [each for each in pending if not isinstance(each[0], _Load)]
 
     def _read_late(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class _Load(Mapping[str, Any]):
                 self._refusal = self.session.model.register_forward_pre_hook(self._refuse)
                 raise
             if self._optimizer is not None:
-                self.session.optimizer._pending = None
+                self.session.optimizer.wait_for_state(False)
                 together(self.session, _CALLER, self._put_optimizer)
         assert self._state is not None
         return self._state
@@ -207,6 +207,7 @@ class _Load(Mapping[str, Any]):
         return state
 
     def _read_optimizer(self, reader: PieceReader, entries: OptimizerEntries) -> dict[str, Any]:
+        optimizer = self.session.optimizer
         parameters = dict(self.session.model.module.named_parameters())
         state: dict[int, Any] = {}
         groups = []
@@ -218,10 +219,10 @@ class _Load(Mapping[str, Any]):
                     here.append(position)
                     places = entries.state.get(name)
                     if places:
-                        state[position] = _state_of(reader, places, parameters[name])
+                        state[position] = _state_of(reader, places, optimizer.stand_in_of(parameters[name]))
                 position += 1
             groups.append({**settings, "params": here})
-        return {"state": state, "param_groups": groups, PARTIAL_KEY: partial_mark(self.session)}
+        return {"state": state, "param_groups": groups, PARTIAL_KEY: optimizer.own_mark}
 
 
 def _piece(reader: PieceReader, key: str, parameter: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,11 @@ from ..session import Session, current
 from ..storage.finding import Found, find_full, find_partial
 from ..storage.layout import MODEL, OPTIMIZER, USER_CONTENT, check_tag, find_newest, partial_name
 from ..storage.torch_files import read_torch
+from .half_parts import joined
 from .portable_names import Portable, find_portable, look_at
+from .sharded_parts import OWN_STATE, load_sharded, reader_of, user_content_of, without_moments
 from .together import together
+from .whole_files import read_whole
 
 _RESUME = "resume_from_checkpoint"
 
@@ -43,12 +46,15 @@ def resume_from_checkpoint(
         path: as given to :func:`save_checkpoint`; or a folder that ``torch.distributed.checkpoint.save``
             has written, of ``{"model": model.state_dict(), "optimizer": get_optimizer_state_dict(...)}`` or
             of the model's state dict alone.
-        tag: which checkpoint; None: the newest of that kind.
+        tag: which checkpoint; None: the newest of that kind. With ``partial=False`` also a ``.safetensors``
+            file, an index of several (``model.safetensors.index.json``), or a folder with one of them.
         partial: False: a full one, which may also come from another program. A portable one is both kinds:
             it is told by itself, and where there are two checkpoints of one tag the later counts.
         strict: keys must match. Of a portable checkpoint, those of the model; the optimizer's always must.
         load_optimizer: also load the optimizer's state, where it was saved.
-        load_sharded_optimizer_state: accepted; there is no sharded state.
+        load_sharded_optimizer_state: False: of a partial checkpoint of sharded parameters only these are
+            loaded (in half precision their masters), and nothing of what the optimizer has learned. Means
+            nothing for others.
         translate_function: applied to a full state dict before it is loaded; not for portable ones, of which
             no rank has the whole state dict.
         weights_only: as in :func:`smp_lite.checkpoints.saving.load`, for all files.
@@ -82,7 +88,11 @@ def resume_from_checkpoint(
 
     def read() -> None:
         for part, file in found.files.items():
-            contents[part] = read_torch(file, caller=_RESUME, weights_only=weights_only)
+            if part == MODEL and found.partition_file is None:
+                root = session.model.module
+                contents[part] = read_whole(file, root, caller=_RESUME, weights_only=weights_only)
+            else:
+                contents[part] = read_torch(file, caller=_RESUME, weights_only=weights_only)
         for part in {MODEL, OPTIMIZER} & contents.keys():
             if not isinstance(contents[part], dict):
                 kind = type(contents[part]).__name__
@@ -91,16 +101,27 @@ def resume_from_checkpoint(
                 )
 
     def put_in_place() -> None:
+        if session.shard_axes and found.partition_file is not None:
+            session.model.use_stored_partition(found.partition_file)
+            load_sharded(session, found, contents, strict=strict)
+            state = contents[OPTIMIZER][OWN_STATE]
+            if load_optimizer and load_sharded_optimizer_state:
+                _load_optimizer(session, found, state, wanted=True)
+            elif load_optimizer and (state := without_moments(session, state)) is not None:
+                session.optimizer.load_state_dict(state)
+            return
         if found.partition_file is not None:
             session.model.use_stored_partition(found.partition_file)
             session.model.load_state_dict(contents[MODEL], strict, same_partition_load=True)
         else:
             translate = translate_function or (lambda state: state)
             session.model.load_state_dict(translate(contents[MODEL]), strict)
-        _load_optimizer(session, found, contents.get(OPTIMIZER), load_optimizer)
+        _load_optimizer(session, found, joined(contents), load_optimizer)
 
     together(session, _RESUME, read)
     together(session, _RESUME, put_in_place)
+    if session.shard_axes and found.partition_file is not None:
+        return user_content_of(found, contents[USER_CONTENT])
     return contents.get(USER_CONTENT)
 
 
@@ -139,14 +160,7 @@ def _find(
 
     def look() -> list[tuple[str | None, str]]:
         if partial:
-            found[:] = find_partial(
-                root,
-                name,
-                mp_rank=session.group_rank("MP"),
-                mp_size=len(session.group("MP")),
-                partitions=session.num_stages,
-                with_optimizer=load_optimizer,
-            )
+            found[:] = find_partial(root, name, reader_of(session), with_optimizer=load_optimizer)
         else:
             found[:] = [find_full(root, name, with_optimizer=load_optimizer)]
         return [(each.save, str(each)) for each in found]

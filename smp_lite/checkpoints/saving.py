@@ -18,6 +18,8 @@ import pickle
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..errors import SMPError
+from ..optim.own_parameters import PARTIAL_KEY
 from ..session import current
 from ..storage.durable import replace_file
 from ..storage.switch import new_name
@@ -45,6 +47,8 @@ def save(
         raise TypeError(f"smp.save: f must be a path, got {type(f).__name__}")
     numbers = ""
     if partial:
+        if not v3:
+            _refuse_pieces(obj)
         own = _own_numbers()
         numbers = own.replica if v3 else own.of_mp_rank[0]
     path = Path(f"{os.fspath(f)}{numbers}")
@@ -59,6 +63,18 @@ def save(
             pickle_protocol=pickle_protocol,
         ),
     )
+
+
+def _refuse_pieces(obj: Any) -> None:
+    """Raises SMPError where it is a state of pieces, of which the other ranks' would be lost."""
+    inside = obj.values() if isinstance(obj, dict) else ()
+    marks = [part.get(PARTIAL_KEY) for part in (obj, *inside) if isinstance(part, dict)]
+    if any(isinstance(mark, str) and mark.startswith("piece ") for mark in marks):
+        raise SMPError(
+            "smp.save: parameters are sharded, so each rank's local_state_dict() has other pieces, and one "
+            "file for an mp rank would hold those of one: call it on all ranks with v3=True, or save "
+            "model.state_dict() and optimizer.state_dict(), or use smp.save_checkpoint"
+        )
 
 
 def load(

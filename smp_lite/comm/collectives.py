@@ -106,7 +106,11 @@ class C10dCollectives:
         return _Work(dist.all_gather(list(all_of_them), mine, group=self.group, async_op=True))
 
     def reduce_scatter(self, parts: torch.Tensor, mine: torch.Tensor) -> Pending:
-        return _Work(dist.reduce_scatter_tensor(mine, parts, group=self.group, async_op=True))
+        if dist.get_backend(self.group) != "gloo":
+            return _Work(dist.reduce_scatter_tensor(mine, parts, group=self.group, async_op=True))
+        # gloo's own goes on only while somebody waits for it.
+        got = torch.empty_like(parts)
+        return _Summed(self.all_to_all(parts, got), got, mine)
 
     def all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> Pending:
         return _Work(dist.all_to_all_single(got, sent, group=self.group, async_op=True))
@@ -128,6 +132,21 @@ class _Work:
                 self._work.wait()
             self._work = None
         return self._work is None
+
+
+class _Summed:
+    """Rows that arrive, and are added up then; in 32 bits, as by MPI."""
+
+    def __init__(self, pending: Pending, rows: torch.Tensor, target: torch.Tensor) -> None:
+        self._pending, self._target = pending, target
+        self._rows: torch.Tensor | None = rows
+
+    def done(self) -> bool:
+        if self._rows is not None and self._pending.done():
+            is_short = self._rows.dtype in (torch.float16, torch.bfloat16)
+            self._target.copy_(self._rows.sum(0, dtype=torch.float32 if is_short else self._rows.dtype))
+            self._rows = None
+        return self._rows is None
 
 
 class _All:

@@ -35,7 +35,7 @@ def init_process_groups(world: World, *, backend: str, port: int | None) -> dict
         port: of the store on rank 0's host, beside MPI; None picks a free one.
 
     Returns:
-        Process groups by kind: WORLD, MP, DP, PP, TP, RDP.
+        Process groups by kind: WORLD, MP, DP, PP, TP, RDP; with sharded parameters of SMP, SDP.
     """
     if not dist.is_initialized():
         has_gpus = torch.cuda.is_available() and not cuda_as_cpu.is_on()
@@ -52,7 +52,8 @@ def init_process_groups(world: World, *, backend: str, port: int | None) -> dict
         check_ranks(world.rank, world.size)
     groups: dict[str, Any] = {"WORLD": dist.group.WORLD}
     made: dict[tuple[tuple[int, ...], ...], Any] = {}
-    for kind in ("MP", "DP", "PP", "TP", "RDP"):
+    kinds = dict(world.topology.kinds)
+    for kind in ("MP", "DP", "PP", "TP", "RDP", *(["SDP"] if "SDP" in kinds else [])):
         rows = tuple(world.topology.groups(kind))
         if rows not in made:
             made[rows], _ = dist.new_subgroups_by_enumeration([list(row) for row in rows])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from .collectives import Collectives
 
 __all__ = ["Ranks"]
+
+
+class _MakesCollectives(Protocol):
+    def __call__(self, axes: Sequence[str], *, own: bool = False) -> Collectives | None: ...
 
 
 class Ranks(NamedTuple):
@@ -16,9 +20,10 @@ class Ranks(NamedTuple):
     Attributes:
         batch_axes: those along which ranks have batches of their own.
         axes: all of them, each with its size.
-        collectives: over the ranks along some of them; None where that is this rank alone.
+        collectives: over the ranks along some of them (``own=True``: that nobody else uses); None where
+            that is this rank alone.
     """
 
     batch_axes: tuple[str, ...]
     axes: dict[str, int]
-    collectives: Callable[[Sequence[str]], Collectives | None]
+    collectives: _MakesCollectives

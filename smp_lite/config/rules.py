@@ -8,7 +8,7 @@ above the largest, and ``load_partition`` without a file.
 from __future__ import annotations
 
 from smp_lite.config.errors import ConfigError, complaint
-from smp_lite.config.v1_parameters import REFUSED, LaterParameters
+from smp_lite.config.v1_parameters import LaterParameters
 
 __all__ = ["check_across_fields", "check_world_size"]
 
@@ -40,11 +40,24 @@ def check_across_fields(config: LaterParameters) -> None:
             "tensor_parallel_degree",
             "add ddp=True, or write 1",
         )
-    if config.fp16_params and config.tensor_parallel_degree > 1:
-        _fail("'fp16_params' is not supported yet.", config, "fp16_params", "write False")
-    for key, later in REFUSED.items():
-        if getattr(config, key) > later.off:
-            _fail(f"{key!r} is not supported yet.", config, key, later.way_out)
+    if config.fp16 and config.bf16:
+        _fail(
+            "'fp16' and 'bf16' cannot be simultaneously enabled.", config, "bf16", "leave one of the two out"
+        )
+    if config.fp16_params and config.tensor_parallel_degree > 1 and not config.fp16:
+        _fail(
+            "fp16_params with tensor parallelism needs 'fp16' to be set as well.",
+            config,
+            "fp16_params",
+            "add fp16=True, which makes all parameters half-precision ones and keeps masters, or write False",
+        )
+    if config.sharded_data_parallel_degree > 1 and config.shard_optimizer_state:
+        _fail(
+            "sharded_data_parallel_degree above 1 and 'shard_optimizer_state' cannot be used together.",
+            config,
+            "shard_optimizer_state",
+            "write False: sharded data parallelism has the optimizer's state in pieces anyway",
+        )
 
 
 def _check_partition_file(config: LaterParameters) -> None:
@@ -140,4 +153,12 @@ def check_world_size(config: LaterParameters, world_size: int) -> None:
         raise ConfigError(
             f"{world_size} processes hold {num_replicas} replicas of {said}, but "
             f"data parallelism is off: set ddp: True, or start exactly {of_replica} processes"
+        )
+    sharded = config.sharded_data_parallel_degree
+    if sharded > 1 and num_replicas % sharded:
+        divisors = [str(d) for d in range(1, num_replicas + 1) if num_replicas % d == 0]
+        raise ConfigError(
+            f"sharded_data_parallel_degree={sharded} must divide dp_size, which is {num_replicas} "
+            f"({world_size} processes, {said}): choose one of {', '.join(divisors)}, or start "
+            f"{of_replica * sharded} processes or a multiple of that"
         )

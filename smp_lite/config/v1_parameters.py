@@ -1,21 +1,20 @@
-"""The keys of SMP v1 that this library takes without their feature.
+"""The keys of SMP v1 since 1.6, and what becomes of those that do nothing.
 
-AWS's scripts send more than twenty keys to ``smp.init``, used or not. So what asks for nothing passes, and
-what is asked decides: a key is a *hint* where it can change speed or memory but no result, *inert* as long as
-the feature that it belongs to is off, and *refused* where leaving it out would train something else.
+AWS's scripts send more than twenty keys to ``smp.init``, used or not. So what asks for nothing passes: a key
+is a *hint* where it can change speed or memory but no result, and *inert* as long as the feature that it
+belongs to is off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from smp_lite.config.parameters import Count, Parameters, Switch
 
-__all__ = ["HINTS", "INERT", "PRIVATE_HINTS", "REFUSED", "SINCE_1_6", "Later", "LaterParameters"]
+__all__ = ["HINTS", "INERT", "PRIVATE_HINTS", "SINCE_1_6", "LaterParameters"]
 
 
 def _whole(value: object) -> object:
@@ -45,64 +44,72 @@ class LaterParameters(Parameters):
         False,
         description="Whether all tensor-parallel ranks bring the same batch; else each brings its own.",
     )
-    fp16: Switch = Field(False, description="True is refused: not supported yet.")
-    bf16: Switch = Field(False, description="True is refused: not supported yet.")
-    fp16_params: Switch = Field(False, description="Inert: half-precision parameters of distributed modules.")
-    shard_optimizer_state: Switch = Field(False, description="True is refused: not supported yet.")
+    fp16: Switch = Field(
+        False,
+        description="The model in float16, with float32 master weights in the optimizer and loss scaling: "
+        "model.backward(loss), optimizer.clip_master_grads(). Never with bf16.",
+    )
+    bf16: Switch = Field(
+        False,
+        description="The model in bfloat16, with float32 master weights in the optimizer. Never with fp16.",
+    )
+    fp16_params: Switch = Field(
+        False, description="Inert: with fp16 the whole model is in float16, distributed modules too."
+    )
+    shard_optimizer_state: Switch = Field(
+        False,
+        description="Each replica keeps one part of the optimizer's state (ZeRO stage 1). Parameters and "
+        "gradients stay whole. Without other replicas it has no effect. Not with "
+        "sharded_data_parallel_degree above 1.",
+    )
     sharded_data_parallel_degree: _NotNegative = Field(
-        1, description="Above 1 it is refused: not supported yet. 0 and 1 are off."
+        1,
+        description="How many consecutive dp ranks hold one copy of parameters, gradients and optimizer "
+        "state together, in pieces; it divides dp_size. 0 and 1 are off. Also over several partitions.",
     )
     sdp_reduce_bucket_size: _Elements = Field(
-        500_000_000, description="Inert: elements of a reduction of sharded data parallelism."
+        500_000_000,
+        description="Most elements in one reduction of sharded gradients; also, one holds gradients of one "
+        "block at most.",
     )
     sdp_param_persistence_threshold: _ElementsOrZero = Field(
-        1_000_000, description="Inert: smaller parameters are not sharded."
+        1_000_000,
+        description="Parameters with fewer elements are not cut into pieces: every rank holds them, their "
+        "gradients and their optimizer state whole.",
     )
     sdp_max_live_parameters: _Elements = Field(
-        1_000_000_000, description="Inert: the most elements that are gathered at once."
+        1_000_000_000,
+        description="Nothing is gathered ahead beyond so many gathered elements. What one block needs is "
+        "gathered all the same, even where it alone is more.",
     )
-    sdp_hierarchical_allgather: Switch = Field(True, description="Inert: gather within hosts first.")
+    sdp_hierarchical_allgather: Switch = Field(
+        True, description="Hint: MPI and the process groups choose how they gather; the numbers are the same."
+    )
     sdp_gradient_clipping: Annotated[float, Field(ge=0)] = Field(
-        1.0, description="Inert: clipping inside the step of a sharded optimizer."
+        1.0,
+        description="With sharded_data_parallel_degree above 1, optimizer.step() always clips the gradient "
+        "of the whole model to this L2 norm. 0 is off.",
     )
     offload_activations: Switch = Field(
-        False, description="Hint: on processors, activations are in the host's memory as it is."
+        False,
+        description="Inputs of checkpointed modules leave memory between forward and backward, for a "
+        "nameless file in SMP_LITE_OFFLOAD_FOLDER or the folder for temporary files. Only within @smp.step.",
     )
     activation_loading_horizon: Count = Field(
-        4, description="Hint: how early offloaded activations come back."
+        4,
+        description="How many actions (forwards and backwards of a microbatch) before its backward an "
+        "offloaded input comes back; what would be back at once stays in memory.",
     )
     delayed_parameter_initialization: Switch = Field(
         False,
-        description="Hint: every process still makes the whole model and keeps its part; parameters are the "
-        "same, the memory is not saved yet.",
+        description="Models built in smp.model_creation take no memory until they are partitioned; then each "
+        "process makes its part, with the same numbers as without delay.",
     )
     fast_mode: Switch = Field(False, description="Hint: values go from stage to stage directly anyway.")
     checkpoint_attentions: Switch = Field(False, description="Hint: saves memory only.")
 
 
-@dataclass(frozen=True)
-class Later:
-    """Why a key is refused.
-
-    Attributes:
-        off: values up to this one (switches: this one) ask for nothing.
-        way_out: what to do instead.
-    """
-
-    off: int | bool
-    way_out: str
-
-
-REFUSED: Mapping[str, Later] = {
-    "sharded_data_parallel_degree": Later(1, "write 1: parameters and gradients are whole on each replica"),
-    "shard_optimizer_state": Later(False, "write False: each replica keeps the whole state of its part"),
-    "fp16": Later(False, "write False, or use torch.autocast in the step function"),
-    "bf16": Later(False, "write False, or use torch.autocast in the step function"),
-}
-
 HINTS: Mapping[str, Any] = {
-    "offload_activations": False,
-    "delayed_parameter_initialization": False,
     "fast_mode": False,
     "checkpoint_attentions": False,
 }
@@ -110,17 +117,6 @@ HINTS: Mapping[str, Any] = {
 
 INERT: Mapping[str, str] = {
     "fp16_params": "tensor_parallel_degree",
-    **dict.fromkeys(
-        (
-            "sdp_reduce_bucket_size",
-            "sdp_param_persistence_threshold",
-            "sdp_max_live_parameters",
-            "sdp_hierarchical_allgather",
-            "sdp_gradient_clipping",
-        ),
-        "sharded_data_parallel_degree",
-    ),
-    "activation_loading_horizon": "offload_activations",
 }
 """Key -> the one that it belongs to."""
 

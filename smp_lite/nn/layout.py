@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -93,6 +93,10 @@ class ParameterLayout:
         if self.flat is None:
             return self.part_shape
         return (-(-math.prod(self.part_shape) // self.flat.size),)
+
+    def part(self) -> ParameterLayout:
+        """How that part lies which ``flat`` cuts into pieces."""
+        return replace(self, flat=None)
 
     def _padded(self, dim: int) -> int:
         return self.padded.get(dim, self.shape[dim])

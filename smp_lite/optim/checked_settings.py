@@ -84,6 +84,13 @@ def other_optimizers_checked(session: Session) -> Iterator[None]:
             stack.enter_context(as_ordinary(members))
         if session.step is not None and session.step.runtime is not None:
             _refuse_inside_step(session, optimizer)
+        keys = [key for key in ("fp16", "bf16", "shard_optimizer_state") if getattr(session.cfg, key)]
+        if keys and _is_of_the_model(session, optimizer):
+            raise SMPError(
+                f"{type(optimizer).__name__}.step() steps the model's own parameters, and with "
+                f"{' and '.join(keys)} smp.DistributedOptimizer steps others in their place (master weights, "
+                "shards): wrap it, and call step() of the wrapper"
+            )
         if session.replica_size == 1:
             return
         if optimizer not in seen:

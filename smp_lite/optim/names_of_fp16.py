@@ -6,18 +6,25 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from ..smp_v1.names import under
-from .norms import clip_grad_norm_
+from .norms import clip_grad_norm_, refuse_inside_step
 
-__all__ = ["LOSS_SCALING", "MISSING", "NamesOfFP16"]
+if TYPE_CHECKING:
+    from ..session import Session
+    from .features import Features
+    from .groups import Groups
+    from .half.loss_scaler import LossScaler
+    from .state_loading import OptimizerState
 
-LOSS_SCALING = frozenset(
-    ["init_scale", "scale_factor", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis"]
-)
-"""Arguments of dynamic loss scaling, which may also stand for themselves."""
+__all__ = ["MISSING", "NamesOfFP16"]
 
-
-MISSING = {name: entry for name, entry in under("DistributedOptimizer").items() if entry.kind == "attribute"}
-"""Attributes of features that are not there yet."""
+_OF_FP16 = "fp16: True in the parameters; without it a loss is not scaled"
+MISSING = {
+    **{
+        name: entry.says for name, entry in under("DistributedOptimizer").items() if entry.kind == "attribute"
+    },
+    **dict.fromkeys(("loss_scaler", "loss_scale"), _OF_FP16),
+}
+"""Attributes of features that are not there, and what they belong to."""
 
 
 class NamesOfFP16:
@@ -25,10 +32,12 @@ class NamesOfFP16:
 
     optimizer: Any
     param_groups: list[dict[str, Any]]
+    _session: Session
+    _features: Features
+    _groups: Groups
+    _state: OptimizerState
 
     if TYPE_CHECKING:  # the optimizer's own
-
-        def _here(self) -> contextlib.AbstractContextManager[None]: ...
 
         def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]: ...
 
@@ -40,20 +49,50 @@ class NamesOfFP16:
 
         An object around an optimizer that says so itself is asked, here and below.
         """
+        if self._features.scaling is not None:
+            return self._features.scaling.overflow
         return bool(getattr(self.optimizer, "overflow", False))
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """What decides the loss scale in fp16; it has ``loss_scale`` too."""
+        scaling = self._features.scaling
+        if scaling is None:
+            raise AttributeError("loss_scaler")  # asked of the inner one next, see __getattr__
+        return scaling.scaler
+
+    @property
+    def loss_scale(self) -> float:
+        """By which ``model.backward`` multiplies a loss in fp16; may be set, between steps."""
+        scaling = self._features.scaling
+        if scaling is None:
+            raise AttributeError("loss_scale")
+        return scaling.scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        if self._features.scaling is None:
+            self.optimizer.loss_scale = value
+        else:
+            self._features.scaling.scaler.loss_scale = value
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clips the optimizer's gradients by the norm of all of them. Collective over the mp group.
 
-        Without fp16 there are no master gradients beside the parameters' own.
+        In half precision these are the masters', unscaled; ``torch.nn.utils.clip_grad_norm_`` would clip
+        those of the parameters. Without, there are no others. In fp16 it is collective over all ranks.
 
         Args:
             max_norm: they are scaled down to it.
             norm_type: of the norm; may be ``inf``.
 
         Returns:
-            The norm before clipping, the same on every rank of the group.
+            The norm before clipping, the same on every rank of the group; -1 if a gradient of fp16 was not
+            finite.
         """
+        refuse_inside_step(self._session, "optimizer.clip_master_grads()")
+        if self._features.half is not None and self._groups.stand_ins is not None:
+            return self._features.clip(max_norm, norm_type)
         if (own := getattr(self.optimizer, "clip_master_grads", None)) is not None:
             with self._here():
                 return float(own(max_norm, norm_type))
@@ -61,13 +100,31 @@ class NamesOfFP16:
         return float(clip_grad_norm_(parameters, max_norm, norm_type))
 
     def reload_model_params(self) -> None:
-        """Masters become what the parameters are; without fp16 they are the same tensors."""
-        if (own := getattr(self.optimizer, "reload_model_params", None)) is not None:
+        """Masters become what the parameters are; without fp16 they are the same tensors.
+
+        Parameters that were changed count by themselves; this rounds the other masters too.
+        """
+        self._state.loaded_masters = False
+        if self._groups.stand_ins is not None:
+            self._groups.stand_ins.follow(exactly=True)
+        elif (own := getattr(self.optimizer, "reload_model_params", None)) is not None:
             with self._here():
                 own()
 
+    def _here(self) -> contextlib.AbstractContextManager[None]:
+        return self._groups.here()
+
+    def _param_id_to_index(self) -> dict[int, int]:
+        """Positions in state dicts, by id of this rank's parameters and of what is stepped in their place."""
+        found: dict[int, int] = {}
+        for order in self._groups.positions():
+            for position in order:
+                parameter = self._groups.parameter_at(position)
+                found[id(parameter)] = found[id(self._groups.stand_in_of(parameter))] = position
+        return found
+
     def orig_state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's own state, of this rank's parameters, numbered from 0."""
+        """The inner optimizer's own state, of this rank's parameters or shards, numbered from 0."""
         with self._here():
             return self.optimizer.state_dict()
 

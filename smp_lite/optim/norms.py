@@ -146,13 +146,13 @@ class _Functions:
         here = [item.tensor for item in items if item.tensor is not None]
         is_empty = not given
         if self._is_collective(items):
-            counted = [None if item.tensor is None else item.tensor.grad for item in items]
+            counted = [None if item.tensor is None else self._gradient(item.tensor) for item in items]
             arguments = {"norm_type": float(norm_type), "max_norm": float(max_norm)}
             call = Call("clip_grad_norm_", arguments, isinstance(parameters, torch.Tensor), foreach)
             total, is_empty = total_norm(self._session, call, items, counted, error_if_nonfinite)
         else:
             # Not torch's whole function, which would come back here for its parts.
-            gradients = [tensor.grad for tensor in here if tensor.grad is not None]
+            gradients = [g for tensor in here if (g := self._gradient(tensor)) is not None]
             total = self._torch.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
         if is_empty and isinstance(parameters, types.GeneratorType):
             warnings.warn(
@@ -216,6 +216,8 @@ class _Functions:
             if number is None:
                 items.append(Item(FOREIGN, tensor))
             else:
+                if not recording and own.is_local(number) and not own.is_stand_in(tensor):
+                    self._refuse_scaled(what, tensor)
                 items.append(Item(number, tensor if own.is_local(number) else None))
         if recording and any(item.number != FOREIGN for item in items):
             refuse_inside_step(self._session, what)
@@ -236,6 +238,7 @@ class _Functions:
         for tensor in given:
             number, parameter = find(tensor), find_parameter(tensor)
             if number is not None:
+                self._refuse_scaled(what, None)
                 items.append(Item(number, tensor if own.is_local(number) else None))
             elif parameter is not None:
                 here = tensor if own.is_local(parameter) else None
@@ -243,6 +246,23 @@ class _Functions:
             else:
                 items.append(Item(FOREIGN, tensor))
         return items
+
+    def _refuse_scaled(self, what: str, parameter: torch.Tensor | None) -> None:
+        """Raises SMPError where it is about gradients of fp16; of a parameter, if it has one."""
+        if self._session.cfg.fp16 and (parameter is None or parameter.grad is not None):
+            raise SMPError(
+                f"{what} of the model's gradients in fp16, which are multiplied by the loss scale: call "
+                "optimizer.clip_master_grads(max_norm), which clips what the optimizer steps with and "
+                "returns its norm (max_norm=math.inf clips nothing)"
+            )
+
+    def _gradient(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A parameter's; of a master that is cut over replicas the whole one."""
+        own = self._own
+        if own is not None and own.is_stand_in(tensor):
+            found: torch.Tensor | None = self._session.optimizer.whole_gradient_of(tensor)
+            return found
+        return tensor.grad
 
     def _is_of_the_model(self, items: list[Item]) -> bool:
         """Whether a call may be about the model, judged alike on all ranks.

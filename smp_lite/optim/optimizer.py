@@ -1,41 +1,46 @@
 """``smp.DistributedOptimizer``: any torch optimizer, which steps this rank's parameters after partition.
 
 Follows the SMP API reference ("smdistributed.modelparallel.torch.DistributedOptimizer"). Each rank keeps
-optimizer state for its own stage only. Its groups go on holding all parameters, since scripts go through them
-side by side with lists of their own (slow weights, averages), by position; only while it steps, or gives and
-takes its state, do they hold those of this rank. State dicts name parameters by their position in the whole
-model, as a plain optimizer's do, so a whole one (gathered over the mp group) loads into a plain optimizer and
-the other way round.
+optimizer state for its own stage only, and with ``shard_optimizer_state`` for its piece of that. What is in
+the groups when is :mod:`.groups`'s business; master weights and pieces are :mod:`.stand_ins`; state dicts
+:mod:`.state_dicts`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .. import session as session_module
 from ..errors import MissingAttribute, SMPError
-from ..nn.guarding import as_ordinary
-from ..nn.layout import is_sharded
 from ..record.parameters.away import is_away, needed
 from .checked_settings import CheckedSettings
 from .closures import step_with_closure
+from .features import Features
+from .groups import Groups
+from .half.loss_scaler import ARGUMENTS
 from .inner import check_around, check_methods, torch_optimizer
-from .names_of_fp16 import LOSS_SCALING, MISSING, NamesOfFP16
+from .names_of_fp16 import MISSING, NamesOfFP16
 from .norms import refuse_inside_step
-from .own_parameters import PARTIAL_KEY, check_mark, partial_mark
-from .split_state import piece_of_state, state_part, whole_state
-from .state_here import StateHere
+from .sharded_names import SHARDED_NAMES, ShardedNames
+from .state_loading import OptimizerState
 
 _OWN = frozenset(
     [
-        *("optimizer", "_torchs", "_session", "_names", "_whole", "_pending", "_some_away", "_step_took"),
-        "_checked",
+        *(
+            "optimizer",
+            "_torchs",
+            "_session",
+            "_groups",
+            "_features",
+            "_state",
+            "_step_took",
+            "_step_swapped",
+        ),
+        *("_checked", "_sharding"),
         "_opt_called",  # a learning rate scheduler's note
     ]
 )
@@ -52,15 +57,19 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         optimizer: a ``torch.optim.Optimizer`` over parameters of the (wrapped or plain) model, or an object
             around one that has its methods (:class:`.inner.OptimizerLike`). Over several partitions it must
             treat each parameter by itself; see :mod:`.optimizer_check`.
-        static_loss_scale, dynamic_loss_scale, dynamic_loss_args: of fp16; without it they mean nothing, and
-            scripts pass them all the same.
+        static_loss_scale: of fp16; None: 1. Without fp16 it and those below mean nothing, and scripts pass
+            them all the same.
+        dynamic_loss_scale: a scale that falls and grows by itself, whatever ``static_loss_scale`` says.
+        dynamic_loss_args: of :class:`.half.loss_scaler.DynamicLossScaler`; they may also stand for
+        themselves.
 
     Attributes:
         optimizer: the inner optimizer; what is not defined here is read from it and set on it.
 
     Raises:
-        SMPError: there is no DistributedModel yet, or the optimizer cannot be used over several partitions.
-        TypeError: it is no optimizer.
+        SMPError: there is no DistributedModel yet, or the optimizer cannot be used over several partitions,
+            with fp16, bf16 or shard_optimizer_state.
+        TypeError: it is no optimizer, or an argument is unknown.
     """
 
     def __init__(
@@ -76,10 +85,10 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
             raise SMPError("wrap the model with smp.DistributedModel before the optimizer")
         if isinstance(optimizer, DistributedOptimizer):
             raise SMPError("the optimizer is a DistributedOptimizer already")
-        if unknown := more_dynamic_loss_args.keys() - LOSS_SCALING:
+        if unknown := more_dynamic_loss_args.keys() - ARGUMENTS:
             raise TypeError(
                 f"smp.DistributedOptimizer: unknown argument {min(unknown)!r}; of loss scaling there are "
-                f"{', '.join(sorted(LOSS_SCALING))}"
+                f"{', '.join(sorted(ARGUMENTS))}"
             )
         check_methods(optimizer)
         if session.unread_optimizer is not None:
@@ -88,6 +97,9 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
                 "there was an optimizer: call it after both wrappers exist, or with load_optimizer=False"
             )
         torchs = torch_optimizer(optimizer)
+        groups = Groups(session, torchs)
+        features = Features(session, optimizer, groups)
+        features.set_scaling(static_loss_scale, dynamic_loss_scale, dynamic_loss_args, more_dynamic_loss_args)
         self._checked: CheckedSettings | None = None
         if session.replica_size > 1:
             self._checked = CheckedSettings(torchs)
@@ -95,16 +107,23 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         self.optimizer = optimizer
         self._torchs = torchs
         self._session = session
-        self._pending: dict[str, Any] | None = None
-        self._some_away = False  # whether parameters of the groups lie on other ranks
-        self._step_took = False  # whether the inner optimizer's step has taken the lists out
-        self._whole: list[dict[str, list[Any]]] | None = None  # the lists that _here() has taken out
-        # Until partition, which may make other objects of parameters to which there are weak references.
-        names = session.model.module.named_parameters()
-        self._names: dict[int, str] = {id(parameter): name for name, parameter in names}
+        self._groups, self._features = groups, features
+        self._state = OptimizerState(
+            session,
+            optimizer,
+            groups,
+            lambda: torchs.param_groups,
+            features.half,
+            features.scaling,
+            features.axis,
+        )
+        self._step_took = self._step_swapped = False  # whether the inner optimizer's step has done so
+        self._sharding = ShardedNames(session, groups)
         session.optimizer = self
         if session.model.partitioned:
             self.after_partition()
+        else:
+            session.model.partition_for_optimizer()
 
     def is_around(self, optimizer: Any) -> bool:
         """Whether it is the one that this wraps, or that is inside."""
@@ -113,99 +132,62 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
     @property
     def names_in_groups(self) -> list[list[str | None]]:
         """For each group the model's names of its parameters, here and away; None: not the model's."""
-        names = {id(parameter): name for name, parameter in self._session.model.module.named_parameters()}
-        return [[names.get(id(parameter)) for parameter in lists["params"]] for lists in self._lists()]
+        return self._groups.names()
 
-    def _lists(self) -> list[dict[str, list[Any]]]:
-        """Of each group what goes by parameters: all of them, also while it steps."""
-        if self._whole is not None:
-            return self._whole
-        keys = ("params", "param_names")
-        return [{key: group[key] for key in keys if key in group} for group in self._torchs.param_groups]
+    @property
+    def has_masters(self) -> bool:
+        """Whether it steps master weights: in half precision."""
+        return self._features.half is not None
 
-    def _positions(self) -> list[list[int]]:
-        """For each group the numbers, over all groups, of this rank's parameters."""
-        found = []
-        start = 0
-        for lists in self._lists():
-            params = lists["params"]
-            found.append([start + i for i, parameter in enumerate(params) if not is_away(parameter)])
-            start += len(params)
-        return found
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the replicas keep its state in parts, with ``shard_optimizer_state``."""
+        return self._features.axis is not None
 
-    def _parameter_at(self, position: int) -> torch.Tensor:
-        """The parameter with that number over all groups."""
-        flat = (parameter for lists in self._lists() for parameter in lists["params"])
-        return next(itertools.islice(flat, int(position), None))
+    @property
+    def own_mark(self) -> bool | str:
+        """What marks a state dict of this rank's own part."""
+        return self._state.own_mark
+
+    def stand_in_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What the inner optimizer steps for a parameter of the model, after partition.
+
+        A float32 master in half precision, this rank's piece with sharded optimizer state; the parameter
+        itself if there is neither.
+        """
+        return self._groups.stand_in_of(parameter)
+
+    def whole_gradient_of(self, stand_in: torch.Tensor) -> torch.Tensor | None:
+        """The gradient of a stand-in in the shape of its parameter; collective where it is a piece."""
+        assert self._groups.stand_ins is not None
+        return self._groups.stand_ins.whole_gradient(stand_in)
 
     def after_partition(self) -> None:
         """Keeps the state of this rank's parameters; called once by the model."""
-        model = self._session.model
-        assert model is not None
-        live = dict(model.module.named_parameters())
-        for group in self._torchs.param_groups:
-            before = group["params"]
-            names = [self._names.get(id(parameter)) for parameter in before]
-            group["params"] = [
-                p if name is None else live[name] for name, p in zip(names, before, strict=True)
-            ]
-            for old, new in zip(before, group["params"], strict=True):
-                if old is not new or is_away(new):
-                    self._torchs.state.pop(old, None)
-                elif is_sharded(new) and (state := self._torchs.state.get(new)):
-                    # It was whole until now, and so is its state.
-                    self._torchs.state[new] = piece_of_state(new, state)
-        self._names.clear()
-        if self._checked is not None and any(map(is_sharded, live.values())):
+        any_sharded = self._groups.after_partition()
+        if self._checked is not None and any_sharded:
             self._checked = CheckedSettings(self._torchs)
-        self._some_away = any(is_away(p) for lists in self._lists() for p in lists["params"])
-        self._mark_state()
-        if self._whole is not None:  # partitioned by a closure, in the midst of a step
-            self._whole = None
-            self._take_out()
+        self._features.after_partition(self._torchs)
         # For who calls the inner optimizer's step(), as wrappers around optimizers do.
         self._torchs.register_step_pre_hook(lambda *_: self._before_step())
         self._torchs.register_step_post_hook(lambda *_: self._after_step())
 
     def _before_step(self) -> None:
+        self._sharding.before_inner_step()
         # A step that has failed has left them out.
-        self._step_took = self._take_out() or self._step_took
+        self._step_took = self._groups.take_out() or self._step_took
+        if self._groups.stand_ins is not None:
+            self._features.before_inner_step(self._state)
+            self._step_swapped = self._groups.swap_in() or self._step_swapped
 
     def _after_step(self) -> None:
+        if self._step_swapped:
+            self._step_swapped = False
+            self._groups.swap_out()
+            self._features.after_inner_step()
         if self._step_took:
             self._step_took = False
-            self._put_back()
-
-    def _take_out(self) -> bool:
-        """Whether it was this call that did so."""
-        if self._whole is None and self._session.num_stages > 1:
-            whole = self._lists()
-            for group, lists in zip(self._torchs.param_groups, whole, strict=True):
-                kept = [i for i, parameter in enumerate(lists["params"]) if not is_away(parameter)]
-                if len(kept) < len(lists["params"]):
-                    group.update({key: [items[i] for i in kept] for key, items in lists.items()})
-            self._whole = whole
-            return True
-        return False
-
-    def _put_back(self) -> None:
-        if self._whole is not None:
-            for group, whole in zip(self._torchs.param_groups, self._whole, strict=True):
-                group.update(whole)
-            self._whole = None
-            self._mark_state()  # loading binds it anew
-
-    @contextlib.contextmanager
-    def _here(self) -> Iterator[None]:
-        """Within: the groups hold this rank's parameters alone, and pieces are ordinary tensors."""
-        took = self._take_out()
-        try:
-            members = [parameter for group in self._torchs.param_groups for parameter in group["params"]]
-            with as_ordinary(members):
-                yield
-        finally:
-            if took:
-                self._put_back()
+            self._groups.put_back()
 
     # The optimizer's own methods ----------------------------------------------------------------------------
 
@@ -220,12 +202,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
     @state.setter
     def state(self, value: Any) -> None:
         self._torchs.state = value
-        self._mark_state()
-
-    def _mark_state(self) -> None:
-        """Whoever asks for the state of another stage's parameter is told, and not that there is none."""
-        if self._some_away and not isinstance(self._torchs.state, StateHere):
-            self._torchs.state = StateHere(dict, self._torchs.state)
+        self._groups.mark_state()
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -272,20 +249,30 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
         """One optimizer step; on a rank whose stage owns no parameters only the closure is called.
 
-        With a closure it is collective over all ranks, see :func:`.closures.step_with_closure`.
+        With a closure it is collective over all ranks, see :func:`.closures.step_with_closure`; and so it is
+        in fp16, where the step is left out on all of them (and None returned) if a gradient overflowed on
+        any.
         """
         refuse_inside_step(self._session, "optimizer.step()")
         if self._checked is not None:
             self._checked.before_step(self._torchs)
-        with self._here():
+        if not self._features.may_step(self._state, closure):
+            self._sharding.overflowed()
+            return None
+        closure = self._sharding.before_step(self._torchs, closure)
+        with self._groups.here(stand_ins=False):
             has_parameters = any(group["params"] for group in self._torchs.param_groups)
             self._check_options()
-            if closure is not None:
-                result = step_with_closure(
-                    self._session, self.optimizer, closure, has_parameters=has_parameters
-                )
-            else:
-                result = self.optimizer.step() if has_parameters else None
+            try:
+                if closure is not None:
+                    result = step_with_closure(
+                        self._session, self.optimizer, closure, has_parameters=has_parameters
+                    )
+                else:
+                    result = self.optimizer.step() if has_parameters else None
+            finally:
+                self._groups.swap_out()
+                self._step_swapped = False
         if self._checked is not None:
             self._checked.after_step(self._torchs)
         return result
@@ -305,78 +292,35 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
                 "optimizer.zero_grad() was called inside an smp.step after its first microbatch or backward: "
                 "call it before the step"
             )
-        with self._here():
+        with self._groups.here(stand_ins=False):
             if set_to_none is None:
                 self.optimizer.zero_grad()
             else:
                 self.optimizer.zero_grad(set_to_none=set_to_none)
+        self._features.drop_gradients()
         if set_to_none or (set_to_none is None and getattr(self.optimizer, "set_grad_none", True)):
             # Zeros stay: their own rank has made them.
-            for lists in self._lists():
+            for lists in self._groups.lists():
                 for parameter in lists["params"]:
                     if is_away(parameter):
                         parameter.grad = None
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
-        """This rank's part, with parameters numbered as in the whole model; marked partial."""
-        if self._pending is not None:
-            raise SMPError(
-                "the optimizer's state was loaded and waits for the first step, which puts it in place: run "
-                "a step before asking for the state"
-            )
-        with self._here():
-            state = self.optimizer.state_dict()
-        if self._session.model.partitioned and "param_groups" in state:
-            flat = [position for order in self._positions() for position in order]
-            renumber = dict(enumerate(flat))
-            state = {
-                "state": {renumber[i]: value for i, value in state["state"].items()},
-                "param_groups": [
-                    {**group, "params": [renumber[i] for i in group["params"]]}
-                    for group in state["param_groups"]
-                ],
-            }
-        return {**state, PARTIAL_KEY: partial_mark(self._session)}
+        """This rank's part, with parameters numbered as in the whole model; marked partial.
+
+        Args:
+            gather_if_shard: of sharded optimizer state: on rdp rank 0 ``state`` is a list of the shards of
+                all rdp ranks, which is collective over them; on the others, and with False, the own shard.
+        """
+        return self._state.local(gather_if_shard=gather_if_shard)
 
     def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:  # type: ignore[override]
-        """The whole state. Collective over the mp group.
+        """The whole state. Collective over the mp group, and over all ranks with sharded optimizer state.
 
         Args:
             gather_to_rank0: only mp rank 0 gets it; the others get ``{}``.
         """
-        local = self.local_state_dict()
-        local.pop(PARTIAL_KEY)
-        if "state" in local:
-            local["state"] = {
-                i: whole_state(self._parameter_at(i), value) for i, value in local["state"].items()
-            }
-        if "param_groups" not in local:
-            if self._session.replica_size == 1:
-                return local
-            raise SMPError(
-                f"{type(self.optimizer).__name__}.state_dict() is not that of an optimizer of torch, so the "
-                "stages' parts cannot be put together: save local_state_dict()"
-            )
-        world = self._session.world
-        if world is None or not self._session.model.partitioned:
-            return local if world is None or not gather_to_rank0 or world.group_rank("MP") == 0 else {}
-        collect = world.gather if gather_to_rank0 else world.exchange
-        parts = collect(_to_cpu(local), "PP", "optimizer.state_dict")
-        if parts is None or (gather_to_rank0 and world.group_rank("MP") != 0):
-            return {}
-        state: dict[int, Any] = {}
-        for part in parts:
-            state.update(part["state"])
-        groups = []
-        start = 0
-        for number, lists in enumerate(self._lists()):
-            size = len(lists["params"])
-            # What an optimizer counts for a group, it counts where the group has parameters.
-            of_parts = [part["param_groups"][number] for part in parts]
-            group = next((found for found in of_parts if found["params"]), of_parts[0])
-            groups.append({**group, **lists, "params": list(range(start, start + size))})
-            start += size
-        return {"state": dict(sorted(state.items())), "param_groups": groups}
+        return self._state.whole(gather_to_rank0=gather_to_rank0)
 
     def load_state_dict(self, state_dict: dict[str, Any], gather_if_shard: bool = True) -> None:
         """Loads a whole state, or this rank's own part of the same partition; also before partition.
@@ -386,97 +330,35 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
 
         Args:
             state_dict: from :meth:`state_dict`, :meth:`local_state_dict` or a plain optimizer.
-            gather_if_shard: of sharded optimizer state; means nothing without it.
+            gather_if_shard: as it was saved. What was saved tells by itself: of several shards a rank takes
+                its own.
 
         Raises:
             ValueError: it is for other parameter groups, or a part of another partition.
+            SMPError: it is of a job in another precision.
         """
-        model = self._session.model
-        assert model is not None
-        check_mark(self._session, state_dict.get(PARTIAL_KEY), "optimizer.load_state_dict")
-        if "param_groups" not in state_dict:
-            self._load_own(state_dict)
-            return
-        saved = [list(group["params"]) for group in state_dict["param_groups"]]
-        sizes = [len(positions) for positions in saved]
-        own_sizes = [len(lists["params"]) for lists in self._lists()]
-        if len(sizes) != len(own_sizes):
-            raise ValueError(
-                f"optimizer.load_state_dict: {len(sizes)} parameter groups, but the optimizer has "
-                f"{len(own_sizes)}: build it with the same groups"
-            )
-        is_part = bool(state_dict.get(PARTIAL_KEY)) and sizes != own_sizes
-        if not is_part and sizes != own_sizes:
-            raise ValueError(
-                f"optimizer.load_state_dict: parameter groups of sizes {sizes}, but the optimizer's have "
-                f"{own_sizes}: it was saved from an optimizer of another model"
-            )
-        if model.partitioned:
-            self._load(state_dict, is_part)
-        elif not is_part:
-            state = state_dict["state"]
-            if not state_dict.get(PARTIAL_KEY):
-                state = {i: state_part(self._parameter_at(i), value) for i, value in state.items()}
-            self.optimizer.load_state_dict({"state": state, "param_groups": state_dict["param_groups"]})
-        else:
-            for group, settings in zip(self._torchs.param_groups, state_dict["param_groups"], strict=True):
-                kept = settings.keys() - {"params", "param_names"}
-                group.update({key: settings[key] for key in kept})
-            self._pending = {"state": state_dict["state"], "positions": saved}
-
-    def _load_own(self, state: dict[str, Any]) -> None:
-        """Of an object that is no optimizer of torch, whose state has a form of its own."""
-        if not self._session.model.partitioned:
-            self._pending = state
-            return
-        with self._here():
-            self.optimizer.load_state_dict({key: value for key, value in state.items() if key != PARTIAL_KEY})
+        self._state.load(state_dict)
 
     def load_pending(self) -> None:
-        """Puts a part that was loaded before partition in place; called once by the model."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            if "positions" not in pending:
-                self._load_own(pending)
-                return
-            with self._here():
-                own = self.optimizer.state_dict()["param_groups"]
-            now = [{**g, "params": positions} for g, positions in zip(own, pending["positions"], strict=True)]
-            self._load({"state": pending["state"], "param_groups": now, PARTIAL_KEY: True}, is_part=True)
+        """Puts a state that was loaded before partition in place; called once by the model."""
+        self._state.load_pending()
 
-    def _load(self, state_dict: dict[str, Any], is_part: bool) -> None:
-        saved = [list(group["params"]) for group in state_dict["param_groups"]]
-        order = self._positions()
-        if is_part and saved != order:
-            raise ValueError(
-                f"optimizer.load_state_dict: this rank has the parameters {order} (positions in the "
-                f"whole model), but the part is for {saved}: it was saved on another rank or with another "
-                "partition. Load the whole state_dict() instead"
-            )
-        flat = [position for positions in order for position in positions]
-        number = {position: i for i, position in enumerate(flat)}
-        with self._here():
-            self._load_here(state_dict, number)
+    @property
+    def waits_for_state(self) -> bool:
+        """Whether a state was loaded that the first step puts in place."""
+        return self._state.pending is not None
 
-    def _load_here(self, state_dict: dict[str, Any], number: dict[int, int]) -> None:
-        start = 0
-        local_groups = []
-        for group, own in zip(state_dict["param_groups"], self._torchs.param_groups, strict=True):
-            count = len(own["params"])
-            names = {"param_names": own["param_names"]} if "param_names" in own else {}
-            local_groups.append({**group, **names, "params": list(range(start, start + count))})
-            start += count
-        state = {number[int(i)]: value for i, value in state_dict["state"].items() if int(i) in number}
-        if not state_dict.get(PARTIAL_KEY):
-            there = {place: position for position, place in number.items()}
-            state = {i: state_part(self._parameter_at(there[i]), value) for i, value in state.items()}
-        self.optimizer.load_state_dict({"state": state, "param_groups": local_groups})
+    def wait_for_state(self, waits: bool) -> None:
+        """The first step reads the state, and loads it; or it has done so."""
+        self._state.pending = {} if waits else None
 
     def __getattr__(self, name: str) -> Any:
         if name in ("optimizer", "_torchs"):  # not set yet: unpickling, copying
             raise AttributeError(name)
+        if name in SHARDED_NAMES and not hasattr(self.optimizer, name):
+            return self._sharding.value(name)
         if name in MISSING and not hasattr(self.optimizer, name):
-            raise MissingAttribute(f"optimizer.{name} belongs to {MISSING[name].says}")
+            raise MissingAttribute(f"optimizer.{name} belongs to {MISSING[name]}")
         return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -487,13 +369,3 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
-
-
-def _to_cpu(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: _to_cpu(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_to_cpu(item) for item in value)
-    return value

@@ -35,7 +35,7 @@ from torch.optim import optimizer as torch_hooks
 from ..errors import SMPError
 from ..nn.layout import is_sharded, layout_of
 
-__all__ = ["check_optimizer"]
+__all__ = ["check_optimizer", "check_pieces"]
 
 NUM_STEPS = 12
 _MOST_PER_KIND = 2  # small tensors for each group and number of dimensions
@@ -69,7 +69,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """
     kind = type(optimizer)
     if kind not in _BY_ELEMENT and any(layout_of(p) for g in optimizer.param_groups for p in g["params"]):
-        _check_within(optimizer)
+        _check_within(optimizer, "split or sharded parameters")
     if kind in _TORCHS_OWN:
         return
     way_out = (
@@ -102,7 +102,17 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _check_within(optimizer: torch.optim.Optimizer) -> None:
+def check_pieces(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer that cannot step each parameter in flat pieces; leaves no trace.
+
+    Raises:
+        SMPError: it looks at a whole parameter, or whether it does could not be found out.
+    """
+    if type(optimizer) not in _BY_ELEMENT:
+        _check_within(optimizer, "shard_optimizer_state", in_pieces=True)
+
+
+def _check_within(optimizer: torch.optim.Optimizer, what: str, *, in_pieces: bool = False) -> None:
     kind = type(optimizer)
     way_out = (
         "the parts of a parameter that is split over ranks would be stepped otherwise than the whole. Use "
@@ -111,15 +121,15 @@ def _check_within(optimizer: torch.optim.Optimizer) -> None:
     try:
         with _no_trace(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            looks_within = _looks_within(optimizer)
+            looks_within = _looks_within(optimizer, in_pieces)
     except _CannotTell as reason:
         raise SMPError(
-            f"whether {kind.__name__} treats every element by itself could not be found out ({reason}), and "
-            f"if not, {way_out}"
+            f"{kind.__name__} with {what}: whether it treats every element by itself could not be found out "
+            f"({reason}), and if not, {way_out}"
         ) from None
     if looks_within:
         raise SMPError(
-            f"{kind.__name__} with split or sharded parameters: tried on small tensors, it steps them "
+            f"{kind.__name__} with {what}: tried on small tensors, it steps them "
             f"otherwise in halves than whole, so {way_out}"
         )
 
@@ -167,7 +177,7 @@ def _looks_across(optimizer: torch.optim.Optimizer) -> bool:
     raise _CannotTell(f"{type(failure).__name__}: {failure}")
 
 
-def _looks_within(optimizer: torch.optim.Optimizer) -> bool:
+def _looks_within(optimizer: torch.optim.Optimizer, in_pieces: bool) -> bool:
     """Whether it steps a tensor otherwise than its halves, along any dimension."""
     failure: Exception | None = None
     for with_closure in (False, True):
@@ -175,7 +185,7 @@ def _looks_within(optimizer: torch.optim.Optimizer) -> bool:
             for i, parameter in enumerate(chosen := _choose(optimizer)):
                 whole = _run(optimizer, chosen, [i], with_closure).ends[0]
                 start = _start(parameter, i)
-                if is_sharded(parameter) and start.numel() > 1:
+                if (in_pieces or is_sharded(parameter)) and start.numel() > 1:
                     pieces = [_run(optimizer, chosen, [i], with_closure, _piece(at)).ends[0] for at in (0, 1)]
                     if not _same(torch.cat(pieces), whole.reshape(-1), start.reshape(-1)):
                         return True

@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["SMP_GROUPS", "Topology"]
+__all__ = ["SHARD_AXIS", "SMP_GROUPS", "Topology"]
 
 #: The groups of SMP, each with the axes on which its members differ. DP holds all ranks of one
 #: stage; RDP only those that also hold the same tensor-parallel shard.
@@ -32,6 +32,9 @@ SMP_GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("TP", ("tp",)),
     ("RDP", ("dp",)),
 )
+
+SHARD_AXIS = "sdp"
+"""The axis of the replicas that share parameters in pieces."""
 
 _AXIS_OF_LETTER = {"D": "dp", "P": "pp", "T": "tp"}
 _STRATEGY_ALIASES = {"cluster": "DPT", "spread": "TPD"}
@@ -61,8 +64,14 @@ class Topology:
             self._check_axes(axes)
 
     @classmethod
-    def from_placement(cls, world_size: int, pp: int, tp: int, strategy: str) -> Topology:
+    def from_placement(
+        cls, world_size: int, pp: int, tp: int, strategy: str, *, sharded: int = 1
+    ) -> Topology:
         """Returns the layout that SMP's ``placement_strategy`` names.
+
+        Where replicas share parameters in pieces, the data axis is two: ``dp`` counts the groups of
+        replicas, ``sdp`` the members of one, which are consecutive dp ranks. All of SMP's groups are what
+        they are without; the ranks of one group of pieces are the kind ``SDP``.
 
         Args:
             world_size: number of processes, a multiple of ``pp * tp``; the quotient is the
@@ -71,6 +80,7 @@ class Topology:
             tp: number of tensor-parallel ranks of a stage.
             strategy: ``cluster``, ``spread``, or the letters D, P and T in some order,
                 outermost first.
+            sharded: number of replicas that hold one copy of the parameters together, in pieces.
         """
         letters = _STRATEGY_ALIASES.get(strategy, strategy)
         if sorted(letters) != sorted(_AXIS_OF_LETTER):
@@ -86,8 +96,22 @@ class Topology:
                 f"multiple of {pp * tp} processes, or choose other degrees"
             )
         sizes = {"dp": world_size // (pp * tp), "pp": pp, "tp": tp}
-        names = [_AXIS_OF_LETTER[letter] for letter in letters]
-        return cls(tuple((name, sizes[name]) for name in names), SMP_GROUPS)
+        axes = [(name, sizes[name]) for name in (_AXIS_OF_LETTER[letter] for letter in letters)]
+        if sharded <= 1:
+            return cls(tuple(axes), SMP_GROUPS)
+        if sizes["dp"] % sharded:
+            raise ValueError(
+                f"sharded_data_parallel_degree {sharded} does not divide {sizes['dp']}, the number of "
+                "replicas"
+            )
+        place = axes.index(("dp", sizes["dp"]))
+        axes[place : place + 1] = [("dp", sizes["dp"] // sharded), (SHARD_AXIS, sharded)]
+        within = {"dp": ("dp", SHARD_AXIS)}
+        kinds = tuple(
+            (kind, tuple(axis for name in names for axis in within.get(name, (name,))))
+            for kind, names in SMP_GROUPS
+        )
+        return cls(tuple(axes), (*kinds, ("SDP", (SHARD_AXIS,))))
 
     @property
     def world_size(self) -> int:

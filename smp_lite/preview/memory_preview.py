@@ -176,7 +176,7 @@ def _reduced_bytes(session: Session, trained: Sequence[torch.Tensor]) -> int:
     axes = {name: size for name, size in session.topology.axes if name != "pp"}
     if _replicas_are_assumed(session):
         axes["dp"] = 2
-    ranks = Ranks(session.batch_axes, axes, lambda names: None)
+    ranks = Ranks(session.batch_axes, axes, lambda axes, own=False: None)
     rules = [rule_of(parameter, ranks) for parameter in trained]  # type: ignore[arg-type]
     return sum(
         _num_bytes(parameter)
@@ -201,7 +201,7 @@ def _optimizer_memory(
         return optimizer_memory(torch.optim.AdamW(trained), trained)
     inner = optimizer.optimizer
     try:
-        return optimizer_memory(inner, trained)
+        return optimizer_memory(inner, trained, optimizer.stand_in_of)
     except Exception as error:
         notes[
             f"{type(inner).__name__} cannot step on tensors without data ({type(error).__name__}: {error}): "
@@ -217,13 +217,14 @@ def _notes(session: Session, batch: Batch, stages: Sequence[StageMemory]) -> lis
     notes = [f"until the first step every rank holds the whole model as it was built: {human_bytes(whole)}"]
     if _replicas_are_assumed(session):
         notes.append("replicas are assumed, and the buckets of their reduction counted")
-    if session.shard_axes:
-        assert session.plan is not None
-        over = math.prod(map(session.topology.axis_size, session.shard_axes))
+    degree = session.cfg.sharded_data_parallel_degree
+    if session.shard_axes or degree > 1:
+        of_plan = session.plan.said("data_parallel").text() if session.plan is not None else None
+        over = math.prod(map(session.topology.axis_size, session.shard_axes)) if of_plan else degree
         notes.append(
-            f"{session.plan.said('data_parallel').text()}: sharded parameters are counted whole, as while "
-            f"they are used; between uses a rank keeps one of {over} pieces of them, of their gradients and "
-            "of their optimizer state"
+            f"{of_plan or f'sharded_data_parallel_degree={degree}'}: sharded parameters are counted whole, "
+            f"as while they are used; between uses a rank keeps one of {over} pieces of them, of their "
+            "gradients and of their optimizer state"
         )
     notes += [
         f"stage {stage.stage_index} needs more: {', '.join(stage.not_counted)} cannot run without data, so "

@@ -8,7 +8,7 @@ estimated: see :func:`smp_lite.wrapper.partitioning.optimizer_states`.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +29,18 @@ class OptimizerMemory:
     running: int
 
 
-def optimizer_memory(optimizer: torch.optim.Optimizer, stepping: Collection[torch.Tensor]) -> OptimizerMemory:
+def optimizer_memory(
+    optimizer: torch.optim.Optimizer,
+    stepping: Collection[torch.Tensor],
+    stand_in_of: Callable[[torch.Tensor], torch.Tensor] = lambda parameter: parameter,
+) -> OptimizerMemory:
     """Steps a copy of the optimizer on fakes of those of its parameters that have a gradient.
 
     Args:
         optimizer: any torch optimizer; it is left as it is.
         stepping: parameters of one stage that get gradients.
+        stand_in_of: gives what is stepped in the place of a parameter (a master weight), which is counted
+            with the state, and its gradient with what a step needs.
 
     Raises:
         Exception: whatever the optimizer raises on fake tensors.
@@ -50,7 +56,8 @@ def optimizer_memory(optimizer: torch.optim.Optimizer, stepping: Collection[torc
     groups = []
     made: list[torch.Tensor] = []
     for group in optimizer.param_groups:
-        fakes = [_fake(parameter, inference) for parameter in group["params"] if id(parameter) in wanted]
+        members = [parameter for parameter in group["params"] if id(parameter) in wanted]
+        fakes = [_fake(stand_in_of(parameter), inference) for parameter in members]
         made += fakes
         groups.append({**group, "params": fakes})
     twin.param_groups = groups
@@ -59,7 +66,12 @@ def optimizer_memory(optimizer: torch.optim.Optimizer, stepping: Collection[torc
         twin.step()
         state = live.peak = live.alive
         twin.step()
-    return OptimizerMemory(state, live.peak - state)
+    masters = sum(
+        stand_in.numel() * stand_in.element_size()
+        for parameter in stepping
+        if (stand_in := stand_in_of(parameter)).dtype != parameter.dtype
+    )
+    return OptimizerMemory(state + masters, live.peak - state + masters)
 
 
 def _fake(parameter: torch.Tensor, inference: MetadataInference) -> torch.nn.Parameter:

@@ -24,14 +24,15 @@ from torch import nn
 
 from ..errors import SMPError
 from .apply_function import ApplyFunction
-from .backward.checkpoints import refuse_effect
+from .backward.checkpoints import is_inside_checkpoint, refuse_effect
 from .binding import Binder, sharing_memory
+from .describe.checkpointed_calls import CheckpointedRun
 from .describe.descriptions import Description, NeedsData, NotDescribed, Opened, content_token
 from .describe.signature import structure_token, token
 from .module_calls import DRAWS, UNDER_A_MODE
 from .parameters.placement import STATELESS
 from .recording import Command, Recording
-from .source_line import CHECKPOINT_WITHOUT_EFFECT, warn_once_at_user_line
+from .source_line import CHECKPOINT_BETWEEN_MODULES, HOOKS_WITHOUT_EFFECT, warn_once_at_user_line
 from .state.ambient import Ambient
 from .state.draws import Draw
 from .values.calls import Arguments, ResultMeta
@@ -124,8 +125,11 @@ class CommandWriter:
         command.unit = recorder.placement.unit(module)
         if not isinstance(described, Description) or described.meta.draws:
             # Neither the partition nor what else is recorded changes what is drawn.
-            command.seed_key = (name, self._drawn[name])
-            self._drawn[name] += 1
+            if type(module) is CheckpointedRun:
+                parts = [recorder.placement.name(part) for part in module.children()]
+                command.seeds = tuple([self._seed_key(part) for part in parts])
+            else:
+                command.seed_key = self._seed_key(name)
         if not isinstance(described, Description):
             assert type(described) is NotDescribed
             return self._run_for_real(command, described)
@@ -138,6 +142,12 @@ class CommandWriter:
         result = self._append(command, described)
         recorder.modules.note(command)
         return None, result
+
+    def _seed_key(self, name: str) -> tuple[str, int]:
+        """Of a module that draws, for its next call."""
+        key = (name, self._drawn[name])
+        self._drawn[name] += 1
+        return key
 
     def function(self, func: Function, arguments: Arguments) -> Any:
         """Records a torch function."""
@@ -158,6 +168,8 @@ class CommandWriter:
             self.recorder.ordinary.add_twin(target, self.stage(arguments, None))
             return self.function(func, self.recorder.arguments(*arguments.build(arguments.tensors)))
         assert not isinstance(described, NeedsData | Opened)
+        if isinstance(described, Description) and described.meta.kept_bytes and is_inside_checkpoint():
+            warn_once_at_user_line(CHECKPOINT_BETWEEN_MODULES)
         command = self._command(name, arguments, described, ambient, STATELESS)
         command.function = func
         if not isinstance(described, Description):
@@ -218,8 +230,9 @@ class CommandWriter:
     ) -> Command:
         recording = self.recorder.recording
         assert recording is not None
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            warn_once_at_user_line(CHECKPOINT_WITHOUT_EFFECT)
+        has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if has_hooks and not is_inside_checkpoint():
+            warn_once_at_user_line(HOOKS_WITHOUT_EFFECT)
         sources = [
             -1
             if type(tensor) is not PlacedTensor

@@ -26,8 +26,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ..errors import SMPError
 from .apply_function import ApplyFunction
 from .backward.checkpoints import Region, inside_reentrant, refuse_saved_hooks
-from .describe.checkpointed_calls import call_marked, is_marked
-from .source_line import CHECKPOINT_WITHOUT_EFFECT, warn_once_at_user_line
+from .describe.checkpointed_calls import call_marked, has_runs, is_marked
 from .state.containers import MISSING
 from .state.hearing import attribute_set
 from .values.placed import PlacedTensor
@@ -110,11 +109,11 @@ def start_intercepting() -> None:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         recorder = _active
         if recorder is None or recorder.suspended or threading.get_ident() != _thread:
-            if is_marked(module):
+            if is_marked(module) or has_runs(module):
                 return call_marked(original_call, module, args, kwargs)
             return original_call(module, *args, **kwargs)
         if recorder.descriptions.inferring:
-            if is_marked(module):
+            if is_marked(module) or has_runs(module):
                 return call_marked(partial(_call_on_fakes, original_call), module, args, kwargs)
             return _call_on_fakes(original_call, module, *args, **kwargs)
         return recorder.call_module(module, original_call, args, kwargs)
@@ -235,7 +234,6 @@ def _run_checkpointed(run_function: Callable[..., Any], preserve: bool, *inputs:
 
     As in plain torch, nothing in it trains unless an input requires a gradient.
     """
-    warn_once_at_user_line(CHECKPOINT_WITHOUT_EFFECT)
     wanted = any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
     with torch.set_grad_enabled(torch.is_grad_enabled() and wanted), inside_reentrant(run_function):
         return run_function(*inputs)

@@ -29,11 +29,13 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ..errors import SMPError
-from .backward.checkpoints import refuse_effect
+from .backward.checkpoints import is_inside_checkpoint, refuse_effect
+from .describe.checkpointed_calls import CheckpointedRun, call_in_runs, is_marked
 from .parameters.placement import FOREIGN, SPLIT
 from .parameters.tables import plain_table
 from .recording import Command
 from .replay import refuse
+from .source_line import warn_once_at_user_line
 from .state.containers import MISSING
 from .state.parts import may_change
 from .state.places import ModuleAttribute, Place, PlacesRead, Seen
@@ -191,7 +193,7 @@ class ModuleCalls:
     ) -> Any:
         self._refuse_backward_hooks(module, "is split over stages")
         with self.at(None):
-            return call(module, *args, **kwargs)
+            return call_in_runs(call, module, args, kwargs)
 
     def _call_open(
         self, subtree: _Subtree, reason: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -200,8 +202,15 @@ class ModuleCalls:
             raise refuse(f"calls {subtree.name}, which {reason}")
         self._refuse_backward_hooks(subtree.module, reason)
         refuse_effect(subtree.name, reason)
+        if is_marked(subtree.module) and torch.is_grad_enabled():
+            is_run = type(subtree.module) is CheckpointedRun
+            what = "its parts are each for themselves" if is_run else "it runs without"
+            warn_once_at_user_line(
+                f"smp.set_activation_checkpointing: {subtree.name} cannot be computed again as one call, "
+                f"since it {reason}: {what}"
+            )
         with self.at(subtree.home if subtree.home >= 0 else self.home):
-            return call(subtree.module, *args, **kwargs)
+            return call_in_runs(call, subtree.module, args, kwargs)
 
     def _call_hooked(
         self, subtree: _Subtree, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -245,6 +254,8 @@ class ModuleCalls:
     ) -> Any:
         """Records the call; opens the module if it turns out that it has to be."""
         recorder = self.recorder
+        if is_inside_checkpoint() and not bare:
+            subtree = self._checkpointed(subtree)
         if self.rebound or recorder.ordinary.twins:
             self._write_buffers_of(subtree)
         if arguments is None:
@@ -268,6 +279,15 @@ class ModuleCalls:
             subtree.opened = reason
         self._take_over_buffers(subtree.module)
         return self._call_open(subtree, reason, call, args, kwargs)
+
+    def _checkpointed(self, subtree: _Subtree) -> _Subtree:
+        """In place of a call inside one of torch's checkpoints: one that keeps no activations."""
+        module = subtree.module
+        if subtree.home == FOREIGN or is_marked(module):
+            return subtree
+        run = self.recorder.runs.of([module], preserve_rng_state=True)
+        found = self._subtrees.get(id(run)) or self._new_subtree(run)
+        return subtree if self._open_for(found) is not None else found
 
     def note(self, command: Command) -> None:
         """A closed call was recorded."""

@@ -18,6 +18,7 @@ from torch import nn
 from ..errors import SMPError
 from .backward.saved_state import SavedState
 from .backward.state import BackwardState
+from .checkpointed_runs import CheckpointedRuns
 from .command_writer import CommandWriter
 from .describe.descriptions import Descriptions
 from .forced import Forced, Host
@@ -63,6 +64,7 @@ class Recorder:
         self.num_microbatches = 1
         self.num_modes = 0  # torch's own modes and ours, without the user's
         self.draws = Draws()
+        self.runs = CheckpointedRuns(placement)
         self.modules = ModuleCalls(self)
         self.read_between = ReadBetween()
         self.backward_state = BackwardState(placement, self.descriptions, self.read_between)

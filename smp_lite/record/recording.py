@@ -46,8 +46,9 @@ class Command:
     run it with. ``changes`` pairs each value that the call changes in place with its new version; the first
     ``num_targets`` of them are the arguments themselves, the rest views that share their memory. ``on_made``
     calls get the tensors that were made, where others get leaves of those of earlier segments. ``must_stay``
-    names parameters and buffers that the call must not really change. ``unit`` is that of the module, where
-    parameters are sharded; a call without one belongs to that of the call before it on its stage.
+    names parameters and buffers that the call must not really change. ``seeds`` takes the place of
+    ``seed_key`` where several modules are called in one go. ``unit`` is that of the module, where parameters
+    are sharded; a call without one belongs to that of the call before it on its stage.
     """
 
     index: int
@@ -67,6 +68,7 @@ class Command:
     touches: tuple[int, ...] = ()
     carried: list[tuple[Place, Any]] | None = None
     seed_key: tuple[str, int] | None = None
+    seeds: tuple[tuple[str, int], ...] = ()
     draw: Draw | None = None
     meta: ResultMeta | None = None
     outputs: tuple[int, ...] = ()

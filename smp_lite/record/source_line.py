@@ -8,9 +8,13 @@ from pathlib import Path
 
 import torch
 
-CHECKPOINT_WITHOUT_EFFECT = (
-    "saved-tensor hooks (torch.utils.checkpoint, offloading) around modules of several stages do nothing: "
-    "use them inside a module that lies on one stage"
+HOOKS_WITHOUT_EFFECT = (
+    "saved-tensor hooks (offloading) around modules of several stages do nothing: use them inside a module "
+    "that lies on one stage"
+)
+CHECKPOINT_BETWEEN_MODULES = (
+    "torch.utils.checkpoint around calls of several stages: each module that is called in it is computed "
+    "again for itself, and what is computed between them is kept"
 )
 
 _OURS = (str(Path(__file__).resolve().parents[1]), str(Path(torch.__file__).resolve().parent))

@@ -14,6 +14,7 @@ from torch.nn.modules import module as torch_module
 from ..errors import SMPError
 from ..plan.segments import Segment
 from ..record.backward.saved_state import unchanged, unchanged_parameter
+from ..record.describe.checkpointed_calls import seeded_by
 from ..record.describe.effects import Buffers, Effects, NeedsOpening
 from ..record.parameters.placement import Placement
 from ..record.recording import Command, Recording
@@ -25,6 +26,8 @@ from ..record.values.placed import TensorMeta, has_attributes
 from ..record.values.structure import LEAF, flatten
 from .random_streams import RandomStreams
 from .sharded.parameters import ShardedParameters
+
+_NO_SEEDS = contextlib.nullcontext()
 
 
 class CommandRunner:
@@ -94,20 +97,23 @@ class CommandRunner:
             # Copies: whether the call changes its arguments in place is not known yet.
             tensors = [t.clone() if s >= 0 else t for t, s in zip(tensors, command.sources)]
         args, kwargs = command.arguments.build(tensors)
-        if command.seed_key is not None:
-            self.streams.seed(recording.microbatch_index, command.seed_key)
-        watched = self.observer is not None and command.module is not None
         m = recording.microbatch_index
+        if command.seed_key is not None:
+            self.streams.seed(m, command.seed_key)
+        seeding = seeded_by(self.streams.seeding(m, command.seeds)) if command.seeds else _NO_SEEDS
+        watched = self.observer is not None and command.module is not None
         if command.meta is None:
             seen = self.observer.before(command, args, kwargs) if watched else None
-            run = self.undescribed[command.index] = _run_for_real(command, tensors, args, kwargs)
+            with seeding:
+                run = self.undescribed[command.index] = _run_for_real(command, tensors, args, kwargs)
             if watched and run.effect is None:
                 self.observer.ran(m, command, *seen, run.result)
             return
         if watched:
             with in_force(command.carried or ()):
                 seen = self.observer.before(command, args, kwargs)
-        result = _call(command, args, kwargs)
+        with seeding:
+            result = _call(command, args, kwargs)
         if watched:
             self.observer.ran(m, command, *seen, result)
         self._store(command, result, local)

@@ -29,6 +29,7 @@ from ..record.values.placed import TensorMeta
 from .commands import CommandRunner, RealRun
 from .failure import Failure
 from .microbatch import MicrobatchState, edge_of
+from .offload import ActivationOffload
 from .random_streams import RandomStreams
 from .sharded.parameters import ShardedParameters
 
@@ -56,6 +57,7 @@ class StageExecutor:
             reduction listens here.
         on_failure: called when an action has failed.
         sharded: parameters that must be brought together before an action; None: all are here.
+        offload: takes what checkpointed calls keep out of memory; None: it stays.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class StageExecutor:
         after_backward: Callable[[int, Segment], None] | None = None,
         on_failure: Callable[[], None] | None = None,
         sharded: ShardedParameters | None = None,
+        offload: ActivationOffload | None = None,
     ) -> None:
         self.stage_index = stage_index
         self.wire = wire
@@ -79,6 +82,7 @@ class StageExecutor:
         self.error: Exception | None = None
         self._commands = CommandRunner(placement, streams)
         self._commands.sharded = self._sharded = sharded
+        self.offload = offload
         self._placement = placement
         self._before_backward = before_backward
         self._after_backward = after_backward
@@ -107,6 +111,9 @@ class StageExecutor:
         sharded = self._sharded
         if sharded is not None:
             sharded.begin(self._uses(actions))
+        offload = self.offload
+        if offload is not None:
+            offload.begin(actions)
         for number, action in enumerate(actions):
             state = self.states[action.microbatch_index]
             if action.kind in COMPUTE_KINDS:
@@ -120,11 +127,16 @@ class StageExecutor:
                 try:
                     if sharded is not None:
                         yield from sharded.bring()
-                        start = time.perf_counter()
+                    if offload is not None:
+                        yield from offload.bring()
+                    start = time.perf_counter()
                     with _profiler_span(action):
                         self._table[action.kind](action, state)
                     if sharded is not None:
                         sharded.leave()
+                    if offload is not None:
+                        segment = state.by_visit[action.visit]
+                        offload.leave(action, state.leaves.get(segment.commands[0], {}).values())
                 except Exception as error:
                     self.failure = Failure.of(error, self.stage_index, action, self._commands.doing)
                     self.error = error
@@ -145,6 +157,8 @@ class StageExecutor:
     def _let_go(self) -> None:
         if self._sharded is not None:
             self._sharded.end()
+        if self.offload is not None:
+            self.offload.end()
 
     def _uses(self, actions: Sequence[Action]) -> list[tuple[int, ...]]:
         """For each forward and backward the groups of sharded parameters that it needs."""
@@ -201,6 +215,8 @@ class StageExecutor:
 
     def end_step(self) -> None:
         self._let_go()  # a list that was given up halfway
+        if self.offload is not None:
+            self.offload.end_step()
         self.failure = self.error = None
         self._sends.clear()
         self.states.clear()
@@ -249,7 +265,12 @@ class StageExecutor:
         for value in segment.imports:
             local[value] = self._imported(state, value)
         leaves = {value: local[value] for value in segment.imports}
-        self._commands.run_segment(recording, segment, local, state.data)
+        if self.offload is None:
+            self._commands.run_segment(recording, segment, local, state.data)
+        else:
+            local = {value: self.offload.leaf_for(leaf) for value, leaf in leaves.items()}
+            with self.offload.during(action):
+                self._commands.run_segment(recording, segment, local, state.data)
         key = segment.commands[0]
         for value, _ in recording.inputs:
             if value in local and value not in segment.imports:
@@ -341,7 +362,10 @@ class StageExecutor:
                     continue
                 meta = state.recording.values[value].meta
                 if gradient is None:
-                    seed = torch.full(meta.shape, self.gradient_scale, dtype=meta.dtype, device=meta.device)
+                    # Wide first: a loss scale may be infinite in the loss's own type.
+                    wide = torch.promote_types(meta.dtype, torch.float32)
+                    seed = torch.full(meta.shape, self.gradient_scale, dtype=wide, device=meta.device)
+                    seed = seed.to(meta.dtype)
                 else:
                     seed = gradient * self.gradient_scale
                 found[value] = seed + found[value] if value in found else seed

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,14 +19,18 @@ from ..comm.peers import Peers
 from ..comm.ranks import Ranks
 from ..comm.stage_peers import StagePeers
 from ..comm.wires import MemoryWire, Wire
+from ..deferred import Waiting
 from ..errors import SMPError, SMPTimeout
 from ..nn.guarding import plain
 from ..plan.schedules import Policy
+from ..record.describe.checkpointed_calls import is_marked
 from ..record.parameters.placement import Placement
 from ..record.recorder import Recorder
+from ..record.source_line import warn_once_at_user_line
 from .executor import StageExecutor
 from .failure import error_like, failure_kind
 from .gradients import GradientBooks
+from .offload import ActivationOffload
 from .random_streams import RandomStreams
 from .reduction.reductions import Reductions, broadcast_parameters, rule_of
 from .reduction.replicated_gradients import check_replicated_gradients, check_results
@@ -47,6 +51,20 @@ class ReductionOptions:
     average_grads_across_microbatches: bool = True
 
 
+class Scaling(Protocol):
+    """By what losses are multiplied."""
+
+    @property
+    def scale(self) -> float:
+        """In the backwards of now."""
+
+    def begin(self) -> None:
+        """A step begins, or a backward outside of one."""
+
+    def before_backward(self) -> None:
+        """A backward starts; raises if it may not."""
+
+
 class ModelRuntime:
     """Runs steps of one model on this process.
 
@@ -60,6 +78,9 @@ class ModelRuntime:
         exchange: gives every dp rank's object to all of them; needed with ``ranks``.
         stage_peers: the ranks that share the stage; None where there are no others.
         sharding: which parameters lie in pieces; None: none.
+        activation_horizon: how many actions before their backward offloaded activations come back; None: they
+            stay in memory.
+        waiting: parameters that have no memory yet, of which this stage's get theirs now; None: all have it.
     """
 
     def __init__(
@@ -73,6 +94,8 @@ class ModelRuntime:
         exchange: Callable[[Any], list[Any]] | None = None,
         stage_peers: StagePeers | None = None,
         sharding: Sharding | None = None,
+        activation_horizon: int | None = None,
+        waiting: Waiting | None = None,
     ) -> None:
         self.placement = placement
         self.peers = peers
@@ -82,18 +105,29 @@ class ModelRuntime:
         self.reducer: Reductions | None = None
         self._shared = stage_peers if stage_peers is not None and stage_peers.share_batch else None
         self._checks = False
+        self._offloads = activation_horizon is not None
         self._watched: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._passes = 0
         # Gradients of sharded parameters do not stay whole from one pass to the next.
         self._passes_per_reduction = 1 if sharding is not None else options.backward_passes_per_step
         self._reduce_now = False
+        self.scaling: Scaling | None = None  # in fp16, the optimizer's
         placement.free_other_stages(peers.stages)
         parameters = self._parameters = self.local_parameters()
         self.sharded: ShardedParameters | None = None
+        if waiting is not None and sharding is None:
+            waiting.make(parameters)
         if ranks is not None:
-            broadcast_parameters(parameters, ranks)  # while they are whole
-            if sharding is not None:
-                self.sharded = shard(placement, parameters, sharding, partial(rule_of, ranks=ranks))
+            if sharding is None:
+                broadcast_parameters(parameters, ranks)
+            else:
+                self.sharded = shard(
+                    placement,
+                    parameters,
+                    sharding,
+                    partial(rule_of, ranks=ranks),
+                    partial(self._make_whole, waiting, ranks),
+                )
             self.reducer = Reductions(
                 parameters,
                 ranks,
@@ -101,9 +135,12 @@ class ModelRuntime:
                 bucket_cap_bytes=int(options.bucket_cap_mb * 2**20),
                 overlap=options.overlapping_allreduce,
                 as_views=options.gradient_as_bucket_view,
+                most_elements=sharding.reduced_elements if sharding is not None else None,
             )
             self.reducer.broadcast_buffers(self.local_buffers())
             self.reducer = self.reducer or None
+        if waiting is not None:
+            waiting.forget()
         on_final = self._on_final if self.reducer is not None else None
         queues: dict[tuple[int, int], deque[torch.Tensor]] = {}
         self.books = {stage: GradientBooks(placement, on_final) for stage in sorted(peers.stages)}
@@ -117,6 +154,7 @@ class ModelRuntime:
                 after_backward=books.after,
                 on_failure=stage_peers.announce_failure if stage_peers is not None else None,
                 sharded=self.sharded,
+                offload=None if activation_horizon is None else ActivationOffload(activation_horizon),
             )
             for stage, books in self.books.items()
         }
@@ -124,6 +162,13 @@ class ModelRuntime:
             placement.num_stages, peers, policy, self.executors, self.books, self.streams, stage_peers
         )
         self.recorder = Recorder(placement, self.runner)
+
+    @staticmethod
+    def _make_whole(waiting: Waiting | None, ranks: Ranks, parameters: Sequence[nn.Parameter]) -> None:
+        """Before they are cut into pieces: they have memory, and are the same on all replicas."""
+        if waiting is not None:
+            waiting.make(parameters)
+        broadcast_parameters(parameters, ranks)
 
     def local_parameters(self) -> list[nn.Parameter]:
         """Parameters of the stages played here, in the model's order."""
@@ -157,7 +202,10 @@ class ModelRuntime:
         ]
         hook = self.reducer is not None and self.reducer.hook is not None
         average = self.options.average_grads_across_microbatches and not hook
-        scale = 1.0 / num_microbatches if average else 1.0
+        if self.scaling is not None:
+            self.scaling.begin()
+        loss_scale = 1.0 if self.scaling is None else self.scaling.scale
+        scale = loss_scale / num_microbatches if average else loss_scale
         self.runner.begin_step(self.recorder, num_microbatches, scale, inputs)
 
     def finish(
@@ -169,6 +217,8 @@ class ModelRuntime:
             SMPError: the step failed on a rank of the mp group or, if gradients are reduced, of any replica.
         """
         try:
+            if has_backward and self.scaling is not None:
+                self.scaling.before_backward()
             found = self.runner.finish(outputs, keep_graph=keep_graph)
             self._refuse_changed_parameters()
             if has_backward and self.reducer is not None and not self._reduce_now:
@@ -177,6 +227,7 @@ class ModelRuntime:
             self._join_reduction(error, expected=has_backward)
             raise
         if has_backward:
+            self._check_offloading()
             self._passes += 1
             self._reduce(None)
         if self.reducer is not None:
@@ -188,6 +239,16 @@ class ModelRuntime:
         if self._checks and self._shared is not None:
             check_results(found, self._shared)
         return found
+
+    def _check_offloading(self) -> None:
+        """Says so where nothing can be offloaded."""
+        is_any = bool(self.recorder.runs) or any(map(is_marked, self.placement.root.modules()))
+        if self._offloads and not is_any:
+            warn_once_at_user_line(
+                "offload_activations: no module is checkpointed by smp.set_activation_checkpointing or "
+                "smp.patches.checkpoint, so nothing leaves memory"
+            )
+        self._offloads = False  # once is enough
 
     def _refuse_changed_parameters(self) -> None:
         """A hook on a parameter has seen its gradient, and the parameter is another one: too early."""

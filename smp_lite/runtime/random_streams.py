@@ -16,7 +16,7 @@ import contextlib
 import hashlib
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -50,12 +50,12 @@ class RandomStreams:
 
     def seed(self, microbatch_index: int, key: tuple[str, int]) -> None:
         """Seeds the generators for one command: ``key`` is its label and how many such drew before."""
-        label, number = key
-        seed = hash((self._step_seed, microbatch_index, token(label), number)) & _MASK
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+        _seed(self._step_seed, microbatch_index, key)
+
+    def seeding(self, microbatch_index: int, keys: Sequence[tuple[str, int]]) -> Callable[[int], None]:
+        """Seeds the generators for the i-th of several calls, now and when they are computed again."""
+        step_seed = self._step_seed
+        return lambda number: _seed(step_seed, microbatch_index, keys[number])
 
     @staticmethod
     def executing() -> contextlib.AbstractContextManager[None]:
@@ -66,3 +66,12 @@ class RandomStreams:
     def move_on() -> None:
         """Moves the replicated stream on by one number."""
         torch.rand(())
+
+
+def _seed(step_seed: int, microbatch_index: int, key: tuple[str, int]) -> None:
+    label, number = key
+    seed = hash((step_seed, microbatch_index, token(label), number)) & _MASK
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)

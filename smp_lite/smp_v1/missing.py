@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import MissingAttribute, SMPError
-from .names import NAMES, Name, under
+from .names import Name, under
 
-__all__ = ["Submodule", "missing_in", "refusal"]
+__all__ = ["missing_in", "refusal"]
 
 _made: dict[str, Any] = {}
 
@@ -38,24 +38,6 @@ def missing_in(module: str, full: str) -> Callable[[str], Any]:
         return _object(name)
 
     return __getattr__
-
-
-class Submodule:
-    """A part of ``smp`` in which nothing is built yet: ``smp.patches``."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __getattr__(self, attribute: str) -> Any:
-        path = f"{self._path}.{attribute}"
-        if path in NAMES:
-            return _object(NAMES[path])
-        if any(each.startswith(f"{path}.") for each in NAMES):
-            return Submodule(path)
-        raise AttributeError(f"smp.{self._path} has no attribute {attribute!r}")
-
-    def __repr__(self) -> str:
-        return f"<smp.{self._path}>"
 
 
 def _object(name: Name) -> Any:

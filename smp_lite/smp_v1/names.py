@@ -50,14 +50,9 @@ def _refused(
         yield Name(path, "refused", says, kind=kind)
 
 
-_FP16 = "fp16, which is not supported yet: train in fp32, or under torch.autocast in the step function"
 _SHARDED = (
-    "sharded optimizer state, which is not supported yet: each replica keeps the whole state of its part"
-)
-_SDP = "sharded data parallelism, which is not supported yet: replicas hold whole parameters"
-_SUBMODULE_CHECKPOINT = (
-    "SMP's own checkpointing inside forward, which is not supported yet: call torch.utils.checkpoint inside "
-    "a module that lies on one stage, or smp.set_activation_checkpointing on it"
+    "SMP's own buffers of sharded optimizer state, not supported yet: a parameter's piece is "
+    "optimizer.stand_in_of(parameter)"
 )
 
 
@@ -123,12 +118,12 @@ def _all() -> Iterable[Name]:
         "DistributedModel.join",
         "uneven numbers of steps, not supported yet: give every dp rank the same, with drop_last=True",
     )
-    yield from _refused("DistributedModel.virtual_named_parameters", _SHARDED)
     yield Name(
-        "DistributedOptimizer",
+        "DistributedModel.virtual_named_parameters",
         "runs",
-        "loss-scale arguments mean nothing without fp16, which is not there yet",
+        "with the masters and pieces that the optimizer steps in the place of parameters",
     )
+    yield Name("DistributedOptimizer", "runs", "loss-scale arguments mean nothing without fp16")
     yield from _runs(
         "DistributedOptimizer.step DistributedOptimizer.zero_grad DistributedOptimizer.param_groups "
         "DistributedOptimizer.state DistributedOptimizer.optimizer DistributedOptimizer.state_dict "
@@ -136,22 +131,25 @@ def _all() -> Iterable[Name]:
         "DistributedOptimizer.orig_state_dict DistributedOptimizer.save_optimizer_backcompat "
         "DistributedOptimizer.load_optimizer_backcompat DistributedOptimizer.add_param_group"
     )
-    yield Name("DistributedOptimizer.clip_master_grads", "runs", "clips gradients by the whole model's norm")
-    yield Name("DistributedOptimizer.overflow", "runs", "False: nothing overflows without fp16")
-    yield Name("DistributedOptimizer.reload_model_params", "runs", "nothing to do without fp16")
-    yield from _refused(
-        "DistributedOptimizer.loss_scaler DistributedOptimizer.loss_scale", _FP16, kind="attribute"
+    yield Name(
+        "DistributedOptimizer.clip_master_grads",
+        "runs",
+        "clips gradients by the whole model's norm; -1: one of fp16 overflowed",
     )
-    yield from _refused(
-        "DistributedOptimizer.redefined_params DistributedOptimizer._param_id_to_index",
-        _SHARDED,
-        kind="attribute",
+    yield Name("DistributedOptimizer.overflow", "runs", "False without fp16: nothing overflows")
+    yield Name(
+        "DistributedOptimizer.reload_model_params",
+        "runs",
+        "masters become the parameters; those of parameters that were changed do so by themselves",
     )
-    yield from _refused(
+    yield from _runs("DistributedOptimizer.loss_scaler DistributedOptimizer.loss_scale", "with fp16: True")
+    yield from _runs("DistributedOptimizer._param_id_to_index")
+    yield from _refused("DistributedOptimizer.redefined_params", _SHARDED, kind="attribute")
+    yield from _runs(
         "DistributedOptimizer._global_grad_norm DistributedOptimizer.fp16_groups "
         "DistributedOptimizer.fp32_partitioned_groups_flat DistributedOptimizer.ds_param_shard_group",
-        _SDP,
-        kind="attribute",
+        "with `sharded_data_parallel_degree` above 1; so have parameters `ds_shape`, `ds_numel` and "
+        "`ds_tensor`",
     )
     yield from _runs(
         "StepOutput StepOutput.outputs StepOutput.reduce_mean StepOutput.reduce_sum StepOutput.concat "
@@ -165,17 +163,18 @@ def _all() -> Iterable[Name]:
     yield Name(
         "set_activation_checkpointing",
         "runs",
-        "a module that is cut over stages runs without it; children of a Sequential are each for themselves",
+        "a module that is cut over stages by the library runs without it",
     )
-    yield from _refused(
-        "patches.checkpoint.checkpoint patches.checkpoint.checkpoint_sequential", _SUBMODULE_CHECKPOINT
-    )
+    yield from _runs("patches.checkpoint.checkpoint patches.checkpoint.checkpoint_sequential")
 
     keeps = "new modules keep the weights of those that they replace, where names and shapes allow it"
     yield Name("model_creation", "runs", f"dtype holds inside; {keeps}")
     yield from _runs("tensor_parallelism set_tensor_parallelism", keeps)
     yield Name(
-        "delay_param_initialization", "hint", "each process makes the whole model at once, and keeps its part"
+        "delay_param_initialization",
+        "runs",
+        "parameters are those of plain construction, to the bit; random numbers are drawn twice: once to go "
+        "on from, once by who keeps them",
     )
     yield from _runs("tp_register tp_register_with_module")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..config.config import Config
 from ..config.parameters import Parameters
-from ..config.v1_parameters import HINTS, INERT, PRIVATE_HINTS, REFUSED
+from ..config.v1_parameters import HINTS, INERT, PRIVATE_HINTS
 from .names import NAMES, Name
 
 __all__ = ["BEGIN", "END", "table", "with_table"]
@@ -68,9 +68,7 @@ def _keys() -> list[tuple[str, str, str]]:
     rows = []
     for key, field in fields.items():
         says = str(field.description)
-        if key in REFUSED:
-            rows.append((key, "refused", f"{says} {_sentence(REFUSED[key].way_out)}"))
-        elif key in HINTS or says.startswith("Hint: "):
+        if key in HINTS or says.startswith("Hint: "):
             rows.append((key, "hint", says.removeprefix("Hint: ")))
         elif key in INERT:
             feature = f"while {_code(INERT[key])} is off"
@@ -82,10 +80,6 @@ def _keys() -> list[tuple[str, str, str]]:
     for (status, says), group in groupby(rows, key=lambda row: row[1:]):
         merged.append(("`, `".join(row[0] for row in group), status, says))
     return merged
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
 
 
 def _code(text: str) -> str:

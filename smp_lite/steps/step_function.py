@@ -27,10 +27,11 @@ class StepFunction:
         non_split_inputs: list[str] | None = None,
         input_split_axes: dict[str, int] | None = None,
         detach_outputs: bool = True,
+        splitter: Splitter | None = None,
     ) -> None:
         self.function = function
         self.detach_outputs = detach_outputs
-        self._splitter = Splitter(function, non_split_inputs or (), input_split_axes)
+        self._splitter = splitter or Splitter(function, non_split_inputs or (), input_split_axes)
         self.__name__ = getattr(function, "__name__", "step")
         self.__doc__ = function.__doc__
         self.__wrapped__ = function

@@ -14,10 +14,20 @@ from pathlib import Path
 from ..errors import SMPError
 from ..plan.partition import Partition
 from .identity import Identity, read_identity
-from .layout import MODEL, OPTIMIZER, PARTITION_FILE, PARTS, full_file, part_file
+from .layout import (
+    FP16_STATES,
+    MODEL,
+    OF_OPTIMIZER,
+    OPTIMIZER,
+    PARTITION_FILE,
+    PARTS,
+    USER_CONTENT,
+    full_file,
+    part_file,
+)
 from .switch import ready_files, ready_folder
 
-__all__ = ["Found", "find_full", "find_partial"]
+__all__ = ["Found", "Reader", "find_full", "find_partial"]
 
 _CALLER = "resume_from_checkpoint"
 
@@ -40,10 +50,30 @@ class Found:
         return str(self.identity) if self.identity else f"a file of another program ({self.files[MODEL]})"
 
 
-def find_partial(
-    root: Path, name: str, *, mp_rank: int, mp_size: int, partitions: int, with_optimizer: bool
-) -> list[Found]:
+@dataclass(frozen=True)
+class Reader:
+    """The rank that reads a partial checkpoint.
+
+    Attributes:
+        mp_rank, mp_size, partitions: its place.
+        piece, pieces: which piece of sharded parameters it holds, of how many; 0 of 1: they are whole.
+    """
+
+    mp_rank: int
+    mp_size: int
+    partitions: int
+    piece: int = 0
+    pieces: int = 1
+
+    def file(self, part: str) -> str:
+        """The name of its part."""
+        return part_file(part, self.mp_rank, self.piece if self.pieces > 1 else None, self.mp_size)
+
+
+def find_partial(root: Path, name: str, reader: Reader, *, with_optimizer: bool) -> list[Found]:
     """The saves that this rank can resume from under a name, best first: more than one after a kill.
+
+    Sharded parameters are in the optimizer's files, which are read then in any case.
 
     Raises:
         FileNotFoundError: there is no checkpoint of that name.
@@ -55,7 +85,7 @@ def find_partial(
     found, problems = [], []
     for folder in folders:
         try:
-            found.append(_look(folder, mp_rank, mp_size, partitions, with_optimizer))
+            found.append(_look(folder, reader, with_optimizer or reader.pieces > 1))
         except SMPError as problem:
             problems.append(problem)
     if not found:
@@ -63,13 +93,14 @@ def find_partial(
     return found
 
 
-def _look(folder: Path, mp_rank: int, mp_size: int, partitions: int, with_optimizer: bool) -> Found:
+def _look(folder: Path, reader: Reader, with_optimizer: bool) -> Found:
     if not folder.is_dir():
         raise SMPError(f"{_CALLER}: {os.fspath(folder)!r} is no folder, so no partial checkpoint")
-    places = {part: folder / part_file(part, mp_rank) for part in PARTS}
+    places = {part: folder / reader.file(part) for part in PARTS}
     files = {part: path for part, path in places.items() if path.exists()}
     if not with_optimizer:
-        files.pop(OPTIMIZER, None)
+        for part in OF_OPTIMIZER:
+            files.pop(part, None)
     identities = {part: read_identity(path) for part, path in files.items()}
     first = next(filter(None, identities.values()), None) or _any_identity(folder)
     if first is None:
@@ -77,11 +108,12 @@ def _look(folder: Path, mp_rank: int, mp_size: int, partitions: int, with_optimi
             f"{_CALLER}: {os.fspath(folder)!r} holds no part that save_checkpoint has written, so it cannot "
             "be told whether its files belong together: load them with smp.load"
         )
-    _check_size(folder, first, mp_size, partitions)
-    for part in first.parts:
-        if part not in files and (with_optimizer or part != OPTIMIZER):
+    _check_size(folder, first, reader)
+    for part in (MODEL, OPTIMIZER, USER_CONTENT) if reader.pieces > 1 else first.parts:
+        if part not in files and (with_optimizer or part not in OF_OPTIMIZER):
             raise SMPError(f"{_CALLER}: {os.fspath(places[part])!r} is missing: it is a part of {first}")
-    _check_parts(files, identities, first, {MODEL: mp_rank, OPTIMIZER: mp_rank})
+    mine = (reader.mp_rank, reader.piece)
+    _check_parts(files, identities, first, {MODEL: (reader.mp_rank, 0), OPTIMIZER: mine, FP16_STATES: mine})
     if MODEL not in files:
         raise SMPError(f"{_CALLER}: {os.fspath(folder)!r} holds no model: it was saved without one")
     _check_partition(folder / PARTITION_FILE, first)
@@ -104,16 +136,16 @@ def find_full(root: Path, tag: str, *, with_optimizer: bool) -> Found:
     for part in PARTS:
         name = full_file(part, tag)
         path = root / name if on_their_way is None else on_their_way.get(name)
-        if path is not None and path.exists() and (with_optimizer or part != OPTIMIZER):
+        if path is not None and path.exists() and (with_optimizer or part not in OF_OPTIMIZER):
             files[part] = path
     if MODEL not in files:
         raise FileNotFoundError(f"{_CALLER}: {os.fspath(root / tag)!r} does not exist")
-    if not files[MODEL].is_file():
+    if not files[MODEL].is_file() and not any(files[MODEL].glob("model.safetensors*")):
         raise SMPError(f"{_CALLER}: {os.fspath(root / tag)!r} is no file, so no full checkpoint")
-    identities = {part: read_identity(path) for part, path in files.items()}
+    identities = {part: read_identity(path) if path.is_file() else None for part, path in files.items()}
     first = identities[MODEL]
     for part in first.parts if first is not None else ():
-        if part not in files and (with_optimizer or part != OPTIMIZER):
+        if part not in files and (with_optimizer or part not in OF_OPTIMIZER):
             missing = os.fspath(root / full_file(part, tag))
             raise SMPError(f"{_CALLER}: {missing!r} is missing: it is a part of {first}")
     _check_parts(files, identities, first, {})
@@ -124,7 +156,7 @@ def _check_parts(
     files: Mapping[str, Path],
     identities: Mapping[str, Identity | None],
     first: Identity | None,
-    mp_ranks: Mapping[str, int],
+    owners: Mapping[str, tuple[int, int]],
 ) -> None:
     """Raises SMPError unless all are parts of one save, each under its own name."""
     if len({found and found.save for found in (first, *identities.values())}) > 1:
@@ -139,14 +171,19 @@ def _check_parts(
             "optimizer's part aside)"
         )
     for part, found in identities.items():
-        if found is not None and (found.part, found.mp_rank) != (part, mp_ranks.get(part, 0)):
+        if found is None:
+            continue
+        mp_rank, piece = owners.get(part, (0, 0))
+        if (found.part, found.mp_rank, found.piece) != (part, mp_rank, piece):
+            which = f", piece {found.piece} of {found.pieces}" if found.pieces > 1 else ""
             raise SMPError(
-                f"{_CALLER}: {os.fspath(files[part])!r} holds the {found.part} of mp rank {found.mp_rank}: "
-                "it was renamed or copied there"
+                f"{_CALLER}: {os.fspath(files[part])!r} holds the {found.part} of mp rank {found.mp_rank}"
+                f"{which}: it was renamed or copied there"
             )
 
 
-def _check_size(folder: Path, identity: Identity, mp_size: int, partitions: int) -> None:
+def _check_size(folder: Path, identity: Identity, reader: Reader) -> None:
+    mp_size, partitions = reader.mp_size, reader.partitions
     if identity.partitions != partitions:
         raise SMPError(
             f"{_CALLER}: {os.fspath(folder)!r} holds {identity.partitions} partitions, but "
@@ -158,6 +195,17 @@ def _check_size(folder: Path, identity: Identity, mp_size: int, partitions: int)
             f"{_CALLER}: {os.fspath(folder)!r} has the parts of {identity.mp_size} rank(s) of an mp group, "
             f"but here it has {mp_size}: one side is smp.init_in_memory, where one process plays all "
             "partitions. A full checkpoint, of save_checkpoint(..., partial=False), resumes on both"
+        )
+
+    if identity.pieces != reader.pieces:
+        was, now = (
+            f"in pieces over {pieces} ranks" if pieces > 1 else "whole"
+            for pieces in (identity.pieces, reader.pieces)
+        )
+        raise SMPError(
+            f"{_CALLER}: {os.fspath(folder)!r} was saved with parameters that lay {was}, and here they lie "
+            f"{now} (sharded_data_parallel_degree). A partial checkpoint resumes with the same degree; a "
+            "full one, of save_checkpoint(..., partial=False), or a portable one, with any"
         )
 
 

@@ -37,10 +37,14 @@ class Identity:
     part: str = ""
     """Which of them is in this file."""
     mp_rank: int = 0
+    pieces: int = 1
+    """How many ranks hold one copy of sharded parameters together."""
+    piece: int = 0
+    """Whose of them it is."""
 
-    def of(self, part: str, mp_rank: int = 0) -> Identity:
+    def of(self, part: str, mp_rank: int = 0, piece: int = 0) -> Identity:
         """The same save's identity for one of its files."""
-        return replace(self, part=part, mp_rank=mp_rank)
+        return replace(self, part=part, mp_rank=mp_rank, piece=piece)
 
     def to_json(self) -> str:
         return json.dumps({"format": _FORMAT, **asdict(self)})

@@ -4,9 +4,13 @@
 
     path/newest                          the name of the newest: "{tag}_partial" or "{tag}"
     path/{tag}_partial/model_{mp_rank}.pt, optimizer_{mp_rank}.pt, user_content.pt, partition.json
+    path/{tag}_partial/optimizer_{i}.pt  in the place of these where parameters lie in pieces: of piece i, and
+                                         optimizer_{mp_rank}_{i}.pt where an mp group has several ranks
     path/{tag}                           a full one: the model's state dict
     path/optimizer_{tag}                 a full one's optimizer state; this library's own
     path/user_content_{tag}
+
+In half precision beside each ``optimizer_...`` an ``fp16_states_...``: master weights and loss scale.
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ from .identity import Identity, read_identity
 from .switch import ready_files, ready_folder, retire
 
 __all__ = [
+    "FP16_STATES",
     "MODEL",
+    "OF_OPTIMIZER",
     "OPTIMIZER",
     "PARTITION_FILE",
     "PARTS",
@@ -32,7 +38,8 @@ __all__ = [
     "remove_old",
 ]
 
-MODEL, OPTIMIZER, USER_CONTENT = PARTS = ("model", "optimizer", "user_content")
+MODEL, OPTIMIZER, USER_CONTENT, FP16_STATES = PARTS = ("model", "optimizer", "user_content", "fp16_states")
+OF_OPTIMIZER = (OPTIMIZER, FP16_STATES)
 PARTITION_FILE = "partition.json"
 
 _PARTIAL = "_partial"
@@ -46,7 +53,7 @@ def check_tag(tag: Any, caller: str, *, partial: bool) -> None:
         raise ValueError(
             f"{caller}: tag={tag!r} must be a file name without '/' that does not begin with '.'"
         )
-    taken = tag.startswith((f"{OPTIMIZER}_", f"{USER_CONTENT}_")) or tag.endswith(_PARTIAL)
+    taken = tag.startswith(tuple(f"{part}_" for part in PARTS if part != MODEL)) or tag.endswith(_PARTIAL)
     if not partial and (taken or tag == "newest"):
         raise ValueError(
             f"{caller}: a full checkpoint cannot have tag={tag!r}, since other files are called so: "
@@ -59,9 +66,20 @@ def partial_name(tag: str) -> str:
     return f"{tag}{_PARTIAL}"
 
 
-def part_file(part: str, mp_rank: int) -> str:
-    """The name of a part in the folder of a partial checkpoint."""
-    return f"{part}.pt" if part == USER_CONTENT else f"{part}_{mp_rank}.pt"
+def part_file(part: str, mp_rank: int, piece: int | None = None, mp_size: int = 1) -> str:
+    """The name of a part in the folder of a partial checkpoint.
+
+    Args:
+        part: which one.
+        mp_rank: whose part of the model it is.
+        piece: which piece of sharded parameters the rank holds; None: they are whole.
+        mp_size: ranks of an mp group.
+    """
+    if part == USER_CONTENT:
+        return f"{part}.pt"
+    if part == OPTIMIZER and piece is not None:
+        return f"{part}_{piece}.pt" if mp_size == 1 else f"{part}_{mp_rank}_{piece}.pt"
+    return f"{part}_{mp_rank}.pt"
 
 
 def full_file(part: str, tag: str) -> str:

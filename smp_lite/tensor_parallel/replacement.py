@@ -10,6 +10,7 @@ shapes say which is which: a model then computes what it would compute in one pr
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..deferred import deferring, has_deferred
 from ..errors import SMPError
 from ..nn.distributed import CannotShare
 from ..nn.layout import layout_of, part_of
@@ -137,7 +139,8 @@ def _made(module: nn.Module, registration: Registration, options: dict[str, Any]
     try:
         if parameter is not None:
             torch.set_default_dtype(parameter.dtype)
-        new = kind(**kwargs)
+        with deferring() if has_deferred(module) else contextlib.nullcontext():
+            new = kind(**kwargs)
     except TypeError as error:
         raise SMPError(
             f"a {type(module).__name__} is to be replaced by a {kind.__name__}, whose constructor "

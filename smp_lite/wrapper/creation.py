@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from .. import session as session_module
+from ..deferred import deferring
 from ..errors import SMPError
 from ..record.source_line import warn_once_at_user_line
 from ..tensor_parallel.marks import Mark, mark, marking
@@ -40,7 +41,8 @@ _OPTIONS = frozenset(
 def model_creation(
     tensor_parallelism: bool = False, dtype: torch.dtype | None = None, **options: Any
 ) -> Iterator[None]:
-    """Within: models are built with parameters of ``dtype``, to be distributed or not.
+    """Within: models are built with parameters of ``dtype``, to be distributed or not, and without memory as
+    in :func:`delay_param_initialization` if the parameter ``delayed_parameter_initialization`` is True.
 
     Args:
         tensor_parallelism: whether modules are to be distributed, as by :func:`tensor_parallelism`.
@@ -50,7 +52,8 @@ def model_creation(
     Raises:
         TypeError: ``dtype`` is no floating dtype.
     """
-    with _distributing("model_creation", tensor_parallelism, options):
+    delay = deferring() if _is_configured() else contextlib.nullcontext()
+    with _distributing("model_creation", tensor_parallelism, options), delay:
         if dtype is None:
             yield
             return
@@ -111,16 +114,26 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **options: A
 
 @contextlib.contextmanager
 def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
-    """A hint: parameters are made at once, in every process; each keeps its own stage's at the first step.
+    """Within: models are built without memory (:mod:`smp_lite.deferred`).
 
-    What they are does not change; the memory is not saved yet.
+    Each rank makes its own part when the model is partitioned: in the first step, with one partition in
+    ``smp.DistributedModel()``. Parameters are those of plain construction, to the bit, whatever the
+    partition, and torch's generator goes on from where plain construction leaves it: random numbers are drawn
+    at once, and dropped, so building takes as long as without delay. A context, or a decorator of the
+    function that makes the model.
+
+    Args:
+        enabled: False: models made inside are made at once, whatever stands around.
     """
-    if enabled:
-        warn_once_at_user_line(
-            "smp.delay_param_initialization is a hint here: every process makes the whole model before the "
-            "first step, and needs the memory for it"
-        )
-    yield
+    with deferring(bool(enabled)):
+        yield
+
+
+def _is_configured() -> bool:
+    """Whether the configuration asks for delay in ``model_creation``."""
+    return session_module.is_initialized() and bool(
+        session_module.current().cfg.delayed_parameter_initialization
+    )
 
 
 @contextlib.contextmanager

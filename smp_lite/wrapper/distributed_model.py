@@ -30,13 +30,15 @@ from ..steps.step_timeline import StepTimeline
 from ..tensor_parallel.applying_plan import apply_plan
 from ..tensor_parallel.replacement import replace_marked, translations
 from ..tensor_parallel.splitting import refuse_own_batches
-from .activation_checkpointing import check_marked
+from .activation_checkpointing import check_marked, group_marked
+from .delayed import begin_without_data, lacks, prepare_delayed
+from .half_precision import HalfPrecision
 from .hops import end_hops
 from .lazy_modules import has_lazy_modules, initialise_lazy_modules
 from .model_with_state import ModelWithState
 from .outside_step import OutsideStep
 from .partitioning import decide_partition, load_partition, report_partition
-from .sharding import sharding_of
+from .sharding import announce_slices, sharding_of
 
 if TYPE_CHECKING:
     from ..steps.step_context import StepContext
@@ -90,11 +92,13 @@ class DistributedModel(ModelWithState):
             raise ValueError(
                 f"backward_passes_per_step must be a positive integer, got {backward_passes_per_step}"
             )
+        self._was_meta = begin_without_data(session, module)
         apply_plan(session, module)
         module, self._replaced = replace_marked(session, module)
         refuse_own_batches(session, module)
         if (translated := translations(self._replaced)) is not None:
             session.module_manager.translate_functions.append(translated)
+        self._half = HalfPrecision.if_asked(session, module)
         self.module = module
         if (take_back := end_hops(module)) is not None:
             session.overrides.callback(take_back)
@@ -124,7 +128,8 @@ class DistributedModel(ModelWithState):
         self._comm_hook: tuple[Any, Any] | None = None
         session.model = self
         # Sharded parameters stay whole until then, for groups by dimensions and for initialisation.
-        waits = bool(session.shard_axes) or has_lazy_modules(module)
+        announce_slices(session, module)
+        waits = bool(session.shard_axes) or has_lazy_modules(module) or (self._was_meta and lacks(module))
         if session.num_stages == 1 and not waits:
             self._partition_now(None)
 
@@ -153,18 +158,24 @@ class DistributedModel(ModelWithState):
         """
         context = self._session.step
         if context is None and self.is_gathered:
-            return self.module(*args, **kwargs)
+            return self._called(args, kwargs)
         if context is None:
             return self._call_outside(args, kwargs)
         if context.runs_plainly:
-            return self.module(*args, **kwargs)
+            return self._called(args, kwargs)
         refuse_transformations()
         if self._runtime is None:
             self._partition_now((args, kwargs))
         if context.runtime is None:
             assert self._runtime is not None
             context.start_recording(self._runtime)
-        return self.module(*args, **kwargs)
+        return self._called(args, kwargs)
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._half is None:
+            return self.module(*args, **kwargs)
+        args, kwargs = self._half.cast_inputs(args, kwargs)
+        return self._half.cast_outputs(self.module(*args, **kwargs))
 
     def _call_outside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._session.num_stages > 1:
@@ -175,12 +186,16 @@ class DistributedModel(ModelWithState):
         if self._runtime is None:
             self._partition_now((args, kwargs))
         assert self._outside is not None
-        return self._outside.call(args, kwargs)
+        if self._half is None:
+            return self._outside.call(args, kwargs)
+        self._half.watch(self.module)
+        args, kwargs = self._half.cast_inputs(args, kwargs)
+        return self._half.cast_outputs(self._outside.call(args, kwargs))
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
         """Backward of a loss; over several partitions only inside a function decorated with ``@smp.step``.
 
-        Outside, it is ``torch.autograd.backward``.
+        Outside, it is ``torch.autograd.backward``. In fp16 the loss is multiplied by the loss scale.
 
         Args:
             tensors: a loss of one element, or a list of tensors with ``grad_tensors``.
@@ -191,7 +206,10 @@ class DistributedModel(ModelWithState):
         """
         context = self._session.step
         if context is None and self._outside is not None:
-            torch.autograd.backward(tensors, grad_tensors)
+            if self._half is not None:
+                self._half.backward(tensors, grad_tensors)
+            else:
+                torch.autograd.backward(tensors, grad_tensors)
             return
         if context is None:
             raise SMPError(
@@ -204,6 +222,8 @@ class DistributedModel(ModelWithState):
                 "DistributedModel was not called in this step. Call it in the first step at least, not only "
                 "modules inside it"
             )
+        if self._half is not None and not context.runs_plainly:
+            self._half.before_backward()
         context.recorder.backward(tensors, grad_tensors)
 
     def before_step(self) -> None:
@@ -258,6 +278,10 @@ class DistributedModel(ModelWithState):
 
     def _partition_now(self, example: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
         session = self._session
+        if example is not None and self._half is not None:
+            example = self._half.cast_inputs(*example)
+        loaded = {key for state, _ in self._pending_state for key in state} if self._was_meta else None
+        waiting = prepare_delayed(session, self.module, measures=self._measure_times, loaded=loaded)
         if example is not None:
             initialise_lazy_modules(self.module, *example)
         peers = session.peers()
@@ -287,7 +311,10 @@ class DistributedModel(ModelWithState):
             session.exchange_over_replicas,
             session.stage_peers if session.stage_peers and not session.stage_peers.is_alone else None,
             sharding,
+            session.cfg.activation_loading_horizon if session.cfg.offload_activations else None,
+            waiting,
         )
+        group_marked(self._runtime.recorder.runs)
         self.own_parameters.after_partition()
         if self._runtime.reducer is not None:
             self._frozen = [(n, p) for n, p in self.local_named_parameters() if not p.requires_grad]
@@ -297,6 +324,8 @@ class DistributedModel(ModelWithState):
         if self._comm_hook is not None and self._runtime.reducer is not None:
             self._runtime.reducer.hook = self._comm_hook
         if session.num_stages == 1:
+            if self._half is not None:  # before others, which a backward that is refused must not begin
+                self._half.watch(self.module)
             self._outside = OutsideStep(session, self._runtime)
         if session.optimizer is not None:
             session.optimizer.after_partition()
@@ -311,6 +340,12 @@ class DistributedModel(ModelWithState):
         self._pending_state.clear()
         if session.optimizer is not None:
             session.optimizer.load_pending()
+
+    def partition_for_optimizer(self) -> None:
+        """Cuts parameters into slices where that may be done now: scripts look at them before a step."""
+        of_smp = bool(self._session.shard_axes) and self._session.plan is None
+        if of_smp and self._session.num_stages == 1 and not has_lazy_modules(self.module):
+            self._partition_now(None)
 
     def use_stored_partition(self, path: str | os.PathLike[str]) -> None:
         """Partitions by a stored decision instead of making one; checks it if the model is cut already.

@@ -11,15 +11,18 @@ from torch import nn
 
 from .. import session as session_module
 from ..errors import SMPError
+from ..nn.guarding import PieceParameter
 from ..nn.layout import layout_of
 from ..record.parameters.away import is_away
+from ..runtime.sharded.whole import whole_parameters
 
 __all__ = ["Brought", "bring", "gathered", "put_back"]
 
 
 @contextlib.contextmanager
 def gathered(model: nn.Module | None = None, rank: int | None = None) -> Iterator[nn.Module]:
-    """Within: the model is whole, as a plain module. Collective over the mp group.
+    """Within: the model is whole, as a plain module. Collective over the mp group, and over the ranks that
+    share sharded parameters.
 
     For what needs all weights at once: ``generate()`` of transformers, ``save_pretrained``, exporting, plain
     evaluation, weight statistics. Parameters of other stages take their memory for that time.
@@ -46,30 +49,59 @@ def gathered(model: nn.Module | None = None, rank: int | None = None) -> Iterato
     module: nn.Module = wrapper.module if wrapper is not None else model  # type: ignore[assignment]
     if rank is not None and not 0 <= rank < len(session.group("MP")):
         raise SMPError(f"smp.gathered(rank={rank}): mp ranks go from 0 to {len(session.group('MP')) - 1}")
-    split = [name for name, parameter in module.named_parameters() if layout_of(parameter) is not None]
+    layouts = {name: layout_of(parameter) for name, parameter in module.named_parameters()}
+    split = [name for name, layout in layouts.items() if layout is not None and any(layout.dims)]
     if split:
         raise SMPError(
             f"smp.gathered(): {', '.join(split[:3])} and others are split over tensor-parallel ranks, so the "
             "module computes only together with them: for whole weights ask model.state_dict()"
         )
+    sharded = wrapper.runtime.sharded if wrapper is not None and wrapper.partitioned else None
+    if sharded is None:
+        pieces = [n for n, parameter in module.named_parameters() if isinstance(parameter, PieceParameter)]
+        if pieces:
+            raise SMPError(
+                f"smp.gathered(): {', '.join(pieces[:3])} and others of this copy are pieces of sharded "
+                "parameters: copy the model within smp.gathered(model), or load its model.state_dict()"
+            )
+        with _gathered(session, wrapper, module, rank):
+            yield module
+        return
+    with (
+        whole_parameters(sharded, keep_changes=rank is None) as changed,
+        _gathered(session, wrapper, module, rank),
+    ):
+        yield module
+    if changed and rank is not None:
+        raise _lost(changed, rank)
+
+
+@contextlib.contextmanager
+def _gathered(
+    session: session_module.Session, wrapper: Any, module: nn.Module, rank: int | None
+) -> Iterator[None]:
+    """Within: what is on other stages is here."""
     if wrapper is not None:
         wrapper.put_away()  # after cpu(), whose copies may be older
     brought = bring(session, module, rank)
     if wrapper is not None:
         wrapper.is_gathered = True
     try:
-        yield module
+        yield
     finally:
         if wrapper is not None:
             wrapper.is_gathered = False
         changed = [name for name, tensor, _, version in brought if tensor._version != version]
         put_back(brought)
     if changed and rank is not None:
-        raise SMPError(
-            f"{', '.join(changed[:5])} changed within smp.gathered(rank={rank}), where only that rank saw "
-            f"it, so "
-            "the change is lost: change the model on all ranks, with smp.gathered(model)"
-        )
+        raise _lost(changed, rank)
+
+
+def _lost(changed: list[str], rank: int) -> SMPError:
+    return SMPError(
+        f"{', '.join(changed[:5])} changed within smp.gathered(rank={rank}), where only that rank saw it, so "
+        "the change is lost: change the model on all ranks, with smp.gathered(model)"
+    )
 
 
 Brought: TypeAlias = list[tuple[str, torch.Tensor, torch.Tensor, int]]

@@ -10,8 +10,6 @@ from torch import nn
 from .. import session as session_module
 from ..nn.distributed import DistributedModule
 from ..runtime.model_runtime import ModelRuntime
-from ..smp_v1.missing import refusal
-from ..smp_v1.names import NAMES
 from ..utils import get_distribution_axis
 
 __all__ = ["LocalParts"]
@@ -77,12 +75,13 @@ class LocalParts(nn.Module):
         return tensor is not None and get_distribution_axis(tensor) is not None
 
     def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The slices of parameters that a sharded optimizer steps.
+        """This rank's parameters with their names, as the optimizer steps them.
 
-        Raises:
-            SMPError: there is no sharded optimizer state yet.
+        In the place of each one its master in half precision, its piece with sharded optimizer state.
         """
-        raise refusal(NAMES["DistributedModel.virtual_named_parameters"])
+        optimizer = session_module.current().optimizer
+        for name, parameter in self.local_named_parameters():
+            yield name, parameter if optimizer is None else optimizer.stand_in_of(parameter)
 
     # This rank's part ---------------------------------------------------------------------------------------
 

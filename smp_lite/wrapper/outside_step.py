@@ -20,6 +20,7 @@ from ..comm.axis import Axis
 from ..comm.stage_peers import StagePeers
 from ..errors import SMPError, SMPMismatch
 from ..nn.layout import is_sharded
+from ..record.source_line import warn_once_at_user_line
 from ..record.values.memory import digest_of
 from ..record.values.structure import flatten
 from ..runtime.model_runtime import ModelRuntime
@@ -47,6 +48,7 @@ class OutsideStep:
             None,
         )
         self._number = 0
+        self._offloads: bool = session.cfg.offload_activations
         self._backward: PlainBackward | None = None
         self._replicas: ReplicaChecks | None = None
         shared = self._peers if self._peers is not None and self._peers.share_batch else None
@@ -93,6 +95,11 @@ class OutsideStep:
             raise SMPError(
                 "the DistributedModel was called outside a function decorated with @smp.step, and "
                 f"{self._sharded} is sharded: a step brings its pieces together, so move the call into one"
+            )
+        if self._offloads and torch.is_grad_enabled():
+            warn_once_at_user_line(
+                "offload_activations: outside a function decorated with @smp.step nothing leaves memory: the "
+                "library does not know when backward comes"
             )
         self.settle()
         if self._backward is not None and torch.is_grad_enabled():

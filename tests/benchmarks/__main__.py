@@ -16,6 +16,8 @@ _PARTS = {
     "planned": "planned_memory",
     "tensor": "tensor_modes",
     "dtensor": "against_dtensor",
+    "features": "memory_features",
+    "fsdp": "against_fsdp",
 }
 
 _FILE_WIDTH = 140

@@ -10,20 +10,16 @@ ranks have equal shares of that batch.
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from mpi4py import MPI
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 
 import smp_lite as smp
 from smp_lite.session import current
-from tests.allocated import memory_profile, most_and_left
+from tests.benchmarks.measuring import bytes_held, bytes_of_tensors, on_first_rank, peak, timed
 from tests.benchmarks.split_transformer import Split, SplitWorkload, optimizer_of
 from tests.benchmarks.spread import Spread, slowest_rank
 from tests.benchmarks.traffic import Traffic
@@ -44,7 +40,6 @@ _SPLITS = (
 )
 _WARM_UP_STEPS = 4
 """More than those in which the ranks compare what they have alike."""
-_ASLEEP_S = 1e-3
 _TOLERANCE = 1e-4
 """Relative, of losses. What is compared must train alike."""
 
@@ -124,17 +119,17 @@ class RankRun(RankMemory):
 def measure_dense(workload: SplitWorkload) -> RankMemory:
     """Runs in one process: the dense model's memory."""
     torch.set_num_threads(1)
-    elsewhere = _bytes_of_tensors()
+    elsewhere = bytes_of_tensors()
     step, held = _dense_step(workload)
     for _ in range(_WARM_UP_STEPS):
         step()
-    return RankMemory(held(), _peak(step, elsewhere))
+    return RankMemory(held(), peak(step, elsewhere))
 
 
 def measure_in_ranks(workload: SplitWorkload, split: Split, num_pairs: int) -> RankRun:
     """Runs in every rank: counts, then alternates."""
     torch.set_num_threads(1)
-    elsewhere = _bytes_of_tensors()
+    elsewhere = bytes_of_tensors()
     # Names of parameters alone: the model itself is made by each rank when it knows its part.
     with torch.device("meta"):
         smp.init(split.config(workload.dense()))
@@ -145,7 +140,7 @@ def measure_in_ranks(workload: SplitWorkload, split: Split, num_pairs: int) -> R
     losses.append(step())
     layers, gradients = traffic.layers() - before[0], traffic.gradients() - before[1]
     held_bytes = held()
-    peak = _peak(lambda: losses.append(step()), elsewhere)
+    peak_bytes = peak(lambda: losses.append(step()), elsewhere)
 
     dense_losses: list[float] = []
     dense, _ = _dense_step(workload) if smp.rank() == 0 else (lambda: 0.0, None)
@@ -153,9 +148,9 @@ def measure_in_ranks(workload: SplitWorkload, split: Split, num_pairs: int) -> R
         dense_losses.append(dense())
     split_s, dense_s = [], []
     for _ in range(num_pairs):
-        dense_s.append(_on_first_rank(lambda: dense_losses.append(dense())))
-        split_s.append(_timed(lambda: losses.append(step())))
-    return RankRun(held_bytes, peak, layers, gradients, split_s, dense_s, losses, dense_losses)
+        dense_s.append(on_first_rank(lambda: dense_losses.append(dense())))
+        split_s.append(timed(lambda: losses.append(step())))
+    return RankRun(held_bytes, peak_bytes, layers, gradients, split_s, dense_s, losses, dense_losses)
 
 
 def _split_step(workload: SplitWorkload, split: Split) -> tuple[Callable[[], float], Callable[[], int]]:
@@ -180,7 +175,7 @@ def _split_step(workload: SplitWorkload, split: Split) -> tuple[Callable[[], flo
         return float(loss)
 
     def held() -> int:
-        return _bytes_held(model.local_parameters(), optimizer.local_state_dict())
+        return bytes_held(model.local_parameters(), optimizer.local_state_dict())
 
     return step, held
 
@@ -198,53 +193,10 @@ def _dense_step(workload: SplitWorkload) -> tuple[Callable[[], float], Callable[
         optimizer.step()
         return float(loss)
 
-    return step, lambda: _bytes_held(model.parameters(), optimizer.state_dict())
-
-
-def _timed(step: Callable[[], Any]) -> float:
-    MPI.COMM_WORLD.Barrier()
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
-
-
-def _on_first_rank(step: Callable[[], Any]) -> float:
-    """Seconds of a step of rank 0 alone. The others sleep: where MPI waits, it takes a core."""
-    MPI.COMM_WORLD.Barrier()
-    start = time.perf_counter()
-    if MPI.COMM_WORLD.Get_rank() == 0:
-        step()
-    took = time.perf_counter() - start
-    everybody = MPI.COMM_WORLD.Ibarrier()
-    while not everybody.Test():
-        time.sleep(_ASLEEP_S)
-    return took
+    return step, lambda: bytes_held(model.parameters(), optimizer.state_dict())
 
 
 def _largest_difference(ranks: list[RankRun]) -> float:
     """Of losses, relative: the mean of all ranks', step by step, against the dense model's."""
     means = [sum(losses) / len(ranks) for losses in zip(*(rank.split_losses for rank in ranks), strict=True)]
     return max(abs(mean - loss) / abs(loss) for mean, loss in zip(means, ranks[0].dense_losses, strict=True))
-
-
-def _bytes_held(parameters: Any, state: dict[str, Any]) -> int:
-    parameters = list(parameters)
-    tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
-    tensors += [value for own in state["state"].values() for value in own.values() if torch.is_tensor(value)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _peak(step: Callable[[], Any], elsewhere: int) -> int:
-    """Bytes of tensors at the peak of a step, above those of the process before the model was made."""
-    at_start = _bytes_of_tensors() - elsewhere
-    with memory_profile() as profile:
-        step()
-    return at_start + most_and_left(profile)[0]
-
-
-def _bytes_of_tensors() -> int:
-    """Of all in this process."""
-    gc.collect()
-    found = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
-    storages = [tensor.untyped_storage() for tensor in found if tensor.layout is torch.strided]
-    return sum({s.data_ptr(): s.nbytes() for s in storages if s.device.type == "cpu"}.values())

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-HANG_S = 40
+HANG_S = 90
 """A bound against hanging; a launch takes one to three seconds."""
 
 

@@ -104,6 +104,9 @@ CALLS = {
     "partial checkpoint": Call(
         "api_checkpoint_cases:resume", MANUAL, {"steps_before": 1, "by_tag": True}, directory=True
     ),
+    "sharded parameters": Call(
+        "cases:trained", {**DDP, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
+    ),
     "communication hook": Call("api_model_cases:communication_hook", MANUAL, {"kind": "own"}),
 }
 

@@ -212,19 +212,19 @@ def test_the_version_and_the_errors_run(port: Port) -> None:
 def test_a_missing_name_may_be_imported_and_asked_for(port: Port) -> None:
     text = f"""\
         {SMP.strip()}
-        from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint as L
-        isinstance(m, smp.patches.checkpoint.checkpoint_sequential)
+        from smdistributed.modelparallel.torch import hvd_average_grads as L
+        isinstance(m, smp.hvd_average_grads)
         isinstance(m, (int, L))
     """
-    name = "smp.patches.checkpoint.checkpoint"
+    name = "smp.hvd_average_grads"
     ported = port(text)
-    assert ported.of == {name: "runs", f"{name}_sequential": "runs"}
-    assert "any other use is refused: belongs to SMP's own checkpointing" in ported.says(name)
-    assert ported.lines(name) == "2, 4"
+    assert ported.of == {name: "runs"}
+    assert "any other use is refused: belongs to Horovod's own averaging" in ported.says(name)
+    assert ported.lines(name) == "2, 3, 4"
 
     ported = port(f"{text.rstrip(' ')}        isinstance(L(2, 2), int)\n")
     assert ported.becomes(name) == "refused"
-    assert ported.says(name).startswith("line 5: belongs to SMP's own checkpointing")
+    assert ported.says(name).startswith("line 5: belongs to Horovod's own averaging")
 
 
 # Objects ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from smp_lite.config import Config, ConfigError
-from smp_lite.config.v1_parameters import HINTS, INERT, PRIVATE_HINTS, REFUSED
+from smp_lite.config.v1_parameters import HINTS, INERT, PRIVATE_HINTS
 from tests.smp_v1.porting import SMP, Port, line_of, porter
 
 
@@ -121,10 +121,9 @@ if __name__ == "__main__":
 def test_what_aws_gpt_script_calls(port: Port) -> None:
     ported = port(GPT)
 
-    depend = {f'"{key}"' for key in REFUSED}
-    assert {name for name, becomes in ported.of.items() if becomes == "depends"} == depend
-    hints = {"offload_activations", "delayed_parameter_initialization", "fast_mode"}
-    hints |= {"activation_loading_horizon"}
+    assert "depends" not in ported.of.values()
+    hints = {"delayed_parameter_initialization", "fast_mode"}
+    hints |= {"sdp_hierarchical_allgather"}
     assert {name for name, becomes in ported.of.items() if becomes == "hint"} == {f'"{k}"' for k in hints}
     assert sum(name.startswith('"') for name in ported.rows) == 22
     lines = {
@@ -149,8 +148,7 @@ def test_what_aws_gpt_script_calls(port: Port) -> None:
     }
     assert {name: ported.lines(name) for name in lines} == {n: line_of(GPT, p) for n, p in lines.items()}
     assert ported.lines("smp.step") == "13, 20" and ported.lines("StepOutput.reduce_mean") == "26, 41"
-    assert ported.says('"fp16"').startswith("refused if True (here args.fp16 > 0): write False, or use")
-    rest = f"{41 - len(REFUSED)} run, 4 hints, {len(REFUSED)} depend on values, 0 refused"
+    rest = "41 run, 4 hints, 0 depend on values, 0 refused"
     summary = f"train.py: 23 names and 22 parameters: {rest}"
     assert summary in ported.out.splitlines()
     cuda = f"(lines {line_of(GPT, 'empty_cache')}, {line_of(GPT, 'set_device')})"
@@ -161,31 +159,31 @@ def test_what_aws_gpt_script_calls(port: Port) -> None:
 # Where a dictionary is found --------------------------------------------------------------------------------
 
 INIT = [
-    'smp.init({"fp16": True, "partitions": 2})',
-    'smp.init(config={"fp16": True, "partitions": 2})',
-    "smp.init(dict(fp16=True, partitions=2))",
-    'd = {"fp16": True, "partitions": 2}; smp.init(d)',
-    'd: dict = {"partitions": 2}; d["fp16"] = True; smp.init(d)',
-    'd = {"partitions": 2}; d.update({"fp16": True}); smp.init(d)',
-    'd = {"partitions": 2}; d.update(fp16=True); smp.init(d)',
-    'd = {"partitions": 2}; d.setdefault("fp16", True); smp.init(d)',
-    'd = {"partitions": 2}; d |= {"fp16": True}; smp.init(d)',
-    'd = {"fp16": True}; smp.init({**d, "partitions": 2})',
-    'd = {"fp16": True}; smp.init(dict(d, partitions=2))',
-    'd = {"fp16": True}; smp.init(dict(**d, partitions=2))',
-    'd = {"fp16": True}; smp.init({"partitions": 2} | d)',
-    'd = {"fp16": True}; e = d.copy(); e["partitions"] = 2; smp.init(e)',
-    'd = {"fp16": True, "partitions": 2}; smp.init(copy.deepcopy(d))',
-    'self.d = {"fp16": True, "partitions": 2}; smp.init(self.d)',
-    'smp.init(d := {"fp16": True, "partitions": 2})',
-    'K, T = "fp16", True; smp.init({K: T, "partitions": 2})',
-    'd = {"fp16": False, "partitions": 2}; d["fp16"] = True; smp.init(d)',
-    'd = {"fp16": False}; d = {**d, "fp16": True, "partitions": 2}; smp.init(d)',
-    'x = {"modelparallel": {"enabled": True, "parameters": {"fp16": True, "partitions": 2}}}',
-    'p = {"fp16": True, "partitions": 2}; o = {"parameters": p}; x = {"a": {"modelparallel": o}}',
-    "x = dict(modelparallel=dict(parameters=dict(fp16=True, partitions=2)))",
-    'x["modelparallel"] = {"parameters": {"fp16": True, "partitions": 2}}',
-    'o = {}; o["parameters"] = {"fp16": True, "partitions": 2}; x = {"modelparallel": o}',
+    'smp.init({"memory_weight": 2.0, "partitions": 2})',
+    'smp.init(config={"memory_weight": 2.0, "partitions": 2})',
+    "smp.init(dict(memory_weight=2.0, partitions=2))",
+    'd = {"memory_weight": 2.0, "partitions": 2}; smp.init(d)',
+    'd: dict = {"partitions": 2}; d["memory_weight"] = 2.0; smp.init(d)',
+    'd = {"partitions": 2}; d.update({"memory_weight": 2.0}); smp.init(d)',
+    'd = {"partitions": 2}; d.update(memory_weight=2.0); smp.init(d)',
+    'd = {"partitions": 2}; d.setdefault("memory_weight", 2.0); smp.init(d)',
+    'd = {"partitions": 2}; d |= {"memory_weight": 2.0}; smp.init(d)',
+    'd = {"memory_weight": 2.0}; smp.init({**d, "partitions": 2})',
+    'd = {"memory_weight": 2.0}; smp.init(dict(d, partitions=2))',
+    'd = {"memory_weight": 2.0}; smp.init(dict(**d, partitions=2))',
+    'd = {"memory_weight": 2.0}; smp.init({"partitions": 2} | d)',
+    'd = {"memory_weight": 2.0}; e = d.copy(); e["partitions"] = 2; smp.init(e)',
+    'd = {"memory_weight": 2.0, "partitions": 2}; smp.init(copy.deepcopy(d))',
+    'self.d = {"memory_weight": 2.0, "partitions": 2}; smp.init(self.d)',
+    'smp.init(d := {"memory_weight": 2.0, "partitions": 2})',
+    'K, T = "memory_weight", 2.0; smp.init({K: T, "partitions": 2})',
+    'd = {"memory_weight": 0.5, "partitions": 2}; d["memory_weight"] = 2.0; smp.init(d)',
+    'd = {"memory_weight": 0.5}; d = {**d, "memory_weight": 2.0, "partitions": 2}; smp.init(d)',
+    'x = {"modelparallel": {"enabled": True, "parameters": {"memory_weight": 2.0, "partitions": 2}}}',
+    'p = {"memory_weight": 2.0, "partitions": 2}; o = {"parameters": p}; x = {"a": {"modelparallel": o}}',
+    "x = dict(modelparallel=dict(parameters=dict(memory_weight=2.0, partitions=2)))",
+    'x["modelparallel"] = {"parameters": {"memory_weight": 2.0, "partitions": 2}}',
+    'o = {}; o["parameters"] = {"memory_weight": 2.0, "partitions": 2}; x = {"modelparallel": o}',
 ]
 
 
@@ -193,8 +191,8 @@ INIT = [
 def test_a_dictionary_is_found_however_it_is_made(port: Port, text: str) -> None:
     ported = port(SMP + text)
 
-    assert ported.becomes('"fp16"') == "refused" and ported.lines('"fp16"') in ("2", "1, 2")
-    assert ported.says('"fp16"') == complaint({"partitions": 2, "fp16": True})
+    assert ported.becomes('"memory_weight"') == "refused" and ported.lines('"memory_weight"') in ("2", "1, 2")
+    assert ported.says('"memory_weight"') == complaint({"partitions": 2, "memory_weight": 2.0})
     assert ported.becomes('"partitions"') == "runs"
     assert sum(name.startswith(('"', "{")) for name in ported.rows) == 2 and ported.code == 1
 
@@ -202,17 +200,17 @@ def test_a_dictionary_is_found_however_it_is_made(port: Port, text: str) -> None
 @pytest.mark.parametrize(
     "text",
     [
-        'd = {"fp16": True, "partitions": 2}; d["fp16"] = False; smp.init(d)',
-        'd = {"fp16": True}; smp.init({**d, "fp16": False, "partitions": 2})',
-        'd = {"fp16": True}; smp.init(dict(d, fp16=False, partitions=2))',
-        'd = {"partitions": 2}; e = {}; e["fp16"] = True; smp.init(d)',
-        'd = {"partitions": 2}\ndef f():\n    d = {}\n    d["fp16"] = True\nsmp.init(d)',
+        'd = {"memory_weight": 2.0, "partitions": 2}; d["memory_weight"] = 0.5; smp.init(d)',
+        'd = {"memory_weight": 2.0}; smp.init({**d, "memory_weight": 0.5, "partitions": 2})',
+        'd = {"memory_weight": 2.0}; smp.init(dict(d, memory_weight=0.5, partitions=2))',
+        'd = {"partitions": 2}; e = {}; e["memory_weight"] = 2.0; smp.init(d)',
+        'd = {"partitions": 2}\ndef f():\n    d = {}\n    d["memory_weight"] = 2.0\nsmp.init(d)',
     ],
 )
 def test_what_is_hidden_or_elsewhere_does_not_count(port: Port, text: str) -> None:
     ported = port(SMP + text)
 
-    assert ported.of.get('"fp16"', "runs") == "runs" and ported.code == 0
+    assert ported.of.get('"memory_weight"', "runs") == "runs" and ported.code == 0
 
 
 @pytest.mark.parametrize(
@@ -242,23 +240,29 @@ def test_parameters_that_a_launcher_or_a_file_gives_are_not_judged(port: Port, t
 
 def test_a_variable_that_becomes_several_dictionaries_is_all_of_them(port: Port) -> None:
     text = (
-        "d = {'partitions': 2, 'fp16': True}\nsmp.init(d)\nd = {'partitions': 2, 'fp16': False}\nsmp.init(d)"
+        "d = {'partitions': 2, 'memory_weight': 2.0}\nsmp.init(d)\n"
+        "d = {'partitions': 2, 'memory_weight': 0.5}\nsmp.init(d)"
     )
     ported = port(SMP + text)
 
-    assert ported.says('"fp16"').startswith("line 2: 'fp16' is not supported yet.")
-    assert ported.lines('"fp16"') == "2, 4"
+    assert ported.says('"memory_weight"').startswith("line 2: memory_weight must be between 0.0 and 1.0!")
+    assert ported.lines('"memory_weight"') == "2, 4"
 
     text = "d = {'partitions': 2, 'ddp': True}\nd = {'partitions': 2, 'horovod': True}\nsmp.init(d)"
     assert port(SMP + text).code == 0
 
 
 def test_a_key_that_is_set_under_a_condition_depends(port: Port) -> None:
-    text = "d = {'partitions': 2, 'fp16': False}\nif args.half:\n    d['fp16'] = True\nsmp.init(d)"
+    text = (
+        "d = {'partitions': 2, 'memory_weight': 0.5}\nif args.half:\n    d['memory_weight'] = 2.0\n"
+        "smp.init(d)"
+    )
     ported = port(SMP + text)
 
-    assert (ported.lines('"fp16"'), ported.becomes('"fp16"'), ported.code) == ("2, 4", "depends", 0)
-    assert ported.says('"fp16"').startswith("line 4: refused if args.half: 'fp16' is not supported yet.")
+    key = '"memory_weight"'
+    assert (ported.lines(key), ported.becomes(key), ported.code) == ("2, 4", "depends", 0)
+    says = "line 4: refused if args.half: memory_weight must be between 0.0 and 1.0!"
+    assert ported.says(key).startswith(says)
 
     text = "d = {'partitions': 2, 'ddp': True}\nif args.hvd:\n    d['horovod'] = True\nsmp.init(d)"
     assert port(SMP + text).code == 0
@@ -300,11 +304,12 @@ def test_constant_parameters_are_refused_in_the_configurations_own_words(
 
 def test_every_refused_key_is_named_not_only_the_first(port: Port) -> None:
     ported = port(
-        f"{SMP}smp.init({{'partitions': 2, 'fp16': True, 'zzz': 1, 'yyy': 1, 'bf16': True, 'ddp': 'yes'}})"
+        f"{SMP}smp.init({{'partitions': 2, 'memory_weight': 2.0, 'zzz': 1, 'yyy': 1, 'fast_mode': 3, "
+        "'ddp': 'yes'})"
     )
 
     refused = {name for name, becomes in ported.of.items() if becomes == "refused"}
-    assert refused == {'"fp16"', '"zzz"', '"yyy"', '"bf16"', '"ddp"'}
+    assert refused == {'"memory_weight"', '"zzz"', '"yyy"', '"fast_mode"', '"ddp"'}
     assert "yyy" not in ported.says('"zzz"')
 
 
@@ -376,16 +381,6 @@ def test_a_key_that_is_none_is_refused_whatever_its_value(port: Port, key: str, 
     assert ported.becomes(f'"{key}"') == "refused" and ported.says(f'"{key}"').startswith(says)
 
 
-@pytest.mark.parametrize("key", REFUSED)
-def test_a_refused_key_with_a_value_of_the_run_depends(port: Port, key: str) -> None:
-    ported = port(f"{SMP}smp.init({{'partitions': 2, {key!r}: args.x}})")
-
-    above = "True" if REFUSED[key].off is False else "above 1"
-    says = f"refused if {above} (here args.x): {REFUSED[key].way_out}"
-    assert ported.rows[f'"{key}"'] == ("2", "depends", says)
-    assert port(f"{SMP}smp.init({{'partitions': 2, {key!r}: {REFUSED[key].off}}})").code == 0
-
-
 @pytest.mark.parametrize("key", HINTS)
 def test_a_hint_that_asks_for_nothing_runs(port: Port, key: str) -> None:
     for value, becomes in (("True", "hint"), ("False", "runs"), ("args.x", "hint")):
@@ -410,7 +405,7 @@ CELLS = [
     """\
     mp_parameters = {
         "partitions": 2,
-        "fp16": True,
+        "memory_weight": 2.0,
     }
     """,
     "%%bash\nfor x in *; do echo smp.rank; done",
@@ -437,7 +432,7 @@ def test_a_notebook_is_read_cell_by_cell(port: Port) -> None:
 
     assert ported.err == ""
     assert {name: row[:2] for name, row in ported.rows.items()} == {
-        '"fp16"': ("2:3", "refused"),
+        '"memory_weight"': ("2:3", "refused"),
         '"partitions"': ("2:2", "runs"),
         '"microbatches"': ("7:3", "runs"),
         "smp.rank": ("4:3", "runs"),
@@ -456,9 +451,9 @@ def test_a_cell_that_is_wrong_is_named(port: Port) -> None:
 
 
 def test_lines_in_texts_are_told_by_cell_too(port: Port) -> None:
-    checkpoint = "smp.patches.checkpoint.checkpoint"
-    cells = [f"{SMP}isinstance(a, {checkpoint})", f"{checkpoint}(b)"]
-    assert port(files={"job.ipynb": cells}).says(checkpoint).startswith("line 2:1: belongs to")
+    refused = "smp.hvd_average_grads"
+    cells = [f"{SMP}isinstance(a, {refused})", f"{refused}(b)"]
+    assert port(files={"job.ipynb": cells}).says(refused).startswith("line 2:1: belongs to")
 
 
 def test_old_notebooks_are_read(port: Port) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +15,15 @@ import pytest
 import torch
 
 from tests.launch.launching import launch
+from tests.smp_v1.gpt_script import SCRIPTS, gpt, pp, tokens
 
-SCRIPTS = Path(__file__).with_name("scripts")
 MANUAL = ["--manual_partition", "1"]
 thorough = pytest.mark.thorough
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two files of tokens."""
-    folder = tmp_path_factory.mktemp("tokens")
-    draw = random.Random(0)
-    for number in range(2):
-        rows = [[(3 * i + 5 * j + draw.randrange(3)) % 61 for j in range(16)] for i in range(32)]
-        lines = [json.dumps({"input_ids": row, "attention_mask": [1] * 16}) for row in rows]
-        (folder / f"{number}.json").write_text("\n".join(lines))
-    return folder
-
-
-def gpt(folder: Path, data: Path, processes: int, *args: str, steps: int = 6, fails: bool = False) -> Any:
-    """What the script recorded; with ``fails`` its output."""
-    for name in ("output", "model"):
-        (folder / name).mkdir(exist_ok=True)
-    arguments = [str(SCRIPTS / "train_gpt.py"), "--max_steps", str(steps), *args]
-    environment = {"SM_CHANNEL_TRAIN": str(data), "TRANSFORMERS_VERBOSITY": "error"}
-    ended = launch(folder, "--processes", str(processes), "--cuda-as-cpu", *arguments, env=environment)
-    if fails:
-        assert ended.returncode != 0
-        return ended.stdout + ended.stderr
-    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
-    assert "training finished successfully" in ended.stdout
-    return json.loads((folder / "output" / "record.json").read_text())
-
-
-def pp(degree: int, *more: str) -> list[str]:
-    return ["--pipeline_parallel_degree", str(degree), *more]
+    return tokens(tmp_path_factory.mktemp("tokens"))
 
 
 ACCUMULATING = ["--gradient_accumulation", "2", "--logits_output", "logits.pt"]
@@ -99,20 +72,6 @@ def test_a_gpt_resumes_from_its_checkpoints(tmp_path: Path, data: Path) -> None:
     assert again["loss"] == whole["loss"][4:]
     state = torch.load(tmp_path / "model" / "fullmodel.pt", weights_only=True)
     assert state["transformer.h.3.mlp.c_fc.weight"].shape == (16, 64)
-
-
-@thorough
-@pytest.mark.parametrize(
-    ("option", "says"),
-    [
-        (["--fp16", "1"], "'fp16' is not supported yet"),
-        (["--use_distributed_transformer", "1"], "tensor parallelism is not supported yet"),
-        (["--sharded_data_parallel_degree", "2"], "'sharded_data_parallel_degree' is not supported yet"),
-        (["--shard_optimizer_state", "1"], "'shard_optimizer_state' is not supported yet"),
-    ],
-)
-def test_what_is_missing_is_said_by_name(tmp_path: Path, data: Path, option: list[str], says: str) -> None:
-    assert says in gpt(tmp_path, data, 1, *pp(1, *option), fails=True)
 
 
 # mnist ----------------------------------------------------------------------------------------------------

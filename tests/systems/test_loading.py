@@ -199,8 +199,8 @@ def test_smp_schedule_stages_and_data() -> None:
     assert (manual.stages.kind, manual.stages.default_stage) == ("contexts", 1)
     stored = load_plan({"partitions": 2, "load_partition": True, "partition_file": "p.json"})
     assert (stored.stages.kind, stored.stages.file) == ("file", "p.json")
-    hinted = load_plan({"partitions": 2, "offload_activations": True, "deterministic_server": True})
-    assert dict(hinted.others) == {"offload_activations": True, "deterministic_server": True}
+    hinted = load_plan({"partitions": 2, "fast_mode": True, "deterministic_server": True})
+    assert dict(hinted.others) == {"fast_mode": True, "deterministic_server": True}
     assert "taken as hints" in hinted.notes[0]
 
 

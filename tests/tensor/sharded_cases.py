@@ -175,13 +175,10 @@ def refused(config: dict[str, Any], what: str) -> str:
         elif what == "outside":
             step(x, y)
             model(x)
-        elif what == "gathered":
+        elif what == "gathered copy":
             step(x, y)
-            with smp.gathered(model):
+            with smp.gathered(copy.deepcopy(net)):
                 pass
-        elif what == "partial":
-            step(x, y)
-            smp.save_checkpoint("/nowhere", "tag", model=model)
         elif what == "another piece":
             step(x, y)
             state = model.local_state_dict()

@@ -1,4 +1,4 @@
-"""Four models of different characters, their real peaks of memory on ranks, and what the plan says.
+"""Models of different characters, their real peaks of memory on ranks, and what the plan says.
 
 The real peak is that of torch's own allocator: what the process held for tensors when a training step
 began, and then every allocation and release that torch's profiler reports, those inside kernels included.
@@ -30,11 +30,12 @@ __all__ = ["JOBS", "Job", "measured_peaks", "planned_memory"]
 
 @dataclass(frozen=True)
 class Job:
-    """A model, its batch and its loss."""
+    """A model, its batch and its loss; how its ``blocks`` are checkpointed, if they are."""
 
     build: Callable[[], nn.Module]
     inputs: Callable[[], tuple[Tensor, ...]]
     loss: Callable[..., Tensor]
+    strategy: str | None = None
 
 
 class ConvNet(nn.Module):
@@ -106,6 +107,21 @@ class TiedMLP(nn.Module):
         return F.linear(x, self.encode.weight.t())
 
 
+class Wide(nn.Module):
+    """Blocks that keep far more than they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(384, 96)
+        self.blocks = nn.Sequential(
+            *[nn.Sequential(nn.Linear(96, 384), nn.GELU(), nn.Linear(384, 96), nn.Tanh()) for _ in range(12)]
+        )
+        self.head = nn.Linear(96, 384)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)))
+
+
 def _tokens() -> tuple[Tensor, ...]:
     tokens = torch.randint(60_000, (8, 33), generator=torch.Generator().manual_seed(0))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -138,6 +154,8 @@ JOBS = {
     "conv": Job(ConvNet, lambda: _images(10), _squared),
     "unet": Job(UNet, lambda: _images(3, 32, 32), _squared),
     "tied": Job(TiedMLP, _rows, _squared),
+    "checkpointed": Job(Wide, _rows, _squared, "each"),
+    "grouped": Job(Wide, _rows, _squared, "group_2"),
 }
 
 
@@ -145,6 +163,8 @@ def _prepared(job: Job) -> tuple[Any, Any, tuple[Tensor, ...], Callable[..., Any
     """(model, optimizer, batch, step function), in a session."""
     torch.manual_seed(0)
     model = smp.DistributedModel(job.build())
+    if job.strategy is not None:
+        smp.set_activation_checkpointing(model.module.blocks, strategy=job.strategy)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
 
     @smp.step

@@ -118,6 +118,19 @@ def test_parameters_gradients_and_state(make: Any, per_element: int) -> None:
         assert stage.optimizer == pytest.approx(per_element * size, abs=100)
 
 
+def test_masters_and_their_gradients_count_in_half_precision() -> None:
+    size = 2 * (1000 * 1000 + 1000)
+    for stage in stages(
+        lambda: Two(nn.Linear(1000, 1000), nn.Linear(1000, 1000)),
+        torch.zeros(8, 1000),
+        make=torch.optim.AdamW,
+        bf16=True,
+    ):
+        assert stage.parameters == stage.gradients == size
+        assert stage.optimizer == pytest.approx(3 * 2 * size, abs=100)
+        assert stage.when == "optimizer.step()" and stage.running > 2 * size
+
+
 def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
     def build() -> nn.Module:
         model = Two(nn.Linear(1000, 1000), nn.Linear(1000, 1000))

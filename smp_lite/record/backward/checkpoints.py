@@ -1,7 +1,9 @@
-"""Checkpoints in container code, around calls of several stages: what they call is recorded, and runs, once.
+"""torch's checkpoints in container code, around calls of several stages.
 
-Gradients are the same. What the second forward of one process would change again is not: running statistics,
-attributes, lists. That is refused by name.
+The code in them is recorded once. Each module that it calls whole is recorded under a checkpoint of its own,
+which its owner computes again (:mod:`..describe.checkpointed_calls`); what is computed between the modules is
+kept. Gradients are the same. What the second forward of one process would change again is not: running
+statistics, attributes, lists. That is refused by name.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import nn
 from ...errors import SMPError
 from ..code.readers import Readers
 
-__all__ = ["Region", "inside_reentrant", "refuse_effect", "refuse_saved_hooks"]
+__all__ = ["Region", "inside_reentrant", "is_inside_checkpoint", "refuse_effect", "refuse_saved_hooks"]
 
 _CHANGES = ("sets ", "changes ", "fills ", "may take ", "may fill ", "adds or removes ", "binds ")
 _depth = 0
@@ -67,8 +69,13 @@ def refuse_effect(label: str, effect: str) -> None:
     Raises:
         SMPError: a checkpoint lies around it.
     """
-    if effect.startswith(_CHANGES) and torch.is_grad_enabled() and (_depth or _is_checkpointed()):
+    if effect.startswith(_CHANGES) and is_inside_checkpoint():
         raise _again(label, effect)
+
+
+def is_inside_checkpoint() -> bool:
+    """Whether the line that runs now would run once more in backward."""
+    return torch.is_grad_enabled() and (_depth > 0 or _is_checkpointed())
 
 
 def _again(label: str, effect: str) -> SMPError:

@@ -1,42 +1,59 @@
 """Modules whose calls keep no activations: ``smp.set_activation_checkpointing`` marks them.
 
-A marked module's call runs under ``torch.utils.checkpoint`` where its owner runs it, on its own or inside a
-larger one. The mark is an attribute of the module and its forward is left alone, so that a copy of the module
-computes with its own weights. Without gradients a call is a plain one.
+A marked module's forward runs under a checkpoint (:mod:`.recomputed`) where its owner runs it, on its own or
+inside a larger one. Its hooks run around that, once. The mark is an attribute of the module and its forward
+is left alone, so that a copy of the module computes with its own weights. Without gradients a call is a plain
+one.
 
-torch runs forward again for the backward and does not look whether it runs on the same numbers. Here it does:
-arguments, parameters and buffers must be as they were, as autograd itself asks of what it keeps. What forward
-itself changes would be changed twice. The running statistics of a norm, on which its own result does not
-depend while it trains, are changed the first time alone; anything else is refused.
+Children of a Sequential that are computed again together are called as one :class:`CheckpointedRun`. It is a
+module that holds them and belongs to no other, so that it can be recorded, described and run like any; the
+Sequential's own forward calls the runs in place of the children. A child that is called by other code is for
+itself. What the children draw is what each would have drawn by itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import checkpoint
+from torch.nn.modules import module as torch_module
 
 from ...errors import SMPError
-from ..parameters.tables import plain_table
-from ..values.structure import flatten
+from .recomputed import recomputed
 
-__all__ = ["call_marked", "forward_of", "is_marked", "mark"]
+__all__ = [
+    "CheckpointedRun",
+    "call_in_runs",
+    "call_marked",
+    "forward_of",
+    "has_own_forward",
+    "has_runs",
+    "is_marked",
+    "mark",
+    "seeded_by",
+    "set_runs",
+    "set_strategy",
+    "strategy_of",
+]
 
 _MARK = "_smp_checkpointed"
+_RUNS = "_smp_checkpointed_runs"
+_STRATEGY = "_smp_checkpointed_strategy"
 
 _is_used = False
+_passing: nn.Module | None = None  # the module whose next call is a plain one
+_seed_child: Callable[[int], None] | None = None
 
 
-def mark(module: nn.Module, *, preserve_rng_state: bool, pack_args_as_tuple: bool) -> None:
+def mark(module: nn.Module, *, preserve_rng_state: bool) -> None:
     """Lets calls of a module keep no activations from now on."""
     global _is_used
     _is_used = True
-    module.__dict__[_MARK] = (preserve_rng_state, pack_args_as_tuple)
+    module.__dict__[_MARK] = preserve_rng_state
 
 
 def is_marked(module: nn.Module) -> bool:
@@ -44,94 +61,175 @@ def is_marked(module: nn.Module) -> bool:
     return _is_used and _MARK in module.__dict__
 
 
+def set_strategy(sequential: nn.Sequential, strategy: str, *, preserve_rng_state: bool) -> None:
+    """Notes how the children of a Sequential are to be taken together, once it is known where they lie."""
+    sequential.__dict__[_STRATEGY] = (strategy, preserve_rng_state)
+
+
+def strategy_of(sequential: nn.Sequential) -> tuple[str, bool] | None:
+    """What :func:`set_strategy` has noted."""
+    return sequential.__dict__.get(_STRATEGY)
+
+
+def set_runs(sequential: nn.Sequential, runs: Sequence[nn.Module]) -> None:
+    """From now on a Sequential's forward calls these, which hold its children, one after another."""
+    if any(type(run) is CheckpointedRun for run in runs):
+        sequential.__dict__[_RUNS] = tuple(runs)
+    else:
+        sequential.__dict__.pop(_RUNS, None)
+
+
+def has_runs(module: nn.Module) -> bool:
+    """Whether the module's forward calls runs of its children."""
+    return _is_used and _RUNS in module.__dict__
+
+
+class CheckpointedRun(nn.Module):
+    """Modules that are called one after another, and computed again together.
+
+    Args:
+        modules: each takes what the one before returns.
+        preserve_rng_state: the second forward draws the numbers of the first.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], preserve_rng_state: bool) -> None:
+        super().__init__()
+        self._modules.update({str(number): module for number, module in enumerate(modules)})
+        mark(self, preserve_rng_state=preserve_rng_state)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls them, each with its own mark: what is left of the run where it cannot be one call."""
+        return self._call_all(args, kwargs, None, are_plain=False)
+
+    def together(self, seed_child: Callable[[int], None] | None, *args: Any, **kwargs: Any) -> Any:
+        """Calls them as parts of one checkpoint."""
+        return self._call_all(args, kwargs, seed_child, are_plain=True)
+
+    def _call_all(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        seed_child: Callable[[int], None] | None,
+        *,
+        are_plain: bool,
+    ) -> Any:
+        global _passing
+        result: Any = None
+        for number, module in enumerate(self._modules.values()):
+            assert module is not None
+            if seed_child is not None:
+                seed_child(number)
+            if are_plain and is_marked(module):
+                _passing = module
+            with seeded_by(None):
+                result = module(*args, **kwargs)
+            args, kwargs = (result,), {}
+        return result
+
+
+@contextlib.contextmanager
+def seeded_by(seed_child: Callable[[int], None] | None) -> Iterator[None]:
+    """Within: a run has the random streams seeded before each of its modules, which it gives by number.
+
+    None: a run draws on, as one does that lies inside a module of another.
+    """
+    global _seed_child
+    before, _seed_child = _seed_child, seed_child
+    try:
+        yield
+    finally:
+        _seed_child = before
+
+
 def forward_of(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """The module's forward, without its hooks, as its calls run it."""
+    return _forward(module, module.forward, args, kwargs)
+
+
+def _forward(
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    global _passing
+    if has_runs(module):
+        forward = partial(_call_runs, module)
+    if _passing is module:
+        _passing = None
+        return forward(*args, **kwargs)
     if not is_marked(module):
-        return module.forward(*args, **kwargs)
-    return call_marked(lambda found, *a, **k: found.forward(*a, **k), module, args, kwargs)
+        return forward(*args, **kwargs)
+    if type(module) is CheckpointedRun:
+        forward = partial(module.together, _seed_child)
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    preserve_rng_state = module.__dict__[_MARK]
+    return recomputed(forward, module, args, kwargs, preserve_rng_state=preserve_rng_state)
 
 
 def call_marked(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The call of a marked module.
+    """The call of a module that is marked or has runs.
 
     Args:
         original: calls the module that is its first argument; ``nn.Module.__call__``.
-
-    Raises:
-        SMPError: the call changes what it is given, or a buffer; in backward: something has changed since.
     """
-    if not torch.is_grad_enabled():
+    if not _has_hooks(module):
+        return forward_of(module, args, kwargs)
+    with _other_forward(module, partial(_forward_with, module, module.forward)):
         return original(module, *args, **kwargs)
-    preserve_rng_state, is_packed = module.__dict__[_MARK]
-    is_packed = is_packed and len(args) == 1 and isinstance(args[0], tuple)
-    reads = _Reads(module, (args, kwargs))
-
-    def function(*given: Any, **options: Any) -> Any:
-        given = (given,) if is_packed else given
-        if reads.is_first:
-            with reads.first():
-                return original(module, *given, **options)
-        with reads.again():
-            return original(module, *given, **options)
-
-    # Packed tensors go one by one, where checkpoint() looks for them; the module gets a tuple again.
-    args = args[0] if is_packed else args
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
 
 
-class _Reads:
-    """What a call reads, and whether it is the same when it runs again."""
+def call_in_runs(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``call(module, ...)`` of a module whose own code runs where it is called."""
+    if not has_runs(module):
+        return call(module, *args, **kwargs)
+    with _other_forward(module, partial(_call_runs, module)):
+        return call(module, *args, **kwargs)
 
-    def __init__(self, module: nn.Module, given: Any) -> None:
-        self.is_first = True
-        self._module = module
-        leaves: list[Any] = []
-        flatten(given, leaves)
-        self._tensors = {f"its argument {i}": leaf for i, leaf in enumerate(leaves) if _has_version(leaf)}
-        self._norms: list[tuple[dict[str, Any], str]] = []  # tables of buffers, and names in them
-        for path, part in module.named_modules():
-            counts = isinstance(part, _NormBase) and part.training
-            for table, is_norms in ((part._parameters, False), (plain_table(part._buffers), counts)):
-                for name, tensor in table.items():
-                    if is_norms and tensor is not None:
-                        self._norms.append((table, name))
-                    elif _has_version(tensor):
-                        self._tensors[f"{path}.{name}".lstrip(".")] = tensor
-        self._versions = self._look()
 
-    def _look(self) -> dict[str, int]:
-        return {name: tensor._version for name, tensor in self._tensors.items()}
+def _forward_with(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _forward(module, forward, args, kwargs)
 
-    @contextlib.contextmanager
-    def first(self) -> Iterator[None]:
-        self.is_first = False
+
+def _call_runs(sequential: nn.Module, given: Any) -> Any:
+    runs: tuple[nn.Module, ...] = sequential.__dict__[_RUNS]
+    held = [part for run in runs for part in (run.children() if type(run) is CheckpointedRun else (run,))]
+    if len(held) != len(sequential._modules) or any(
+        a is not b for a, b in zip(held, sequential._modules.values(), strict=True)
+    ):
+        raise SMPError(
+            f"the children of a {type(sequential).__name__} have changed since they were grouped: call "
+            "smp.set_activation_checkpointing again"
+        )
+    for run in runs:
+        given = run(given)
+    return given
+
+
+@contextlib.contextmanager
+def _other_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within: the module runs this forward, between its hooks."""
+    namespace = module.__dict__
+    is_own, before = "forward" in namespace, namespace.get("forward")
+    namespace["forward"] = forward
+    try:
         yield
-        if (name := self._changed()) is not None:
-            raise SMPError(
-                f"smp.set_activation_checkpointing: a call of {type(self._module).__name__} changes {name}, "
-                "and would do so again when backward computes it once more: leave it out"
-            )
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        if (name := self._changed()) is not None:
-            raise SMPError(
-                f"smp.set_activation_checkpointing: {name} of {type(self._module).__name__} has changed "
-                "between the call and its backward, which computes it once more: change it after the step"
-            )
-        kept = [(table, name, table[name]) for table, name in self._norms]
-        for table, name, buffer in kept:
-            dict.__setitem__(table, name, buffer.clone())
-        try:
-            yield
-        finally:
-            for table, name, buffer in kept:
-                dict.__setitem__(table, name, buffer)
-
-    def _changed(self) -> str | None:
-        now = self._look()
-        return next((name for name, version in self._versions.items() if now[name] != version), None)
+    finally:
+        if is_own:
+            namespace["forward"] = before
+        else:
+            namespace.pop("forward", None)
 
 
-def _has_version(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_inference()
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or torch_module._has_any_global_hook()
+        or getattr(module, "_compiled_call_impl", None) is not None
+    )
+
+
+def has_own_forward(module: nn.Sequential) -> bool:
+    """Whether a Sequential's code does something else than to call its children."""
+    return type(module).forward is not nn.Sequential.forward or "forward" in module.__dict__

@@ -5,6 +5,9 @@ are noted for the module whose own code was running. Where the model cannot run 
 at its data), or where execution times are wanted (``trace_execution_times``), it runs for real, and buffers
 and random numbers are put back afterwards. Hooks that are on before do not fire, if the model can do without.
 
+Of a checkpointed module its inputs are kept; what it computes inside, while it is computed again, is not
+counted here, nor is the time of that.
+
 The loss belongs to the step function, which has not got there yet when the model must be cut. What it keeps
 is guessed: one tensor as large as each result of the model that carries a gradient and is not kept already,
 which is what cross entropy (the log-probabilities), squared error and most others keep. It counts at the
@@ -26,10 +29,12 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...plan.checkpoint_groups import group_children
 from ...plan.partition import ModuleCost
 from ..state.random_state import kept
 from ..values.calls import Arguments
 from ..values.structure import flatten
+from .checkpointed_calls import is_marked, strategy_of
 from .effects import untouched
 from .metadata import MetadataInference, operator_flops
 
@@ -152,6 +157,7 @@ class _Watch(TorchDispatchMode):
         self.stack: list[list[str]] = [["", ""]]
         self.clock = time.perf_counter()
         self.kept: dict[int, torch.UntypedStorage] = {}  # alive, or addresses would be used again
+        self.later_in_groups = _later_in_groups(root)
 
     def __torch_dispatch__(
         self,
@@ -191,6 +197,11 @@ class _Watch(TorchDispatchMode):
             tally = self.trace.of(name)
             if tally.order < 0:
                 tally.order = sum(t.order >= 0 for t in self.trace.tallies.values())
+            if is_marked(module) and torch.is_grad_enabled() and id(module) not in self.later_in_groups:
+                hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+                if hooks is not None and hooks[0] is pack:  # else it is inside another checkpoint
+                    for tensor in Arguments.of(args, kwargs).tensors:
+                        pack(tensor)
             try:
                 result = original(module, *args, **kwargs)
             finally:
@@ -219,6 +230,17 @@ class _Watch(TorchDispatchMode):
                 yield
         finally:
             nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+def _later_in_groups(root: nn.Module) -> set[int]:
+    """Children of Sequentials of which no input is kept, unless the partition will cut their groups."""
+    found: set[int] = set()
+    for module in root.modules():
+        if isinstance(module, nn.Sequential) and (asked := strategy_of(module)) is not None:
+            children = list(module)
+            for group in group_children([0] * len(children), asked[0]):
+                found.update(id(children[number]) for number in group[1:])
+    return found
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

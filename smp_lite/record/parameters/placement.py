@@ -104,6 +104,7 @@ class Placement:
         }
         self._requires_grad: tuple[bool, ...] = ()
         self.owners = self._owners()
+        self._runs: list[nn.Module] = []  # keeps them alive, so ids stay valid
         self._swapped: list[_Swapped] = []
         self._is_swapped = False
 
@@ -124,6 +125,18 @@ class Placement:
     def home(self, module: nn.Module) -> int:
         """The stage that owns the module, or SPLIT, STATELESS, FOREIGN."""
         return self._homes.get(id(module), FOREIGN)
+
+    def add_run(self, run: nn.Module, name: str, modules: list[nn.Module]) -> None:
+        """Another module, which is not part of the model, calls these, which lie on one stage, in one go."""
+        homes = {self._homes[id(module)] for module in modules} - {STATELESS}
+        self._runs.append(run)
+        self.names[id(run)] = name
+        self._homes[id(run)] = min(homes) if homes else STATELESS
+        units = [unit for module in modules if (unit := self.unit(module)) is not None]
+        if units:
+            self._units[id(run)] = units[0]
+        for part in run.modules():
+            self.owners[id(part)] = (*self.owners.get(id(part), ()), id(run))
 
     def unit(self, module: nn.Module) -> int | None:
         """The unit that a module belongs to; None: to none."""

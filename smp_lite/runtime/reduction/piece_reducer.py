@@ -1,7 +1,8 @@
 """Gradients of sharded parameters: each rank gets the mean for its piece.
 
 A unit's gradients are scattered as soon as all of them are final, which gives their memory back, and then
-summed over the ranks that hold the same pieces.
+summed over the ranks that hold the same pieces. Where one reduction may not have so many elements, a unit has
+several, and a parameter that is larger by itself travels in parts.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class PieceReducer(Reducer):
         sharing: collectives over the axis of the pieces.
         same: collectives over the ranks that hold the same pieces; None: there are no others.
         divisor, overlap: as of :class:`~.reducer.Reducer`.
+        most_elements: in one reduction; None: those of a group.
     """
 
     def __init__(
@@ -40,20 +42,34 @@ class PieceReducer(Reducer):
         *,
         divisor: int,
         overlap: bool,
+        most_elements: int | None = None,
     ) -> None:
         super().__init__((), everybody, divisor=divisor, bucket_cap_bytes=0, overlap=overlap, as_views=False)
         self._sharing, self._same = sharing, same
+        self.largest = 0
+        """Elements of the largest reduction so far; for tests."""
         self._pieces: dict[int, tuple[int, int]] = {}  # of each parameter, in its bucket's row
+        # Of each rank's row; at least one column.
+        self._columns = None if most_elements is None else max(1, most_elements // sharing.size)
         for group in reversed(groups):
-            bucket, start = _Bucket([]), 0
-            for parameter in group.parameters:
-                if parameter.requires_grad:
-                    bucket.parameters.append(parameter)
-                    self._pieces[id(parameter)] = (start, start + parameter.numel())
-                    start += parameter.numel()
-            if bucket.parameters:
-                self._buckets.append(bucket)
-                self._bucket_of.update(dict.fromkeys(map(id, bucket.parameters), bucket))
+            self._buckets += reversed(self._buckets_of(group))
+        self._bucket_of.update({id(p): bucket for bucket in self._buckets for p in bucket.parameters})
+
+    def _buckets_of(self, group: ShardGroup) -> list[_Bucket]:
+        """Parameters of a group that travel together, as many as go into one reduction."""
+        found: list[_Bucket] = []
+        start = 0
+        for parameter in group.parameters:
+            if not parameter.requires_grad:
+                continue
+            end = start + parameter.numel()
+            if not found or (self._columns is not None and end > self._columns):
+                found.append(_Bucket([]))
+                start, end = 0, parameter.numel()
+            found[-1].parameters.append(parameter)
+            self._pieces[id(parameter)] = (start, end)
+            start = end
+        return found
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -62,6 +78,9 @@ class PieceReducer(Reducer):
 
     @torch.no_grad()
     def _start(self) -> None:
+        for earlier in self._buckets[: self._next]:
+            if earlier.pending is not None:
+                earlier.pending.done()  # gives its memory back, if so
         bucket = self._buckets[self._next]
         ranks = self._sharing.size
         _, length = self._pieces[id(bucket.parameters[-1])]
@@ -77,14 +96,22 @@ class PieceReducer(Reducer):
                 parameter.grad = nothing if is_here else None
         rows.div_(self.divisor)
         bucket.flat = rows.new_empty(length)
-        bucket.pending = _Kept(self._sharing.reduce_scatter(rows, bucket.flat), rows)
+        columns = length if self._columns is None else min(length, self._columns)
+        parts = [
+            (rows[:, start : start + columns].contiguous(), bucket.flat[start : start + columns])
+            for start in range(0, length, columns)
+        ]
+        started = [(self._sharing.reduce_scatter(theirs, mine), theirs) for theirs, mine in parts]
+        self.largest = max(self.largest, *(theirs.numel() for theirs, _ in parts))
+        bucket.pending = _All([_Kept(pending, theirs) for pending, theirs in started])
         self._next += 1
 
     def _wait(self, bucket: _Bucket, number: int) -> None:
         super()._wait(bucket, number)
         if self._same is not None:
             assert bucket.flat is not None
-            bucket.pending = self._same.all_reduce(bucket.flat)
+            columns = len(bucket.flat) if self._columns is None else self._columns
+            bucket.pending = _All([self._same.all_reduce(part) for part in bucket.flat.split(columns)])
             super()._wait(bucket, number)
 
     def _put_in_place(self, bucket: _Bucket, used: Sequence[bool]) -> None:
@@ -94,14 +121,29 @@ class PieceReducer(Reducer):
             parameter.grad = guarded(bucket.flat[start:end].clone()) if was_used else None
 
 
-class _Kept:
-    """A collective, with the memory that it reads."""
+class _All:
+    """Several collectives as one."""
 
-    def __init__(self, pending: Pending, memory: torch.Tensor) -> None:
-        self._pending, self._memory = pending, memory
+    def __init__(self, pending: Sequence[Pending]) -> None:
+        self._pending = list(pending)
 
     def done(self) -> bool:
-        return self._pending.done()
+        self._pending = [each for each in self._pending if not each.done()]
+        return not self._pending
+
+
+class _Kept:
+    """A collective, with the memory that it reads until it has ended."""
+
+    def __init__(self, pending: Pending, memory: torch.Tensor) -> None:
+        self._pending = pending
+        self._memory: torch.Tensor | None = memory
+
+    def done(self) -> bool:
+        is_done = self._pending.done()
+        if is_done:
+            self._memory = None
+        return is_done
 
 
 def _spread(flat: torch.Tensor, rows: torch.Tensor) -> None:

@@ -216,6 +216,7 @@ class Reducer:
             value = result[0] if isinstance(result, list | tuple) else result
             if value.data_ptr() != bucket.flat.data_ptr():
                 bucket.flat.copy_(value)
+        bucket.pending = bucket.future = None  # with the memory that they hold
 
 
 def refuse_sparse(parameter: nn.Parameter) -> None:

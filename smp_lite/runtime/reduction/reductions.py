@@ -9,6 +9,7 @@ axes share a :class:`~.reducer.Reducer`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -69,6 +70,7 @@ class Reductions:
         ranks: of the job.
         groups: of those that are sharded.
         bucket_cap_bytes, overlap, as_views: as of :class:`~.reducer.Reducer`.
+        most_elements: as of :class:`~.piece_reducer.PieceReducer`.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Reductions:
         bucket_cap_bytes: int,
         overlap: bool,
         as_views: bool,
+        most_elements: int | None = None,
     ) -> None:
         self._ranks = ranks
         by_rule: dict[Rule, list[nn.Parameter]] = {rule_of(nn.Parameter(torch.empty(0)), ranks): []}
@@ -110,9 +113,9 @@ class Reductions:
                 self._of.update(dict.fromkeys(map(id, members), reducer))
                 if collectives.size != rule.divisor:
                     self._summed += members
-        self._add_pieces(groups, overlap)
+        self._add_pieces(groups, overlap, most_elements)
 
-    def _add_pieces(self, groups: Sequence[ShardGroup], overlap: bool) -> None:
+    def _add_pieces(self, groups: Sequence[ShardGroup], overlap: bool, most_elements: int | None) -> None:
         by_rule: dict[tuple[Rule, str], list[ShardGroup]] = {}
         for group in groups:
             rules = {rule_of(parameter, self._ranks) for parameter in group.parameters}
@@ -121,10 +124,18 @@ class Reductions:
         for (rule, axis), members in sorted(by_rule.items(), key=lambda item: item[0]):
             names = tuple(axis.split("+"))
             # Of its own: a rank that fails starts them at another time than those of the other reducers.
-            over = self._ranks.collectives
+            over = functools.partial(self._ranks.collectives, own=True)
             everybody, sharing, same = over((*names, *rule.axes)), over(names), over(rule.axes)
             assert everybody is not None and sharing is not None
-            reducer = PieceReducer(members, everybody, sharing, same, divisor=rule.divisor, overlap=overlap)
+            reducer = PieceReducer(
+                members,
+                everybody,
+                sharing,
+                same,
+                divisor=rule.divisor,
+                overlap=overlap,
+                most_elements=most_elements,
+            )
             self._reducers.append(reducer)
             self._of.update(dict.fromkeys(map(id, reducer.parameters), reducer))
             self._summed += reducer.parameters
@@ -132,6 +143,11 @@ class Reductions:
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
         return bool(self._reducers)
+
+    @property
+    def largest_of_pieces(self) -> int:
+        """Elements of the largest reduction of sharded gradients so far."""
+        return max((r.largest for r in self._reducers if isinstance(r, PieceReducer)), default=0)
 
     @property
     def started_in_backward(self) -> int:

@@ -14,6 +14,7 @@ reaches for it in an unknown way makes no plausible number. Outside of a list of
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
@@ -26,7 +27,7 @@ from ...errors import SMPError
 from ...nn.guarding import PieceParameter
 from ...nn.layout import ParameterLayout, layout_of, part_of, set_layout
 
-__all__ = ["ShardGroup", "ShardedParameters"]
+__all__ = ["ShardGroup", "ShardedParameters", "over"]
 
 
 class ShardGroup:
@@ -41,7 +42,8 @@ class ShardGroup:
         parameters: as given.
         bounds: (start, end) of each of them in ``mine``.
         mine: this rank's pieces, one after another.
-        num_bytes: of the whole parameters, padding included.
+        num_elements, num_bytes: of the whole parameters, padding included.
+        pending: its gathering, while that is under way.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], axis: Axis) -> None:
@@ -51,13 +53,13 @@ class ShardGroup:
         self._shapes = [tuple(parameter.shape) for parameter in parameters]
         with torch.no_grad():
             for parameter in parameters:
-                layout = layout_of(parameter) or _replicated(parameter)
+                layout = layout_of(parameter)
                 whole = ParameterLayout(tuple(parameter.shape), ((),) * parameter.dim(), flat=axis)
                 pieces.append(part_of(parameter, whole))
                 self.bounds.append((start, start + len(pieces[-1])))
                 start += len(pieces[-1])
                 parameter.data = pieces[-1]
-                set_layout(parameter, _over(layout, axis))
+                set_layout(parameter, over(layout, whole.shape, axis))
             self.mine = torch.cat(pieces)
             self._rows = self.mine.new_empty((axis.size, 0))
             self._wholes = [self.mine.new_empty(axis.size * (b - a)) for a, b in self.bounds]
@@ -65,9 +67,10 @@ class ShardGroup:
                 whole.untyped_storage().resize_(0)
             nan = self.mine.new_full((), math.nan)
             self._absent = [nan.expand(shape) for shape in self._shapes]
-        self.num_bytes = start * axis.size * self.mine.element_size()
+        self.num_elements = start * axis.size
+        self.num_bytes = self.num_elements * self.mine.element_size()
         self._show_pieces()
-        self._pending: Started | None = None
+        self.pending: Started | None = None
         self._versions: list[int] = []
         self._digests: list[tuple[int, int]] = []
         self.is_here = False
@@ -75,7 +78,7 @@ class ShardGroup:
     @property
     def is_coming(self) -> bool:
         """Whether its gathering is under way."""
-        return self._pending is not None
+        return self.pending is not None
 
     def _piece(self, number: int) -> torch.Tensor:
         start, end = self.bounds[number]
@@ -106,21 +109,21 @@ class ShardGroup:
 
     def show(self) -> None:
         """The list has ended: each parameter is its piece again."""
-        self._pending = None
+        self.pending = None
         self.let_go()
         self._show_pieces()
 
     def start(self) -> None:
         """Begins to gather."""
         self._rows = self.mine.new_empty((self.axis.size, len(self.mine)))
-        self._pending = self.axis.start_all_gather(self.mine, self._rows)
+        self.pending = self.axis.start_all_gather(self.mine, self._rows)
 
     def arrive(self) -> Iterator[str]:
         """Yields what it waits for until the parameters are whole."""
-        assert self._pending is not None
-        while not self._pending.done():
-            yield self._pending.waits_for()
-        self._pending = None
+        assert self.pending is not None
+        while not self.pending.done():
+            yield self.pending.waits_for()
+        self.pending = None
         with torch.no_grad():
             for number, parameter in enumerate(self.parameters):
                 start, end = self.bounds[number]
@@ -133,21 +136,45 @@ class ShardGroup:
         self._digests = [_digest(whole) for whole in self._wholes]
         self.is_here = True
 
+    def changed(self) -> list[str]:
+        """Names of the parameters that are other ones than those that were gathered."""
+        return [
+            name
+            for number, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True))
+            if parameter._version != self._versions[number]
+            or parameter.data_ptr() != self._wholes[number].data_ptr()
+            or tuple(parameter.shape) != self._shapes[number]
+            or _digest(self._wholes[number]) != self._digests[number]
+        ]
+
     def check_unchanged(self) -> None:
         """Raises SMPError if an action has changed one of the parameters: the change would be lost."""
-        for number, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
-            whole = self._wholes[number]
-            if (
-                parameter._version != self._versions[number]
-                or parameter.data_ptr() != whole.data_ptr()
-                or tuple(parameter.shape) != self._shapes[number]
-                or _digest(whole) != self._digests[number]
-            ):
+        if changed := self.changed():
+            raise SMPError(
+                f"the parameter {changed[0]!r} was changed in place inside an smp.step, where it is a copy "
+                "gathered from the ranks that it is sharded over, so the change would be lost: change "
+                "it when the step has returned"
+            )
+
+    def take_back(self) -> list[str]:
+        """This rank's pieces are those of the whole parameters as they are now; names of the changed ones.
+
+        Raises:
+            SMPError: one was given data of another shape or type.
+        """
+        changed = self.changed()
+        for number, parameter in enumerate(self.parameters):
+            piece, shape = self._piece(number), self._shapes[number]
+            if self.names[number] not in changed:
+                continue
+            if tuple(parameter.shape) != shape or parameter.dtype != piece.dtype:
                 raise SMPError(
-                    f"the parameter {name!r} was changed in place inside an smp.step, where it is a copy "
-                    "gathered from the ranks that it is sharded over, so the change would be lost: change "
-                    "it when the step has returned"
+                    f"the parameter {self.names[number]!r} was given data of shape {list(parameter.shape)} "
+                    f"and {parameter.dtype}, and is one of {list(shape)} and {piece.dtype}"
                 )
+            own = ParameterLayout(shape, ((),) * len(shape), flat=self.axis)
+            piece.copy_(part_of(parameter, own))
+        return changed
 
     def let_go(self) -> None:
         """Frees the whole parameters."""
@@ -166,12 +193,17 @@ class ShardedParameters:
 
     Args:
         groups: of them.
+        max_live_elements: nothing is gathered ahead beyond so many gathered elements; what an action needs
+            is gathered all the same. None: there is no limit.
     """
 
-    def __init__(self, groups: Sequence[ShardGroup]) -> None:
+    def __init__(self, groups: Sequence[ShardGroup], max_live_elements: int | None = None) -> None:
         self.groups = list(groups)
         self.most_bytes = 0
         """Most bytes of whole parameters at a time, in the last list of actions."""
+        self.most_live_elements = 0
+        """Most elements that were gathered or under way at a time, in the last list of actions."""
+        self._max_live_elements = math.inf if max_live_elements is None else max_live_elements
         self._group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
         self._memory = {storage for group in groups for storage in group.memory()}
         self._uses: Sequence[Sequence[int]] = ()
@@ -198,7 +230,7 @@ class ShardedParameters:
             uses: for each of its forwards and backwards the groups that it needs; the same on all ranks of
                 the axis.
         """
-        self._uses, self._position, self.most_bytes = uses, 0, 0
+        self._uses, self._position, self.most_bytes, self.most_live_elements = uses, 0, 0, 0
         self._is_open = True
         for group in self.groups:
             group.hide()
@@ -209,13 +241,20 @@ class ShardedParameters:
         following = self._uses[self._position + 1 : self._position + 2]
         for number in (*needed, *(number for numbers in following for number in numbers)):
             group = self.groups[number]
-            if not group.is_here and not group.is_coming:
+            if group.is_here or group.is_coming:
+                continue
+            live = self._live_elements() + group.num_elements
+            if number in needed or live <= self._max_live_elements:
                 group.start()
+                self.most_live_elements = max(self.most_live_elements, live)
         for number in needed:
             if not self.groups[number].is_here:
                 yield from self.groups[number].arrive()
         here = sum(group.num_bytes for group in self.groups if group.is_here)
         self.most_bytes = max(self.most_bytes, here)
+
+    def _live_elements(self) -> int:
+        return sum(group.num_elements for group in self.groups if group.is_here or group.is_coming)
 
     def leave(self) -> None:
         """The action has ended."""
@@ -240,11 +279,14 @@ def _digest(whole: torch.Tensor) -> tuple[int, int]:
     return sum_of_bits(whole), sum_of_bits(whole[: len(whole) // 2])
 
 
-def _replicated(parameter: torch.Tensor) -> ParameterLayout:
-    return ParameterLayout(tuple(parameter.shape), ((),) * parameter.dim())
+def over(layout: ParameterLayout | None, shape: tuple[int, ...], axis: Axis) -> ParameterLayout:
+    """How a parameter lies when a rank's part of it is cut into pieces.
 
-
-def _over(layout: ParameterLayout, axis: Axis) -> ParameterLayout:
-    return ParameterLayout(
-        layout.shape, layout.dims, layout.partial_over, layout.sections, layout.padded, axis
-    )
+    Args:
+        layout: how it lies before; None: a rank has all of it.
+        shape: of what a rank has.
+        axis: of the pieces.
+    """
+    if layout is None:
+        return ParameterLayout(shape, ((),) * len(shape), flat=axis)
+    return dataclasses.replace(layout, flat=axis)

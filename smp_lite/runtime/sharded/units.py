@@ -17,6 +17,7 @@ from ...nn.keeping import lay_anew
 from ...nn.layout import layout_of
 from ...record.parameters.placement import Placement
 from .parameters import ShardedParameters, ShardGroup
+from .slices import add_names
 
 __all__ = ["Sharding", "choose_units", "shard"]
 
@@ -68,11 +69,17 @@ class Sharding:
         axis: over which ranks.
         names: of the parameters; others stay whole.
         units: of the modules, by name (:func:`choose_units`).
+        smallest: parameters of which a rank would hold fewer elements without sharding stay whole.
+        max_live_elements: see :class:`~.parameters.ShardedParameters`.
+        reduced_elements: most elements in one reduction of gradients; None: a unit's.
     """
 
     axis: Axis
     names: Collection[str]
     units: dict[str, int]
+    smallest: int = 0
+    max_live_elements: int | None = None
+    reduced_elements: int | None = None
 
 
 def shard(
@@ -80,6 +87,7 @@ def shard(
     parameters: Sequence[nn.Parameter],
     sharding: Sharding,
     kind: Callable[[nn.Parameter], Hashable],
+    make: Callable[[Sequence[nn.Parameter]], None],
 ) -> ShardedParameters:
     """Makes the stage's parameters their pieces. Those with less than one element a rank stay whole.
 
@@ -88,12 +96,14 @@ def shard(
         parameters: of the stages played here, the same on all ranks of the axis.
         sharding: what is wanted.
         kind: of a parameter; those of two kinds do not travel together.
+        make: called with parameters that are about to be cut, so that no more than one group of them, and
+            their pieces, need memory at a time; at last with those that stay whole.
     """
     members: dict[tuple[object, ...], list[tuple[str, nn.Parameter]]] = {}
     for parameter in parameters:
         name = placement.alias(parameter)
         assert name is not None
-        if name not in sharding.names or parameter.numel() < sharding.axis.size:
+        if name not in sharding.names or parameter.numel() < max(sharding.smallest, sharding.axis.size):
             continue
         if not parameter.is_floating_point():
             continue
@@ -101,14 +111,18 @@ def shard(
         unit = next((number for number in units if number is not None), None)
         key = (name if unit is None else unit, parameter.dtype, kind(parameter))
         members.setdefault(key, []).append((name, parameter))
-    groups = [
-        ShardGroup([name for name, _ in found], [p for _, p in found], sharding.axis)
-        for found in members.values()
-    ]
+    groups = []
+    for found in members.values():
+        make([parameter for _, parameter in found])
+        groups.append(ShardGroup([name for name, _ in found], [p for _, p in found], sharding.axis))
+    cut = {id(parameter) for group in groups for parameter in group.parameters}
+    make([parameter for parameter in parameters if id(parameter) not in cut])
     for group in groups:
         for name, parameter in zip(group.names, group.parameters, strict=True):
             layout = layout_of(parameter)
             assert layout is not None
             for module in placement.holders(name):
                 lay_anew(module, parameter, layout)
-    return ShardedParameters(groups)
+    for parameter in parameters:
+        add_names(parameter, sharding.axis)
+    return ShardedParameters(groups, sharding.max_live_elements)

@@ -6,17 +6,16 @@ needs beside it, and, where all keys are to be seen, of the written values toget
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...config import Config, ConfigError
-from ...config.v1_parameters import HINTS, INERT, PRIVATE_HINTS, REFUSED
+from ...config.v1_parameters import HINTS, INERT, PRIVATE_HINTS
 from .dicts import Entry
 from .judging import Finding, Verdict
 from .reader import ParameterSet
-from .scopes import UNKNOWN, ScriptNames, shortened
+from .scopes import UNKNOWN, ScriptNames
 
 __all__ = ["judged_parameters"]
 
@@ -86,7 +85,7 @@ def _numbers(values: list[tuple[Entry, object]]) -> Iterator[tuple[str, object]]
 def _verdict_alone(entry: Entry, value: object, numbers: Mapping[str, object]) -> Verdict:
     key = entry.key
     if value is UNKNOWN:
-        return _verdict_of_any(key, entry.value)
+        return _verdict_of_any(key)
     if key in _NUMBERS:
         complaint = _complaint({key: value})
     else:
@@ -95,15 +94,11 @@ def _verdict_alone(entry: Entry, value: object, numbers: Mapping[str, object]) -
     return Verdict("refused", complaint) if complaint is not None else _accepted(key, value)
 
 
-def _verdict_of_any(key: str, value: ast.expr) -> Verdict:
+def _verdict_of_any(key: str) -> Verdict:
     """Of a value that only the run knows."""
     if key not in Config.model_fields and key not in PRIVATE_HINTS:
         complaint = _complaint({"partitions": 2, key: None}) or ""
         return Verdict("refused", complaint.replace(f". Got {key}=None (NoneType)", ""))
-    if key in REFUSED:
-        later = REFUSED[key]
-        above = "True" if later.off is False else f"above {later.off}"
-        return Verdict("depends", f"refused if {above} (here {shortened(value)}): {later.way_out}")
     return _accepted(key, UNKNOWN)
 
 

@@ -87,6 +87,8 @@ def parse_args():
     parser.add_argument("--model_type", type=str, default="gpt2")
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--grad_clip", type=float, default=0.5)
+    parser.add_argument("--init_scale", type=float, default=2.0**32)
+    parser.add_argument("--sdp_threshold", type=int, default=1_000_000)
     parser.add_argument("--logits_output", type=str, default="")
     for name, default in {
         "fp16": 0,
@@ -111,6 +113,8 @@ def parse_args():
         "checkpoint_freq": 10000,
         "num_kept_checkpoints": 5,
         "load_partial": 0,
+        "load_full": 0,
+        "fine_tune": 0,
         "save_final_full_model": 0,
         "fused_softmax": 1,
         "fused_bias_gelu": 1,
@@ -131,8 +135,23 @@ def config_of(args):
     )
 
 
+def show_shards(module, optimizer):
+    """What helpers of sharded data parallelism look up before the first step."""
+    held = 0
+    for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat):
+        assert flat.dtype == torch.float32
+        for p in group:
+            assert p.ds_numel == math.prod(p.ds_shape)
+            held += p.ds_tensor.ds_numel
+        assert flat.numel() == sum(p.ds_tensor.ds_numel for p in group)
+    assert held < sum(p.ds_numel for p in module.parameters())
+    assert torch.distributed.get_world_size(optimizer.ds_param_shard_group) > 1
+
+
 def main():
     args = parse_args()
+    if args.fp16 and args.bf16:
+        raise ValueError("fp16 and bf16 are two ways to train: choose one")
     smp.init(
         {
             "ddp": True,
@@ -157,6 +176,7 @@ def main():
             "ddp_dist_backend": "auto",
             "sdp_hierarchical_allgather": False,
             "sdp_gradient_clipping": args.grad_clip,
+            "sdp_param_persistence_threshold": args.sdp_threshold,
         }
     )
     if smp.rank() == 0:
@@ -164,10 +184,20 @@ def main():
     set_seed(args.seed)
     smp.barrier()
     config = config_of(args)
+    dtype = torch.get_default_dtype()
+    if args.fp16 or args.bf16:
+        dtype = torch.float16 if args.fp16 else torch.bfloat16
+    if args.fine_tune and smp.rank() == 0:
+        # Somebody's trained model, as its hub would have it.
+        pretrained = AutoModelForCausalLM.from_config(config)
+        torch.save(pretrained.state_dict(), os.path.join(args.model_dir, "fullmodel.pt"))
+        del pretrained
+    smp.barrier()
+    set_seed(args.seed)
     with smp.model_creation(
         tensor_parallelism=smp.tp_size() > 1 or args.use_distributed_transformer > 0,
         zero_init=args.use_distributed_transformer == 0,
-        dtype=torch.get_default_dtype(),
+        dtype=dtype,
         distribute_embedding=False,
         fused_softmax=args.fused_softmax > 0,
         fused_bias_gelu=args.fused_bias_gelu > 0,
@@ -180,7 +210,7 @@ def main():
         model, trace_device="gpu", backward_passes_per_step=args.gradient_accumulation
     )
     m = model.get_module()
-    num_params = sum(p.numel() for p in {id(p): p for p in m.parameters()}.values())
+    num_params = sum(math.prod(getattr(p, "ds_shape", p.shape)) for p in m.parameters())
     layers = m.gpt_neox.layers if args.model_type == "gpt_neox" else m.transformer.h
     if args.manual_partition:
         for i, layer in enumerate(layers.children()):
@@ -193,8 +223,15 @@ def main():
         optimizer,
         static_loss_scale=None,
         dynamic_loss_scale=True,
-        dynamic_loss_args={"scale_window": 1000, "min_scale": 1, "delayed_shift": 2},
+        dynamic_loss_args={
+            "init_scale": args.init_scale,
+            "scale_window": 1000,
+            "min_scale": 1,
+            "delayed_shift": 2,
+        },
     )
+    if args.sharded_data_parallel_degree > 1:
+        show_shards(m, optimizer)
     scheduler = Annealing(optimizer, args.lr, 20)
     total_steps = start_batch = 0
     if args.load_partial:
@@ -202,6 +239,11 @@ def main():
         total_steps, start_batch = content["total_steps"], content["start_batch_index"]
         assert type(content["model_config"]) is type(config)
         scheduler.load_state_dict(content["lr_scheduler"])
+    elif args.load_full:
+        content = smp.resume_from_checkpoint(args.model_dir, tag="fullmodel.pt", partial=False)
+        assert content.get("total_steps", 0) > 0
+    elif args.fine_tune:
+        smp.resume_from_checkpoint(args.model_dir, tag="fullmodel.pt", partial=False)
     torch.cuda.empty_cache()
 
     rank, size = (smp.rdp_rank(), smp.rdp_size()) if args.prescaled_batch else (smp.dp_rank(), smp.dp_size())
@@ -211,7 +253,7 @@ def main():
         create_dataloader(paths[:1], args.train_batch_size, rank, size) if args.validation_freq else None
     )
     model.train()
-    record = {"loss": [], "val_loss": [], "num_params": num_params, "norms": []}
+    record = {"loss": [], "val_loss": [], "num_params": num_params, "norms": [], "overflows": 0}
     set_seed(args.seed)
     for batch_index, (input_ids, attention_mask) in enumerate(loader):
         if batch_index < start_batch:
@@ -232,6 +274,9 @@ def main():
             if args.sharded_data_parallel_degree < 1:
                 record["norms"].append(optimizer.clip_master_grads(args.grad_clip))
             optimizer.step()
+            record["overflows"] += int(args.fp16 and optimizer.overflow)
+            if args.sharded_data_parallel_degree > 1:
+                record["norms"].append(float(optimizer._global_grad_norm))
             if not (args.fp16 and optimizer.overflow):
                 scheduler.step()
         torch.cuda.synchronize()

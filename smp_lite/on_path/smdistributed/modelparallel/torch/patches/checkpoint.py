@@ -1,3 +1,3 @@
-from smp_lite.smp_v1.missing import missing_in
+from smp_lite.patches.checkpoint import checkpoint, checkpoint_sequential
 
-__getattr__ = missing_in("patches.checkpoint", __name__)
+__all__ = ["checkpoint", "checkpoint_sequential"]

@@ -1,0 +1,130 @@
+"""How the loss of a batch comes from the losses of its rows.
+
+A microbatch knows its own rows only, so the loss of the batch has to be put together, and that depends on the
+model: a sum over tokens, divided by the batch's number of them (``num_items_in_batch``); a mean over labels
+that are not -100; a mean over rows. What a model's forward does with ``num_items_in_batch`` cannot be seen
+from its signature (BERT's classifier takes it and ignores it). So it is tried: the loss of two rows together
+against the losses of each. A loss that is none of these (contrastive, with an auxiliary loss over the batch)
+is refused by name, never approximated. With one microbatch and one replica nothing is put together, and any
+loss goes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import SMPError
+from .rows import Rows
+
+__all__ = ["Composition"]
+
+KINDS = ("scaled", "labels", "rows")
+"""A sum divided by what is given; a mean over labels; a mean over rows."""
+
+TOLERANCE = 1e-4
+HALF_TOLERANCE = 2e-2
+
+
+class Composition:
+    """What is known of a model's loss by now.
+
+    Args:
+        label_count: of a batch, for each row how many labels its loss is over; None where that is unknown.
+        losses: of a batch's rows, the loss of each of these sets of rows, evaluated (see :meth:`_try`).
+        is_half: whether the model computes in half precision.
+    """
+
+    def __init__(
+        self,
+        label_count: Callable[[Any], list[int] | None],
+        losses: Callable[[Any, list[Rows], Any], list[float]],
+        is_half: bool,
+    ) -> None:
+        self._label_count = label_count
+        self._losses = losses
+        self._tolerance = HALF_TOLERANCE if is_half else TOLERANCE
+        # Once with num_items_in_batch, once without: a model may do two things.
+        self._possible = {True: KINDS, False: KINDS[1:]}
+        self._tried: set[bool] = set()
+
+    def weights(self, inputs: Any, num_rows: int, num_items: Any, cuts: Sequence[Rows]) -> list[float]:
+        """What the loss of each cut counts in the batch's; what counts nothing may be no number.
+
+        Raises:
+            SMPError: the model's loss is not made of the losses of rows.
+        """
+        if len(cuts) == 1:
+            return [1.0]
+        counts = self._label_count(inputs)
+        is_given = num_items is not None
+        has_labels = counts is not None and sum(counts) > 0
+        kinds = [kind for kind in self._possible[is_given] if kind != "labels" or has_labels]
+        if not kinds:  # A mean over no label at all, which is no number in one process either.
+            kinds = ["rows"]
+        found = [_weights(kind, counts, num_rows, cuts) for kind in kinds]
+        if is_given not in self._tried or any(weights != found[0] for weights in found[1:]):
+            self._possible[is_given] = self._try(inputs, num_rows, num_items, counts, kinds)
+            self._tried.add(is_given)
+            return self.weights(inputs, num_rows, num_items, cuts)
+        return found[0]
+
+    def _try(
+        self, inputs: Any, num_rows: int, num_items: Any, counts: list[int] | None, kinds: list[str]
+    ) -> tuple[str, ...]:
+        """Those of the kinds that two rows of this batch do not tell from each other."""
+        first, second = _telling_rows(counts, num_rows)
+        pair = [Rows(first, first + 1), Rows(second, second + 1)]
+        whole, *parts = self._losses(inputs, pair, num_items)
+        own = [_weights(kind, _of(counts, pair), 2, [Rows(0, 1), Rows(1, 2)]) for kind in kinds]
+        errors = [abs(sum(w * loss for w, loss in zip(weights, parts) if w) - whole) for weights in own]
+        errors = [math.inf if math.isnan(error) else error for error in errors]
+        best = min(range(len(kinds)), key=errors.__getitem__)
+        if not errors[best] <= self._tolerance * max(abs(whole), 1e-6):
+            raise SMPError(
+                f"the loss of this model over two rows of a batch is {whole:g}, and of each {parts[0]:g} and "
+                f"{parts[1]:g}: it is neither their sum over num_items_in_batch nor a mean over labels or "
+                "rows, "
+                "so the loss of a batch cannot be put together from microbatches and replicas: use "
+                '"microbatches": 1 and one replica, or give the Trainer a compute_loss_func that divides a '
+                "sum "
+                "by num_items_in_batch"
+            )
+        return tuple(kind for kind, weights in zip(kinds, own) if weights == own[best])
+
+
+def _telling_rows(counts: list[int] | None, num_rows: int) -> tuple[int, int]:
+    """Two rows that differ in their number of labels, if there are such."""
+    if counts is not None and len(set(counts)) > 1:
+        few, many = counts.index(min(counts)), counts.index(max(counts))
+        return min(few, many), max(few, many)
+    return 0, num_rows - 1
+
+
+def _of(counts: list[int] | None, pair: list[Rows]) -> list[int] | None:
+    return None if counts is None else [counts[rows.start] for rows in pair]
+
+
+def _weights(kind: str, counts: list[int] | None, num_rows: int, cuts: Sequence[Rows]) -> list[float]:
+    if kind == "scaled":
+        return [1.0] * len(cuts)
+    if kind == "rows":
+        return [rows.count / num_rows for rows in cuts]
+    assert counts is not None
+    return [sum(counts[rows.start : rows.end]) / sum(counts) for rows in cuts]
+
+
+def count_labels(labels: Any, shifts: bool) -> list[int] | None:
+    """For each row how many labels are not -100; None where labels are no class numbers.
+
+    Args:
+        labels: of a batch.
+        shifts: whether the first label of each row is no target, as in causal language models.
+    """
+    if not isinstance(labels, torch.Tensor) or labels.dim() == 0 or labels.is_floating_point():
+        return None
+    targets = labels[..., 1:] if shifts and labels.dim() > 1 else labels
+    return targets.ne(-100).reshape(len(labels), -1).sum(1).tolist()

@@ -1,0 +1,188 @@
+"""What is in the groups of a wrapped optimizer, and when.
+
+A script sees the whole model's parameters in them, here and away, since it goes through them side by side
+with lists of its own (slow weights, averages), by position. While the optimizer runs, or gives and takes its
+state, those of this rank alone are there; and in the place of each one its stand-in, if it has one
+(:mod:`.stand_ins`). The state of a parameter goes along, from it to its stand-in and back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..nn.guarding import as_ordinary
+from ..nn.layout import is_sharded
+from ..record.parameters.away import is_away
+from .split_state import piece_of_state
+from .stand_ins import StandIns
+from .state_here import StateHere
+
+if TYPE_CHECKING:
+    from ..session import Session
+
+__all__ = ["Groups"]
+
+
+class Groups:
+    """Of one optimizer of torch.
+
+    Args:
+        session: the job's, with a model.
+        optimizer: whose groups they are.
+
+    Attributes:
+        stand_ins: what the optimizer steps instead of the model's parameters; None: these.
+    """
+
+    def __init__(self, session: Session, optimizer: torch.optim.Optimizer) -> None:
+        self._session, self._optimizer = session, optimizer
+        self.stand_ins: StandIns | None = None
+        self._some_away = False
+        self._whole: list[dict[str, list[Any]]] | None = None  # the lists that take_out() has taken out
+        self._swapped = False  # whether stand-ins are in the lists
+        # Until partition, which may make other objects of parameters to which there are weak references.
+        names = session.model.module.named_parameters()
+        self._names: dict[int, str] = {id(parameter): name for name, parameter in names}
+
+    # What there is ------------------------------------------------------------------------------------------
+
+    def lists(self) -> list[dict[str, list[Any]]]:
+        """Of each group what goes by parameters: all of them, also while the optimizer runs."""
+        if self._whole is not None:
+            return self._whole
+        keys = ("params", "param_names")
+        found = [{k: group[k] for k in keys if k in group} for group in self._optimizer.param_groups]
+        if self._swapped and self.stand_ins is not None:
+            parameter_of = self.stand_ins.parameter_of
+            found = [{**lists, "params": [parameter_of(p) for p in lists["params"]]} for lists in found]
+        return found
+
+    def names(self) -> list[list[str | None]]:
+        """For each group the model's names of its parameters, here and away; None: not the model's."""
+        names = {id(parameter): name for name, parameter in self._session.model.module.named_parameters()}
+        return [[names.get(id(parameter)) for parameter in lists["params"]] for lists in self.lists()]
+
+    def positions(self) -> list[list[int]]:
+        """For each group the numbers, over all groups, of this rank's parameters."""
+        found = []
+        start = 0
+        for lists in self.lists():
+            params = lists["params"]
+            found.append([start + i for i, parameter in enumerate(params) if not is_away(parameter)])
+            start += len(params)
+        return found
+
+    def parameter_at(self, position: int) -> torch.Tensor:
+        """The parameter with that number over all groups."""
+        flat = (parameter for lists in self.lists() for parameter in lists["params"])
+        return next(itertools.islice(flat, int(position), None))
+
+    def stepped_at(self, position: int) -> torch.Tensor:
+        """What the optimizer steps for the parameter with that number."""
+        return self.stand_in_of(self.parameter_at(position))
+
+    def stand_in_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What the optimizer steps for a parameter: its stand-in, or itself."""
+        return parameter if self.stand_ins is None else self.stand_ins.of(parameter)
+
+    # Partition ----------------------------------------------------------------------------------------------
+
+    def after_partition(self) -> bool:
+        """Takes the state of this rank's parameters; whether any is sharded."""
+        optimizer = self._optimizer
+        live = dict(self._session.model.module.named_parameters())
+        for group in optimizer.param_groups:
+            before = group["params"]
+            names = [self._names.get(id(parameter)) for parameter in before]
+            group["params"] = [
+                p if name is None else live[name] for name, p in zip(names, before, strict=True)
+            ]
+            for old, new in zip(before, group["params"], strict=True):
+                if old is not new or is_away(new):
+                    optimizer.state.pop(old, None)
+                elif is_sharded(new) and (state := optimizer.state.get(new)):
+                    # It was whole until now, and so is its state.
+                    optimizer.state[new] = piece_of_state(new, state)
+        self._names.clear()
+        self._some_away = any(is_away(p) for lists in self.lists() for p in lists["params"])
+        self.mark_state()
+        if self._whole is not None:  # partitioned by a closure, in the midst of a step
+            self._whole = None
+            self.take_out()
+        return any(map(is_sharded, live.values()))
+
+    def mark_state(self) -> None:
+        """Whoever asks for the state of another stage's parameter is told, and not that there is none."""
+        if self._some_away and not isinstance(self._optimizer.state, StateHere):
+            self._optimizer.state = StateHere(dict, self._optimizer.state)
+
+    # Taking out and putting back ----------------------------------------------------------------------------
+
+    def take_out(self) -> bool:
+        """Parameters of other stages leave the groups; whether it was this call that did so."""
+        if self._whole is None and self._session.num_stages > 1:
+            whole = self.lists()
+            for group, lists in zip(self._optimizer.param_groups, whole, strict=True):
+                kept = [i for i, parameter in enumerate(lists["params"]) if not is_away(parameter)]
+                if len(kept) < len(lists["params"]):
+                    group.update({key: [items[i] for i in kept] for key, items in lists.items()})
+            self._whole = whole
+            return True
+        return False
+
+    def put_back(self) -> None:
+        """The groups hold the whole model's parameters again."""
+        self.swap_out()
+        if self._whole is not None:
+            for group, whole in zip(self._optimizer.param_groups, self._whole, strict=True):
+                group.update(whole)
+            self._whole = None
+            self.mark_state()  # loading binds it anew
+
+    def swap_in(self) -> bool:
+        """Stand-ins take the places of their parameters; whether it was this call that did so."""
+        if self.stand_ins is None or self._swapped:
+            return False
+        self._swap(self.stand_ins.of)
+        self._swapped = True
+        return True
+
+    def swap_out(self) -> None:
+        """Parameters are where their stand-ins were."""
+        if self._swapped:
+            assert self.stand_ins is not None
+            self._swap(self.stand_ins.parameter_of)
+            self._swapped = False
+
+    def _swap(self, change: Any) -> None:
+        for group in self._optimizer.param_groups:
+            group["params"] = [change(parameter) for parameter in group["params"]]
+        state = self._optimizer.state
+        items = list(state.items())
+        state.clear()
+        for key, value in items:  # in the same order
+            state[change(key) if isinstance(key, torch.Tensor) else key] = value
+
+    @contextlib.contextmanager
+    def here(self, *, stand_ins: bool = True) -> Iterator[None]:
+        """Within: the groups hold this rank's parameters alone, and pieces are ordinary tensors.
+
+        Args:
+            stand_ins: they hold what the optimizer steps in the place of these.
+        """
+        took = self.take_out()
+        swapped = stand_ins and self.swap_in()
+        try:
+            members = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+            with as_ordinary(members):
+                yield
+        finally:
+            if swapped:
+                self.swap_out()
+            if took:
+                self.put_back()

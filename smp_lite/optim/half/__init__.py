@@ -1,0 +1,1 @@
+"""Training in half precision: loss scaling and what belongs to it."""

@@ -1,0 +1,91 @@
+"""Which rows of a batch go where, and what their losses count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smp_lite.errors import SMPError
+from smp_lite.integrations.transformers.composition import Composition, count_labels
+from smp_lite.integrations.transformers.rows import Rows, cut, join, repeated, rows_of
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 6), st.integers(1, 8))
+def test_each_row_is_in_one_cut_and_replicas_run_alike(
+    num_rows: int, replicas: int, microbatches: int, per_replica: int
+) -> None:
+    cuts = cut(num_rows, replicas, microbatches, per_replica)
+    covered = sorted(row for own in cuts for rows in own for row in range(rows.start, rows.end))
+    assert covered == list(range(num_rows))
+    assert len({tuple(max(rows.count, 1) for rows in own) for own in cuts}) == 1
+    if num_rows == replicas * per_replica:
+        assert all(len(own) <= microbatches for own in cuts)
+
+
+def test_outputs_come_in_the_order_of_the_batch() -> None:
+    batch = torch.arange(13)
+    parts = [
+        (rows, {"x": (rows_of(batch, rows, 13),)}) for own in cut(13, 3, 2, 5) for rows in own if rows.count
+    ]
+    assert join(parts)["x"][0].tolist() == list(range(13))
+    assert repeated({"x": batch}, 4, 3, 13)["x"].tolist() == [4, 4, 4]
+
+
+@pytest.mark.parametrize("inputs", [{"a": {"b": torch.ones(3, 2)}}, {"a": ["x"] * 3}])
+def test_what_has_other_rows_is_named(inputs: Any) -> None:
+    with pytest.raises(SMPError, match="inputs\\['a'\\]"):
+        rows_of(inputs, Rows(0, 1), 4)
+
+
+LABELS = torch.tensor([[1, 1, 1, 1], [1, -100, -100, -100], [2, 2, -100, -100], [-100] * 4])
+VALUES = torch.tensor([1.0, 5.0, 3.0, 9.0])
+"""The loss of each label of a row."""
+
+
+def losses(kind: str) -> Any:
+    """Of a made-up model."""
+
+    def over(rows: list[int], num_items: Any) -> float:
+        counts = LABELS.ne(-100).sum(1)[rows]
+        if kind == "scaled":
+            return float((counts * VALUES[rows]).sum() / num_items)
+        if kind == "labels":
+            return float((counts * VALUES[rows]).sum() / counts.sum())
+        if kind == "rows":
+            return float(VALUES[rows].mean())
+        return float(VALUES[rows].prod())
+
+    def of(inputs: Any, pair: list[Rows], num_items: Any) -> list[float]:
+        first, second = (rows.start for rows in pair)
+        return [over([first, second], num_items), over([first], num_items), over([second], num_items)]
+
+    return of, over
+
+
+@pytest.mark.parametrize("kind", ["scaled", "labels", "rows"])
+def test_weights_make_the_loss_of_the_batch(kind: str) -> None:
+    of, over = losses(kind)
+    composition = Composition(lambda labels: count_labels(labels, False), of, is_half=False)
+    for cuts in ([Rows(0, 2), Rows(2, 4)], [Rows(0, 1), Rows(1, 4)], [Rows(0, 3), Rows(3, 4)]):
+        weights = composition.weights(LABELS, 4, 7, cuts)
+        parts = [over(list(range(*rows)), 7) for rows in cuts]
+        total = sum(weight * part for weight, part in zip(weights, parts, strict=True) if weight)
+        assert total == pytest.approx(over([0, 1, 2, 3], 7))
+
+
+def test_another_loss_is_refused_also_where_all_weights_would_be_the_same() -> None:
+    of, _ = losses("product")
+    composition = Composition(lambda labels: [1, 1, 1, 1], of, is_half=False)
+    with pytest.raises(SMPError, match="the loss of this model over two rows"):
+        composition.weights(LABELS, 4, None, [Rows(0, 2), Rows(2, 4)])
+
+
+def test_labels_are_counted_where_they_are_targets() -> None:
+    assert count_labels(LABELS, False) == [4, 1, 2, 0]
+    assert count_labels(LABELS, True) == [3, 0, 1, 0]
+    assert count_labels(torch.tensor([1, 2, -100]), True) == [1, 1, 0]
+    assert count_labels(torch.ones(3), False) is None
