@@ -431,10 +431,9 @@ def test_a_table_the_worst_first_and_a_summary(port: Port) -> None:
     text = f"""\
         {SMP.strip()}
         smp.rank()
-        smp.delay_param_initialization()
         smp.model_creation(x)
         smp.hvd_average_grads(x)
-        smp.init({{"partitions": 2}})
+        smp.init({{"partitions": 2, "fast_mode": True}})
         for _ in range(3):
             smp.rank(); smp.rank()
             smp.rank()
@@ -444,8 +443,8 @@ def test_a_table_the_worst_first_and_a_summary(port: Port) -> None:
     ported = port(text)
 
     assert list(ported.of.values()) == ["refused", "depends", "hint", "runs", "runs", "runs"]
-    assert ported.lines("smp.rank") == "2, 8, 9, 10, ..."
-    summary = "train.py: 5 names and 1 parameter: 3 run, 1 hint, 1 depends on a value, 1 refused"
+    assert ported.lines("smp.rank") == "2, 7, 8, 9, ..."
+    summary = "train.py: 4 names and 2 parameters: 3 run, 1 hint, 1 depends on a value, 1 refused"
     assert summary in ported.out.splitlines()
 
     short = port(text, "--refused")

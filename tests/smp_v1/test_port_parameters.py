@@ -122,8 +122,7 @@ def test_what_aws_gpt_script_calls(port: Port) -> None:
     ported = port(GPT)
 
     assert "depends" not in ported.of.values()
-    hints = {"delayed_parameter_initialization", "fast_mode"}
-    hints |= {"sdp_hierarchical_allgather"}
+    hints = {"fast_mode", "sdp_hierarchical_allgather"}
     assert {name for name, becomes in ported.of.items() if becomes == "hint"} == {f'"{k}"' for k in hints}
     assert sum(name.startswith('"') for name in ported.rows) == 22
     lines = {

@@ -107,7 +107,7 @@ def test_a_key_without_its_feature_passes_and_is_there_to_read(key: str) -> None
     assert config.hints_text() is None
 
 
-@pytest.mark.parametrize("key", ["delayed_parameter_initialization", "fast_mode", "checkpoint_attentions"])
+@pytest.mark.parametrize("key", ["fast_mode", "checkpoint_attentions"])
 def test_a_hint_passes_and_says_what_becomes_of_it(key: str) -> None:
     assert f"{key}: " in (Config.from_parameters({"partitions": 2, key: True}).hints_text() or "")
     assert Config.from_parameters({"partitions": 2, key: False}).hints_text() is None
