@@ -147,7 +147,7 @@ def test_what_aws_gpt_script_calls(port: Port) -> None:
     }
     assert {name: ported.lines(name) for name in lines} == {n: line_of(GPT, p) for n, p in lines.items()}
     assert ported.lines("smp.step") == "13, 20" and ported.lines("StepOutput.reduce_mean") == "26, 41"
-    rest = "43 run, 2 hints, 0 depend on values, 0 refused"
+    rest = "43 run, 2 hints, 0 refused"
     summary = f"train.py: 23 names and 22 parameters: {rest}"
     assert summary in ported.out.splitlines()
     cuda = f"(lines {line_of(GPT, 'empty_cache')}, {line_of(GPT, 'set_device')})"
