@@ -1,5 +1,6 @@
 # make train   set up, then train a small GPT as a SageMaker job on this machine: 4 processes
-# make test    set up, then run the tests; this is what CI runs
+# make test    set up, then run the tests, but for those that take long (ten minutes)
+# make test-ci    with those: what CI runs (half an hour)
 # make test-all   with everything of which they run a sample
 # make bench   print the benchmark tables
 # make notebooks   run the notebooks, and write their pictures into them
@@ -24,7 +25,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: train test test-all bench notebooks sweep lint test-network test-toolkit test-sdk3 test-trainer4
+.PHONY: train test test-ci test-all bench notebooks sweep lint test-network test-toolkit test-sdk3 test-trainer4
 .DELETE_ON_ERROR:
 
 train: $(VENV)/train.stamp
@@ -32,6 +33,9 @@ train: $(VENV)/train.stamp
 
 # Two files at a time: most tests start processes and wait for them, which leaves a core idle now and then.
 test: $(VENV)/test.stamp
+	$(PYTEST) tests --quick --ignore=tests/benchmarks --numprocesses 2 --dist loadfile
+
+test-ci: $(VENV)/test.stamp
 	$(PYTEST) tests --ignore=tests/benchmarks --numprocesses 2 --dist loadfile
 
 test-all: $(VENV)/test.stamp

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import smp_lite as smp
-from smp_lite.checkpoints.pieces import boxes_of
+from smp_lite.checkpoints.portable.pieces import boxes_of
 from smp_lite.nn.layout import layout_of
 
 SAMPLES, CONTEXT, RATE = 16, 64, 1e-3

@@ -31,7 +31,7 @@ _HOMES = {
     "tensor_parallel.registry": "tp_register tp_register_with_module",
     "wrapper.activation_checkpointing": "set_activation_checkpointing",
     "optim.optimizer": "DistributedOptimizer",
-    "optim.norms": "clip_grad_norm_",
+    "optim.norms.whole_model": "clip_grad_norm_",
     "record.values.microbatch": "StepOutput",
     "checkpoints.saving": "save load",
     "checkpoints.checkpoint": "save_checkpoint",

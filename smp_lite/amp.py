@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import SMPError
-from .optim.norms import refuse_inside_step
+from .optim.norms.whole_model import refuse_inside_step
 
 if TYPE_CHECKING:
     from .session import Session

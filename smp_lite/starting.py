@@ -18,7 +18,7 @@ from .config import PARAMETERS_VARIABLE, Config, load_config
 from .errors import PeerFailed, SMPError
 from .errors_record import record_failure
 from .optim.checked_settings import other_optimizers_checked
-from .optim.norms import norms_of_the_whole_model
+from .optim.norms.whole_model import norms_of_the_whole_model
 from .plan.topology import Topology
 from .record.interception import start_intercepting, stop_intercepting
 from .record.parameters.away import forget_all

@@ -1,4 +1,4 @@
-"""What every test starts from: the same random numbers, one torch thread.
+"""What every test starts from: the same random numbers, one torch thread, no session.
 
 Tests of the pure parts never import torch, so nothing here imports it for them.
 """
@@ -9,6 +9,7 @@ import os
 import random
 import sys
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,11 +23,16 @@ _mpirun_folder = tempfile.TemporaryDirectory(prefix="smp-lite-tests-")
 os.environ.update(own_session_folder(_mpirun_folder.name, (), {}))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out what is marked slow")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what is marked ``thorough``, and all but each n-th case of what is marked ``sampled(n)``,
-    unless all is asked for (``make test-all``)."""
+    unless all is asked for (``make test-all``); with ``--quick`` (``make test``) what is ``slow`` too."""
     if os.environ.get("SMP_LITE_ALL_TESTS") == "1":
         return
+    quick = config.getoption("--quick")
     cases: dict[str, int] = {}
     kept, left_out = [], []
     for item in items:
@@ -37,6 +43,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         name = item.nodeid.partition("[")[0]
         place = cases[name] = cases.get(name, -1) + 1
         chosen = sampled is None or place % sampled.args[0] == 0
+        slow = item.get_closest_marker("slow")
+        if quick and slow is not None:
+            chosen = place < slow.kwargs.get("keep", 0)
         (kept if chosen else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -50,3 +59,12 @@ def _fixed_seed() -> None:
     if torch is not None:
         torch.manual_seed(0)
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _session_ends() -> Iterator[None]:
+    """No test finds the session of another: which tests share a process changes from run to run."""
+    yield
+    starting = sys.modules.get("smp_lite.starting")
+    if starting is not None:
+        starting.reset()

@@ -4,7 +4,7 @@ A *partial* checkpoint holds each mp rank's own part and resumes on the same par
 it. A *full* one is the state of the whole model and of the whole optimizer, each a file that any plain
 PyTorch program reads, and resumes on any number of partitions. A *portable* one is a folder of
 ``torch.distributed.checkpoint``: each rank writes what it holds under the names of the whole model, and it
-resumes on any layout, each rank reading its pieces (:mod:`.portable_saving`). (SMP API reference, "Saving and
+resumes on any layout, each rank reading its pieces (:mod:`.portable.saving`). (SMP API reference, "Saving and
 Loading"; the names follow SMP 1.10, whose full checkpoints have no optimizer state.)
 
 Every state that a kill can leave resumes, and from one save: each part names its save
@@ -45,9 +45,9 @@ from ..storage.switch import Switch, new_name, write_newest
 from ..storage.torch_files import write_torch
 from ..wrapper.distributed_model import DistributedModel
 from .half_parts import parts_of_state
-from .portable_names import portable_name, remove_old_portable
+from .portable.names import portable_name, remove_old_portable
+from .portable.together import together
 from .sharded_parts import check_user_content, num_pieces, reader_of, sharded_parts
-from .together import together
 
 _SAVE = "save_checkpoint"
 
@@ -141,7 +141,7 @@ def save_checkpoint(
         is_folder = partial or portable
         together(session, _SAVE, lambda: _begin(switch, identity, is_folder) if session.rank == 0 else None)
         if portable:
-            from .portable_saving import write_portable  # a second for torch's part of it
+            from .portable.saving import write_portable  # a second for torch's part of it
 
             write_portable(session, _SAVE, switch, identity, objects, _writing)
         elif partial:

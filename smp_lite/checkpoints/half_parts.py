@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..optim.own_parameters import PARTIAL_KEY
-from ..optim.state_dicts import HALF_KEYS
+from ..optim.state.dicts import HALF_KEYS
+from ..optim.state.own_parameters import PARTIAL_KEY
 from ..storage.layout import FP16_STATES, OPTIMIZER
 
 __all__ = ["joined", "parts_of_state"]

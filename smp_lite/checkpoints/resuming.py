@@ -18,9 +18,9 @@ from ..storage.finding import Found, find_full, find_partial
 from ..storage.layout import MODEL, OPTIMIZER, USER_CONTENT, check_tag, find_newest, partial_name
 from ..storage.torch_files import read_torch
 from .half_parts import joined
-from .portable_names import Portable, find_portable, look_at
+from .portable.names import Portable, find_portable, look_at
+from .portable.together import together
 from .sharded_parts import OWN_STATE, load_sharded, reader_of, user_content_of, without_moments
-from .together import together
 from .whole_files import read_whole
 
 _RESUME = "resume_from_checkpoint"
@@ -79,7 +79,7 @@ def resume_from_checkpoint(
                 f"{_RESUME}: translate_function needs a whole state dict, but {os.fspath(found.folder)!r} is "
                 "a portable checkpoint, which each rank reads in pieces: save a full one, with partial=False"
             )
-        from .portable_loading import resume_portable  # a second for torch's part of it
+        from .portable.loading import resume_portable  # a second for torch's part of it
 
         return resume_portable(
             session, found, strict=strict, load_optimizer=load_optimizer, weights_only=weights_only

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import SMPError
-from ..optim.own_parameters import PARTIAL_KEY
+from ..optim.state.own_parameters import PARTIAL_KEY
 from ..session import current
 from ..storage.durable import replace_file
 from ..storage.switch import new_name

@@ -32,14 +32,14 @@ import torch
 
 from ..errors import SMPError
 from ..nn.layout import layout_of
-from ..optim.own_parameters import PARTIAL_KEY, partial_mark
-from ..optim.state_dicts import MASTERS
+from ..optim.state.dicts import MASTERS
+from ..optim.state.own_parameters import PARTIAL_KEY, partial_mark
 from ..runtime.sharded.parameters import over
 from ..runtime.sharded.slices import slice_of
 from ..session import Session
 from ..storage.finding import Found, Reader
 from ..storage.layout import MODEL, OPTIMIZER, USER_CONTENT
-from .pieces import boxes_of
+from .portable.pieces import boxes_of
 
 __all__ = [
     "BUFFER_NAMES",

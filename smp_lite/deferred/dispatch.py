@@ -105,8 +105,23 @@ class DeferredTensor(torch.Tensor):
         return self.smp_value().tolist()
 
     def data_ptr(self) -> int:  # type: ignore[override]
-        raise SMPError(
-            f"data_ptr() of a tensor of shape {list(self.shape)} whose initialization is delayed: it has no "
+        raise self._no_memory("data_ptr()")
+
+    def storage(self) -> Any:  # type: ignore[override]
+        raise self._no_memory("storage()")
+
+    def untyped_storage(self) -> Any:  # type: ignore[override]
+        raise self._no_memory("untyped_storage()")
+
+    def share_memory_(self) -> Any:
+        raise self._no_memory("share_memory_()")
+
+    def __dlpack__(self, **asked: Any) -> Any:  # type: ignore[override]
+        raise self._no_memory("DLPack")
+
+    def _no_memory(self, asked: str) -> SMPError:
+        return SMPError(
+            f"{asked} of a tensor of shape {list(self.shape)} whose initialization is delayed: it has no "
             "memory before the model is partitioned. Build it outside smp.delay_param_initialization"
         )
 

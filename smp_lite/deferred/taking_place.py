@@ -47,24 +47,32 @@ class Waiting:
             if type(found) is DeferredTensor:
                 self._in_memory.setdefault(found.smp_memory, []).append(found)
         self._buffers = {id(buffer) for buffer in root.buffers()}
-        self._names = {id(tensor): name for name, tensor in root.named_parameters()}
+        self._names = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
         self._of_parameters = {p.smp_memory for p in root.parameters() if is_deferred(p)}  # type: ignore[attr-defined]
 
     def check(self) -> None:
         """Raises SMPError if a parameter's object could not become a real one."""
         for memory in self._of_parameters:
             for tensor in self._in_memory.get(memory, ()):
-                if id(tensor) in self._names:
+                if isinstance(tensor, nn.Parameter) and id(tensor) in self._names:
                     _check_free(tensor, f"the parameter {self._names[id(tensor)]!r}")
 
     def make_others(self) -> None:
         """Makes what is no parameter: buffers, and tensors that modules or scripts have kept."""
         buffers = {id(b): b for b in self.root.buffers() if is_deferred(b)}
         for memory in [m for m in self._in_memory if m not in self._of_parameters]:
-            self._make_all_in(memory)
+            tensors = self._in_memory[memory]
+            if any(isinstance(tensor, nn.Parameter) for tensor in tensors):
+                continue  # of another model, which is made when its turn comes
+            try:
+                self._make_all_in(memory)
+            except SMPError:
+                if any(id(tensor) in buffers for tensor in tensors):
+                    raise
+                # Whoever uses it is told.
         for buffer in buffers.values():
             if is_deferred(buffer):  # it lies in a parameter's memory, which other ranks may have
-                _become(buffer, buffer.smp_value())
+                self._become(buffer, buffer.smp_value())
 
     def make(self, parameters: Iterable[torch.Tensor]) -> None:
         """Makes these parameters, one memory at a time."""
@@ -84,7 +92,20 @@ class Waiting:
                 continue  # it cannot become another one, but makes itself where it is used
             with plainly():
                 real = tensor.smp_place.tensor(storage)
-            _become(tensor, real)
+            self._become(tensor, real)
+
+    def _become(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        try:
+            _become(tensor, value)
+        except RuntimeError as error:  # of torch, which counts who refers to it
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            name = self._names.get(id(tensor))
+            what = f"a tensor of shape {list(value.shape)}" if name is None else f"the {kind} {name!r}"
+            raise SMPError(
+                f"{what}, whose initialization is delayed, cannot be made: a view of it or a weak reference "
+                "to it is kept (another buffer that is a view of it, for example), which would go on meaning "
+                "a tensor without memory. Keep a clone instead, or build that module without delay"
+            ) from error
 
     def forget(self) -> None:
         """Nobody waits for the rest; its tensors make themselves where they are used."""
@@ -96,7 +117,11 @@ class Waiting:
 
 
 def _become(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """A deferred tensor is that real one from now on."""
+    """A deferred tensor is that real one from now on.
+
+    Raises:
+        RuntimeError: somebody refers to it in a way that torch cannot follow.
+    """
     is_parameter = isinstance(tensor, nn.Parameter)
     with torch.no_grad():
         real: Any = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
@@ -110,20 +135,16 @@ def _become(tensor: torch.Tensor, value: torch.Tensor) -> None:
             real._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
         tensor.grad = None
     real.__dict__.update(script_attributes(tensor))
-    try:
-        torch.utils.swap_tensors(tensor, real)
-    except RuntimeError as error:
-        raise SMPError(
-            f"a {'parameter' if is_parameter else 'tensor'} of shape {list(value.shape)} whose "
-            f"initialization is delayed cannot be made: {str(error).splitlines()[0]}. Keep no view of it and "
-            "no weak reference to it until the first step, or build it without delay"
-        ) from error
+    torch.utils.swap_tensors(tensor, real)
 
 
 def _check_free(tensor: torch.Tensor, what: str) -> None:
     held = "a weak reference to it" if weakref.getweakrefs(tensor) else ""
     if not held and tensor._use_count() > 2:  # type: ignore[attr-defined]
-        held = "a view of it, or a result of it that requires gradients"
+        held = (
+            "a view of it, or a result of it that requires gradients (as torch.nn.utils.weight_norm does; "
+            "torch.nn.utils.parametrizations.weight_norm does not)"
+        )
     if held:
         raise SMPError(
             f"{what} is not initialized yet, and the script keeps {held}, which would go on meaning a tensor "

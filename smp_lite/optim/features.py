@@ -21,15 +21,15 @@ from ..nn.guarding import unguarded
 from ..record.parameters.away import is_away
 from ..record.source_line import warn_once_at_user_line
 from ..session import Session
-from .groups import Groups
 from .half.loss_scaler import scaler_of
 from .half.loss_scaling import LossScaling
 from .half.types import half_type
-from .norms import clip_grad_norm_
+from .norms.whole_model import clip_grad_norm_
 from .optimizer_check import check_pieces
-from .split_state import piece_of_state
-from .stand_ins import StandIns
-from .state_loading import OptimizerState
+from .state.groups import Groups
+from .state.loading import OptimizerState
+from .state.split import piece_of_state
+from .state.stand_ins import StandIns
 
 __all__ = ["Features"]
 

@@ -6,14 +6,14 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from ..smp_v1.names import under
-from .norms import clip_grad_norm_, refuse_inside_step
+from .norms.whole_model import clip_grad_norm_, refuse_inside_step
 
 if TYPE_CHECKING:
     from ..session import Session
     from .features import Features
-    from .groups import Groups
     from .half.loss_scaler import LossScaler
-    from .state_loading import OptimizerState
+    from .state.groups import Groups
+    from .state.loading import OptimizerState
 
 __all__ = ["MISSING", "NamesOfFP16"]
 

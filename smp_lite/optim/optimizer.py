@@ -2,8 +2,8 @@
 
 Follows the SMP API reference ("smdistributed.modelparallel.torch.DistributedOptimizer"). Each rank keeps
 optimizer state for its own stage only, and with ``shard_optimizer_state`` for its piece of that. What is in
-the groups when is :mod:`.groups`'s business; master weights and pieces are :mod:`.stand_ins`; state dicts
-:mod:`.state_dicts`.
+the groups when is :mod:`.state.groups`'s business; master weights and pieces are :mod:`.state.stand_ins`;
+state dicts :mod:`.state.dicts`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..record.parameters.away import is_away, needed
 from .checked_settings import CheckedSettings
 from .closures import step_with_closure
 from .features import Features
-from .groups import Groups
 from .half.loss_scaler import ARGUMENTS
 from .inner import check_around, check_methods, torch_optimizer
 from .names_of_fp16 import MISSING, NamesOfFP16
-from .norms import refuse_inside_step
+from .norms.whole_model import refuse_inside_step
 from .sharded_names import SHARDED_NAMES, ShardedNames
-from .state_loading import OptimizerState
+from .state.groups import Groups
+from .state.loading import OptimizerState
 
 _OWN = frozenset(
     [
@@ -240,10 +240,14 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         del self.optimizer.found_inf  # type: ignore[attr-defined]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; only before partition, where all ranks see the same parameters."""
+        """Adds a group; only before partition, where all ranks see the same parameters. (A model of one
+        partition is partitioned when it is wrapped.)"""
         assert self._session.model is not None
         if self._session.model.partitioned:
-            raise SMPError("add_param_group after partition: add the group before the first step")
+            raise SMPError(
+                "add_param_group after partition: give every group to the optimizer before "
+                "smp.DistributedOptimizer wraps it; one that is to learn later can have lr=0 until then"
+            )
         self.optimizer.add_param_group(param_group)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
@@ -351,6 +355,12 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
     def wait_for_state(self, waits: bool) -> None:
         """The first step reads the state, and loads it; or it has done so."""
         self._state.pending = {} if waits else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise SMPError(
+            "copy.deepcopy of an smp.DistributedOptimizer: it belongs to the ranks' parameters and exists "
+            "once. Keep copy.deepcopy(optimizer.state_dict()) instead, and load it"
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name in ("optimizer", "_torchs"):  # not set yet: unpickling, copying

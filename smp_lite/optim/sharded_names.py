@@ -22,12 +22,12 @@ from ..errors import MissingAttribute, SMPError
 from ..nn.guarding import plain, unguarded
 from ..record.parameters.away import is_away
 from ..runtime.sharded.slices import slice_of
-from .norm_exchange import Call, Item, total_norm
-from .norm_parts import FOREIGN
+from .norms.exchange import Call, Item, total_norm
+from .norms.parts import FOREIGN
 
 if TYPE_CHECKING:
     from ..session import Session
-    from .groups import Groups
+    from .state.groups import Groups
 
 __all__ = ["SHARDED_NAMES", "ShardedNames"]
 

@@ -29,7 +29,7 @@ from ..record.values.placed import TensorMeta
 from .commands import CommandRunner, RealRun
 from .failure import Failure
 from .microbatch import MicrobatchState, edge_of
-from .offload import ActivationOffload
+from .offloading.offload import ActivationOffload
 from .random_streams import RandomStreams
 from .sharded.parameters import ShardedParameters
 

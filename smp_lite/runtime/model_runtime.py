@@ -30,7 +30,7 @@ from ..record.source_line import warn_once_at_user_line
 from .executor import StageExecutor
 from .failure import error_like, failure_kind
 from .gradients import GradientBooks
-from .offload import ActivationOffload
+from .offloading.offload import ActivationOffload
 from .random_streams import RandomStreams
 from .reduction.reductions import Reductions, broadcast_parameters, rule_of
 from .reduction.replicated_gradients import check_replicated_gradients, check_results

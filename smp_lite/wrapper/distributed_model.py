@@ -20,7 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import session as session_module
 from ..errors import SMPError
-from ..optim.own_parameters import PARTIAL_KEY, OwnParameters
+from ..optim.half.types import half_type
+from ..optim.state.own_parameters import PARTIAL_KEY, OwnParameters
 from ..plan.partition import ModuleCost, Partition
 from ..record.parameters.placement import Placement
 from ..record.state.ambient import refuse_transformations
@@ -32,7 +33,7 @@ from ..tensor_parallel.replacement import replace_marked, translations
 from ..tensor_parallel.splitting import refuse_own_batches
 from .activation_checkpointing import check_marked, group_marked
 from .delayed import begin_without_data, lacks, prepare_delayed
-from .half_precision import HalfPrecision
+from .half_precision import HalfPrecision, check_cast
 from .hops import end_hops
 from .lazy_modules import has_lazy_modules, initialise_lazy_modules
 from .model_with_state import ModelWithState
@@ -393,9 +394,27 @@ class DistributedModel(ModelWithState):
                 "moves parameters itself, so remove the call"
             )
         if dtype is not None:
-            if self._runtime is not None:
-                raise SMPError(f"model.to({dtype}) after partition: convert the model before wrapping it")
+            check_cast(
+                f"model.to({dtype})", self.module, dtype, half_type(self._session.cfg), self.partitioned
+            )
             self.module.to(dtype=dtype)
+        return self
+
+    def float(self) -> DistributedModel:
+        return self._cast("float", torch.float32)
+
+    def double(self) -> DistributedModel:
+        return self._cast("double", torch.float64)
+
+    def half(self) -> DistributedModel:
+        return self._cast("half", torch.float16)
+
+    def bfloat16(self) -> DistributedModel:
+        return self._cast("bfloat16", torch.bfloat16)
+
+    def _cast(self, name: str, dtype: torch.dtype) -> DistributedModel:
+        check_cast(f"model.{name}()", self.module, dtype, half_type(self._session.cfg), self.partitioned)
+        getattr(self.module, name)()
         return self
 
     # Data parallelism ---------------------------------------------------------------------------------------

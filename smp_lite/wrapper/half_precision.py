@@ -22,7 +22,7 @@ from ..optim.half.types import half_type
 from ..record.values.structure import map_leaves
 from ..session import Session
 
-__all__ = ["HalfPrecision"]
+__all__ = ["HalfPrecision", "check_cast"]
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HALF = (torch.float16, torch.bfloat16)
@@ -140,3 +140,24 @@ class HalfPrecision:
 
 def _is_of(leaf: Any, kinds: tuple[torch.dtype, ...]) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dtype in kinds
+
+
+def check_cast(
+    asked: str, module: nn.Module, dtype: torch.dtype, trained_in: torch.dtype | None, partitioned: bool
+) -> None:
+    """Raises SMPError where a wrapped model cannot be converted: with master weights of one precision, or
+    after partition, when gradients and buckets have their types.
+
+    Args:
+        asked: the call, for the error.
+        module: the wrapped module.
+        dtype: what its floating parameters and buffers are to become.
+        trained_in: the type of ``fp16`` or ``bf16``; None without.
+        partitioned: whether the model is.
+    """
+    if trained_in is not None and dtype != trained_in:
+        key = "fp16" if trained_in == torch.float16 else "bf16"
+        raise SMPError(f"{asked} of a model that is trained in {trained_in} ({key}: True): leave one out")
+    state = (*module.parameters(), *module.buffers())
+    if partitioned and any(tensor.is_floating_point() and tensor.dtype != dtype for tensor in state):
+        raise SMPError(f"{asked} after partition: convert the model before wrapping it")

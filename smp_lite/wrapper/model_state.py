@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import SMPError
 from ..nn.guarding import unguarded
 from ..nn.layout import layout_of, part_of, whole_of
-from ..optim.own_parameters import PARTIAL_KEY, check_mark, partial_mark
+from ..optim.state.own_parameters import PARTIAL_KEY, check_mark, partial_mark
 from ..record.parameters.away import is_away
 from ..record.parameters.placement import FOREIGN, SPLIT
 from ..runtime.model_runtime import ModelRuntime

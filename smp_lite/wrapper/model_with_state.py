@@ -7,7 +7,7 @@ from typing import Any, Self
 from torch import nn
 
 from ..errors import SMPError
-from ..optim.own_parameters import PARTIAL_KEY
+from ..optim.state.own_parameters import PARTIAL_KEY
 from ..runtime.model_runtime import ModelRuntime
 from ..session import Session
 from .gathering import Brought, bring, put_back

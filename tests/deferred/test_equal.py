@@ -70,6 +70,7 @@ _MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", _MODELS)
 def test_parameters_and_generator(name: str) -> None:
     torch.manual_seed(3)
@@ -128,6 +129,21 @@ def test_a_constant_that_changes_is_an_error() -> None:
         made.tolist()
 
 
+def test_another_model_that_waits_neither_costs_memory_nor_fails() -> None:
+    given = torch.ones(200, 200)
+    with deferring():
+        wrong, other, net = nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2)
+        wrong.register_buffer("given", torch.zeros(200, 200).copy_(given))
+    given[3, 4] = 2
+    waiting = Waiting(net)
+    waiting.make_others()
+    waiting.make(net.parameters())
+    assert not any(map(is_deferred, (net.weight, net.running_mean)))
+    assert is_deferred(other.weight)
+    with pytest.raises(smp.SMPError, match="changed afterwards"):
+        Waiting(wrong).make_others()
+
+
 def test_refusals_name_what_they_refuse() -> None:
     class Own(nn.Parameter):
         pass
@@ -136,8 +152,17 @@ def test_refusals_name_what_they_refuse() -> None:
         with pytest.raises(smp.SMPError, match="Own cannot be made"):
             Own(torch.empty(3))
         kept = nn.Linear(3, 3)
-    with pytest.raises(smp.SMPError, match="has no memory before"):
-        kept.weight.data_ptr()
+    for asked in ("data_ptr", "storage", "untyped_storage", "share_memory_", "__dlpack__"):
+        with pytest.raises(smp.SMPError, match="has no memory before"):
+            getattr(kept.weight.detach(), asked)()
+    with deferring():
+        viewed, normed = nn.BatchNorm1d(3), nn.utils.spectral_norm(nn.Linear(3, 3))
+        viewed.register_buffer("first", viewed.running_mean[:1])
+    with pytest.raises(smp.SMPError, match=r"the buffer '.*', whose init.* cannot be made"):
+        Waiting(viewed).make_others()
+    smp.init_in_memory({"partitions": 2})
+    with pytest.raises(smp.SMPError, match="could not be described without its data"):
+        smp.step(smp.DistributedModel(nn.Sequential(normed, nn.Linear(3, 3))))(torch.ones(4, 3))
     view = kept.weight[0]
     with pytest.raises(smp.SMPError, match="the parameter 'weight' is not initialized yet"):
         Waiting(kept).check()

@@ -26,6 +26,7 @@ _LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [

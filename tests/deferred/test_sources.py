@@ -15,6 +15,7 @@ from tests.harness import run_distributed
 _TWO = {"partitions": 2, "microbatches": 2, "ddp": False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tag", ["fullmodel.pt", "one", "several", "several/model.safetensors.index.json"])
 def test_a_whole_checkpoint_is_loaded_tensor_by_tensor(tag: str, tmp_path: Path) -> None:
     torch.manual_seed(1)

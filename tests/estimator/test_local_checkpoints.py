@@ -35,6 +35,7 @@ def test_one_folder_serves_jobs_with_different_checkpoints(tmp_path: Path) -> No
         assert os.listdir(tmp_path / "jobs" / f"checkpoints-{number}") == ["step-1"]
 
 
+@pytest.mark.slow
 def test_a_link_to_nowhere_is_replaced_and_a_link_of_the_user_stays(tmp_path: Path) -> None:
     local = tmp_path / "checkpoints"
     local.symlink_to(tmp_path / "gone")

@@ -30,6 +30,7 @@ def failure_of(job: PyTorch, directory: Path, inputs: Any = None) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_an_exception_comes_with_its_traceback(tmp_path: Path) -> None:
     job = estimator(tmp_path, KEEP + "if rank == 1: raise RuntimeError('the cause')\ntime.sleep(60)")
     text = failure_of(job, tmp_path)
@@ -51,6 +52,7 @@ def test_an_exit_code_is_told_with_the_last_lines(tmp_path: Path) -> None:
     assert files_in(job.model_data) == {"weights.txt": "up to here"}
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     job = estimator(
         tmp_path,
@@ -62,6 +64,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert "last words" in text
 
 
+@pytest.mark.slow
 def test_a_host_that_cannot_say_why_it_failed_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +86,7 @@ def test_binary_output_does_no_harm(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "\ufffd" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_job_over_its_time_is_ended_and_keeps_its_outputs(tmp_path: Path) -> None:
     job = estimator(
         tmp_path,
@@ -96,6 +100,7 @@ def test_a_job_over_its_time_is_ended_and_keeps_its_outputs(tmp_path: Path) -> N
     assert job.latest_training_job.describe()["SecondaryStatus"] == "MaxRuntimeExceeded"
 
 
+@pytest.mark.slow
 def test_a_host_that_never_comes_is_named(tmp_path: Path) -> None:
     job = estimator(tmp_path, "", instance_count=2, environment={"SMP_LITE_HOST_LIMIT_S": "3"})
     # Installing what the script requires takes for ever, but on the second host only.
@@ -119,6 +124,7 @@ def build_wheel(directory, config_settings=None, metadata_directory=None):
     assert "AlgorithmError: host(s) algo-2 did not come within 3 s" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -139,11 +145,13 @@ def test_an_output_path_that_is_no_address_is_refused_at_once(tmp_path: Path) ->
         job.fit(logs="None")
 
 
+@pytest.mark.slow
 def test_the_input_mode_of_the_job_counts_for_its_channels(tmp_path: Path) -> None:
     text = failure_of(estimator(tmp_path, "", input_mode="Pipe"), tmp_path, {"train": tmp_path.as_uri()})
     assert "channel 'train': input mode 'Pipe' is not supported in local mode: use 'File'" in text
 
 
+@pytest.mark.slow
 def test_outputs_are_kept_when_the_script_removes_a_folder_for_them(tmp_path: Path) -> None:
     script = """
 import shutil
@@ -156,6 +164,7 @@ if rank == 0:
     assert files_in(job.model_data) == {"weights": ""}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
@@ -168,6 +177,7 @@ def test_a_channel_that_is_not_there_is_named(tmp_path: Path, inputs: Any, messa
     assert f"ClientError: {message}" in text
 
 
+@pytest.mark.slow
 def test_a_source_that_is_no_archive_is_named(tmp_path: Path) -> None:
     job = estimator(tmp_path, "")
     archive = tmp_path / "jobs" / "code.tar.gz"
@@ -178,6 +188,7 @@ def test_a_source_that_is_no_archive_is_named(tmp_path: Path) -> None:
     assert "code.tar.gz' could not be unpacked as a tar.gz archive" in text
 
 
+@pytest.mark.slow
 def test_a_requirement_that_does_not_exist_is_named(tmp_path: Path) -> None:
     job = estimator(tmp_path, "")
     (tmp_path / "source" / "requirements.txt").write_text("./no-such-package\n")
@@ -186,6 +197,7 @@ def test_a_requirement_that_does_not_exist_is_named(tmp_path: Path) -> None:
     assert "no-such-package" in text
 
 
+@pytest.mark.slow
 def test_model_parallelism_without_mpi_is_refused_by_the_host(tmp_path: Path) -> None:
     # The SDK lets it through and the job would be one process.
     options = distribution()
@@ -194,6 +206,7 @@ def test_model_parallelism_without_mpi_is_refused_by_the_host(tmp_path: Path) ->
     assert "mp_parameters are given, but sagemaker_mpi_enabled is not true" in text
 
 
+@pytest.mark.slow
 def test_parameters_that_do_not_fit_the_processes_are_refused_by_the_host(tmp_path: Path) -> None:
     text = failure_of(estimator(tmp_path, "", distribution=distribution(processes=3)), tmp_path)
     assert "3" in text

@@ -17,6 +17,7 @@ from tests.estimator.jobs import distribution, estimator, files_in, outputs_of, 
 pytestmark = pytest.mark.sampled(3)
 
 
+@pytest.mark.slow
 def test_a_script_gets_its_environment_arguments_and_channels(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
@@ -70,6 +71,7 @@ if rank == 1:
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_the_environment_of_the_request_reaches_the_script(tmp_path: Path) -> None:
     job = estimator(
         tmp_path,
@@ -80,6 +82,7 @@ def test_the_environment_of_the_request_reaches_the_script(tmp_path: Path) -> No
     assert outputs_of(job) == {"word": "given named"}
 
 
+@pytest.mark.slow
 def test_what_the_user_gives_arrives_whatever_its_name_and_depth(tmp_path: Path) -> None:
     job = estimator(
         tmp_path,
@@ -102,6 +105,7 @@ if rank == 0:
     assert json.loads(job.latest_training_job.describe()["HyperParameters"]["startTime"]) == "soon"
 
 
+@pytest.mark.slow
 def test_output_that_the_screen_has_no_letters_for_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +116,7 @@ def test_output_that_the_screen_has_no_letters_for_does_no_harm(
     assert "[0] ? caf\u00e9\n" in shown
 
 
+@pytest.mark.slow
 def test_local_code_of_the_sdk_has_no_effect(tmp_path: Path) -> None:
     job = estimator(tmp_path, 'output("ran", "")')
     job.sagemaker_session.config = {"local": {"local_code": True}}
@@ -119,6 +124,7 @@ def test_local_code_of_the_sdk_has_no_effect(tmp_path: Path) -> None:
     assert outputs_of(job) == {"ran": ""}
 
 
+@pytest.mark.slow
 def test_lines_are_shown_with_their_rank_while_the_job_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +135,7 @@ def test_lines_are_shown_with_their_rank_while_the_job_runs(
     assert "[1] line from 1\n" in shown
 
 
+@pytest.mark.slow
 def test_hosts_are_told_apart(tmp_path: Path) -> None:
     job = estimator(
         tmp_path,
@@ -148,6 +155,7 @@ output(f"{rank}", json.dumps({**facts, "cwd": os.getcwd(), "group": os.getpgid(0
     assert len({facts[rank]["group"] for rank in facts}) == 4
 
 
+@pytest.mark.slow
 def test_each_host_gets_its_share_of_a_sharded_channel(tmp_path: Path) -> None:
     from sagemaker.inputs import TrainingInput
 
@@ -167,6 +175,7 @@ def test_each_host_gets_its_share_of_a_sharded_channel(tmp_path: Path) -> None:
     assert outputs_of(job) == {"0": "ac", "1": "ac", "2": "bd", "3": "bd"}
 
 
+@pytest.mark.slow
 def test_dependencies_and_requirements_are_there_and_this_python_is_left_alone(tmp_path: Path) -> None:
     wheel = write_wheel(tmp_path, "smp_lite_test_package", "WORD = 'required'\n")
     helper = tmp_path / "helper_package"
@@ -187,6 +196,7 @@ output("words", helper_package.WORD + ", " + smp_lite_test_package.WORD)
         __import__("smp_lite_test_package")
 
 
+@pytest.mark.slow
 def test_checkpoints_are_found_again_by_the_next_job(tmp_path: Path) -> None:
     script = """
 directory = sys.argv[sys.argv.index("--checkpoints") + 1]
@@ -209,12 +219,14 @@ if rank == 0:
     assert sorted(os.listdir(checkpoints)) == ["step-0", "step-1"]
 
 
+@pytest.mark.slow
 def test_a_job_without_model_parallelism_is_one_process(tmp_path: Path) -> None:
     job = estimator(tmp_path, 'output("size", str(world.size))', distribution=None)
     job.fit(logs="None")
     assert outputs_of(job) == {"size": "1"}
 
 
+@pytest.mark.slow
 def test_a_local_fit_calls_nobody(tmp_path: Path) -> None:
     """In a process of its own: an audit hook sees every connection, and there are no credentials."""
     program = textwrap.dedent(
@@ -249,6 +261,7 @@ def test_a_local_fit_calls_nobody(tmp_path: Path) -> None:
     assert "telemetry" not in result.stderr
 
 
+@pytest.mark.slow
 def test_the_same_name_twice_is_refused(tmp_path: Path) -> None:
     job = estimator(tmp_path, "")
     job.fit(job_name="once", logs="None")
@@ -262,6 +275,7 @@ def test_processes_of_all_hosts_must_fit_the_partitions(tmp_path: Path) -> None:
         job.fit(logs="None")
 
 
+@pytest.mark.slow
 def test_a_script_of_smp_v1_runs_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It imports smdistributed.modelparallel.torch, and speaks of CUDA."""
     job = estimator(

@@ -53,6 +53,7 @@ def test_jobs_deep_in_the_source_and_in_a_dependency_are_left_out(tmp_path: Path
     assert job.dependencies == [str(source / "runs")]
 
 
+@pytest.mark.slow
 def test_a_dry_run_leaves_them_out_too(tmp_path: Path) -> None:
     jobs = tmp_path / "source" / "jobs"
     an_earlier_job(jobs, tmp_path / "nowhere")  # which packing could not follow
@@ -66,6 +67,7 @@ def test_jobs_that_lie_among_the_source_are_refused(tmp_path: Path) -> None:
         job.prepare_workflow_for_training("refused")
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", [".", "./"])
 def test_a_dependency_without_a_name_keeps_its_place(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -74,6 +74,7 @@ def test_an_end_that_cannot_be_written_is_told_all_the_same(tmp_path: Path) -> N
     assert record.has_ended()
 
 
+@pytest.mark.slow
 def test_a_later_session_attaches_to_an_ended_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tags = [{"Key": "owner", "Value": "me"}]
     job = estimator(tmp_path, "say('told before')\nif rank == 0: model('weights', '1')", tags=tags)

@@ -71,6 +71,7 @@ def test_a_job_is_described_watched_and_stopped_while_it_runs(
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_script_that_ignores_the_notice_is_ended_after_its_grace(tmp_path: Path) -> None:
     job = estimator(
         tmp_path, "model('started', '')\ntime.sleep(600)", environment={"SMP_LITE_GRACE_S": "0.5"}
@@ -84,6 +85,7 @@ def test_a_script_that_ignores_the_notice_is_ended_after_its_grace(tmp_path: Pat
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_host_that_dies_is_noticed_while_the_first_one_waits(tmp_path: Path) -> None:
     job = estimator(tmp_path, "", instance_count=2)
     # The second host does not come to say that it is there: it is busy installing.
@@ -124,6 +126,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 def test_an_interrupted_fit_stops_the_job_and_raises(tmp_path: Path) -> None:
     started = tmp_path / "jobs" / "left" / "hosts" / "algo-1" / "model" / "started"
     with subprocess.Popen(
@@ -152,6 +155,7 @@ job.fit(wait=False, job_name="left")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["returns", "is killed"])
 def test_a_job_ends_with_the_python_that_started_it(tmp_path: Path, how: str) -> None:
     started = tmp_path / "jobs" / "left" / "hosts" / "algo-1" / "model" / "started"

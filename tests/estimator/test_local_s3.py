@@ -39,6 +39,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     server.stop()
 
 
+@pytest.mark.slow
 def test_data_code_checkpoints_and_outputs_can_all_be_in_s3(s3: Any, tmp_path: Path) -> None:
     for key in ("a.txt", "deep/b.txt"):
         s3.put_object(Bucket=BUCKET, Key=f"my_training_data/{key}", Body=key.encode())
@@ -78,6 +79,7 @@ def test_a_channel_without_objects_is_named(s3: Any, tmp_path: Path) -> None:
         job.fit(f"s3://{BUCKET}/x", logs="None")
 
 
+@pytest.mark.slow
 def test_a_bucket_that_does_not_exist_is_named(s3: Any, tmp_path: Path) -> None:
     job = estimator(tmp_path, "")
     with pytest.raises(
@@ -86,6 +88,7 @@ def test_a_bucket_that_does_not_exist_is_named(s3: Any, tmp_path: Path) -> None:
         job.fit("s3://no-such-bucket/x", logs="None")
 
 
+@pytest.mark.slow
 def test_output_that_cannot_be_uploaded_is_kept_and_said(s3: Any, tmp_path: Path) -> None:
     session = LocalMPISession(tmp_path / "jobs")
     job = estimator(
@@ -140,6 +143,7 @@ def test_names_that_cannot_be_files_side_by_side_are_named(s3: Any, tmp_path: Pa
         store.download(uri, store.keys(uri), tmp_path / "channel")
 
 
+@pytest.mark.slow
 def test_the_credentials_and_the_endpoint_of_the_session_are_those_of_the_job(
     s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +163,7 @@ def test_the_credentials_and_the_endpoint_of_the_session_are_those_of_the_job(
     assert files_in(job.model_data) == {"0": "", "1": ""}
 
 
+@pytest.mark.slow
 def test_source_code_that_is_not_there_is_named(s3: Any, tmp_path: Path) -> None:
     job = estimator(tmp_path, "", source_dir=f"s3://{BUCKET}/code.tar.gz")
     with pytest.raises(

@@ -92,6 +92,7 @@ def run_driver(root: Path, **environment: str) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.slow
 def test_the_driver_runs_the_job_of_a_v3_container(container: Path) -> None:
     result = run_driver(container)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -99,6 +100,7 @@ def test_the_driver_runs_the_job_of_a_v3_container(container: Path) -> None:
     assert_ranks_of_two_hosts(container)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("in_file", "in_environment", "message"),
     [

@@ -64,6 +64,7 @@ def test_a_wrong_distribution_is_refused_at_once(estimator_class: Any, tmp_path:
         estimator_class(**arguments)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("estimator_class", [PyTorch, Estimator])
 @pytest.mark.parametrize(
     ("attribute", "value", "text"),
@@ -104,6 +105,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, sealed: Any) -> Non
         PyTorch(**arguments).fit(EXAMPLE_INPUTS)
 
 
+@pytest.mark.slow
 def test_jobs_before_it_are_neither_read_nor_sent(tmp_path: Path) -> None:
     session = LocalMPISession(tmp_path / "source" / "jobs")
     changes = {"instance_type": "local", "distribution": None, "sagemaker_session": session}
@@ -159,6 +161,7 @@ def test_a_local_job_needs_neither_versions_nor_an_image_nor_a_session(
     assert estimator.image_uri == "smp-lite-local"
 
 
+@pytest.mark.slow
 def test_a_local_job_runs_with_a_rank_for_each_partition(tmp_path: Path) -> None:
     distribution = example_distribution()
     del distribution["mpi"]["processes_per_host"]
@@ -174,6 +177,7 @@ def test_a_local_job_runs_with_a_rank_for_each_partition(tmp_path: Path) -> None
         assert model.extractfile("size").read() == b"2"
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["hyperparameters", "instance_type", "instance_count"])
 def test_a_step_of_a_pipeline_may_have_variables(name: str, tmp_path: Path) -> None:
     variable = ParameterString("P", default_value="ml.p3.16xlarge")
@@ -219,6 +223,7 @@ def test_it_takes_its_arguments_by_position_as_the_sdk_does(tmp_path: Path) -> N
     assert estimator.source_dir == str(tmp_path / "source")
 
 
+@pytest.mark.slow
 def test_importing_the_estimators_is_quiet_and_loads_no_torch() -> None:
     program = (
         "import sys\nfrom smp_lite.estimator import PyTorch\nprint({'torch', 'mpi4py'} & set(sys.modules))"

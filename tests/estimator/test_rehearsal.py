@@ -71,6 +71,7 @@ def refusal_of_the_launch(folder: Path, arguments: dict[str, Any]) -> str:
     raise AssertionError("the launch refuses nothing")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", one_in(2, REFUSED_BY_THE_LAUNCH))
 def test_what_the_launch_refuses_is_refused_before(job: str, tmp_path: Path) -> None:
     arguments = local_job(tmp_path, **REFUSED_BY_THE_LAUNCH[job])
@@ -97,6 +98,7 @@ def test_our_entry_point_in_an_image_of_the_users_needs_python(tmp_path: Path) -
         PyTorch(**arguments).dry_run(EXAMPLE_INPUTS)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -149,6 +149,7 @@ def arguments_of(job: str, source_dir: Path) -> dict[str, Any]:
     return arguments
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.usefixtures("aws")
 @pytest.mark.parametrize("job", one_in(2, JOBS))
 def test_a_dry_run_is_what_fit_sends_and_the_service_accepts(job: str, tmp_path: Path) -> None:
@@ -185,6 +186,7 @@ NOT_SENT = [
 ]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("changes", "inputs", "text"), NOT_SENT)
 @pytest.mark.usefixtures("aws")
 def test_a_dry_run_refuses_what_the_client_refuses(
@@ -206,6 +208,7 @@ INPUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("aws")
 @pytest.mark.parametrize("number", range(len(INPUTS)))
 def test_every_kind_of_inputs_is_told(number: int, tmp_path: Path) -> None:
@@ -304,6 +307,7 @@ def test_the_generic_estimator_sends_the_same_hyperparameters(tmp_path: Path) ->
     assert generic["InputDataConfig"] == ours["InputDataConfig"]
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_local_job_is_told_too(tmp_path: Path) -> None:
     from smp_lite.estimator import LocalMPISession
 
@@ -326,6 +330,7 @@ def of_two_hosts(source_dir: Path, **changes: Any) -> PyTorch:
     return PyTorch(**arguments_of("an image of the user's", source_dir) | {"instance_count": 2, **changes})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("aws")
 def test_each_job_over_several_hosts_gets_a_secret_of_its_own(tmp_path: Path) -> None:
     estimator = of_two_hosts(tmp_path / "source", environment={"A": "b"})

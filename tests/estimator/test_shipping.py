@@ -131,6 +131,7 @@ def start_container(
     )
 
 
+@pytest.mark.slow
 def test_a_container_of_a_foreign_image_runs_the_job(container: Path) -> None:
     result = start_container(container)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -141,6 +142,7 @@ def test_a_container_of_a_foreign_image_runs_the_job(container: Path) -> None:
     assert parameters["partitions"] == 2
 
 
+@pytest.mark.slow
 def test_what_pip_cannot_install_is_the_failure(container: Path, tmp_path: Path) -> None:
     require(container, "no-such-package-for-smp-lite==1")
     result = start_container(container)

@@ -89,6 +89,7 @@ VARIANTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ["fp16", "bf16"])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -103,6 +104,7 @@ def test_variants(variant: str, mode: str) -> None:
     check(found, expected)
 
 
+@pytest.mark.slow
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     for poisoned in (1, 3):
         scaling = {"static_loss_scale": 1024.0}
@@ -136,6 +138,7 @@ def test_tensor_parallelism_is_close() -> None:
         torch.testing.assert_close(rank["masters"], expected["masters"], rtol=0.0, atol=1e-4)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("mode", "kind", "changed"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +17,6 @@ import smp_lite as smp
 from tests.half import reference
 from tests.half.cases import build, net
 from tests.tensor.runtime_cases import batches
-
-
-@pytest.fixture(autouse=True)
-def _session() -> Iterator[None]:
-    smp.reset()
-    yield
-    smp.reset()
 
 
 def session(mode: str = "fp16", *, optimizer: str = "AdamW", partitions: int = 1, **scaling: Any) -> Any:
@@ -232,6 +224,23 @@ def test_a_parameter_of_another_type_is_refused() -> None:
     model.get_module().out.double()
     with pytest.raises(TypeError, match=r"float64; masters are made of float16 and bfloat16"):
         smp.DistributedOptimizer(build(model.parameters()))
+
+
+def test_a_wrapped_model_is_not_converted_to_another_type() -> None:
+    smp.init_in_memory({"partitions": 1, "fp16": True})
+    model = smp.DistributedModel(net())
+    assert model.half() is model
+    for convert in (model.float, model.double, model.bfloat16, lambda: model.to(torch.float32)):
+        with refuses(r"trained in torch\.float16 \(fp16: True\)"):
+            convert()
+
+
+def test_a_partitioned_model_is_not_converted() -> None:
+    smp.init_in_memory({"partitions": 1})
+    model = smp.DistributedModel(net())
+    assert model.float() is model
+    with refuses(r"model\.half\(\) after partition"):
+        model.half()
 
 
 def test_a_float32_part_is_stepped_itself_with_unscaled_gradients() -> None:

@@ -58,6 +58,7 @@ VARIANTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_training_is_the_same_to_the_bit(variant: str) -> None:
@@ -85,6 +86,7 @@ def test_each_replica_keeps_its_part_of_the_state() -> None:
         assert ELEMENTS <= mine["elements"] <= ELEMENTS + num_parameters  # of two states, half each, padded
 
 
+@pytest.mark.slow
 def test_half_precision_with_shards_is_that_of_one_process_to_the_bit() -> None:
     scaling = {"dynamic_loss_scale": True, "init_scale": 2.0**20, "scale_window": 2}
     found = run_distributed(
@@ -140,6 +142,7 @@ def test_optimizers_of_whole_parameters_are_refused() -> None:
         assert "LBFGS with shard_optimizer_state: it keeps the parameters as '_params'" in found["LBFGS"]
 
 
+@pytest.mark.slow
 def test_what_scripts_see_of_shards(tmp_path: Path) -> None:
     parameters = {**PLAIN, "shard_optimizer_state": True}
     found = run_distributed(f"{CASES}:views", 2, kwargs={"parameters": parameters, "path": str(tmp_path)})
@@ -155,6 +158,7 @@ def test_what_scripts_see_of_shards(tmp_path: Path) -> None:
         assert theirs in rank["other"] and mine in rank["other"]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("kind", "more", "changed"),
     [

@@ -15,6 +15,7 @@ ROUNDED = 2e-4
 """Sums of other order, after several steps of AdamW."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt2", "bert", "t5", "llama", "gpt2-untied", "token-bert", "regression"])
 @pytest.mark.sampled(7)
 def test_a_pipeline_is_the_plain_trainer_to_the_bit(tmp_path: Path, model: str) -> None:
@@ -23,6 +24,7 @@ def test_a_pipeline_is_the_plain_trainer_to_the_bit(tmp_path: Path, model: str) 
     assert_same(plain, ours, 1e-6 if model == "t5" else 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -58,6 +60,7 @@ def test_training_arguments_mean_what_they_mean_to_the_plain_trainer(
     assert_same(plain, ours)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("model", "arguments"),
     [
@@ -83,6 +86,7 @@ def test_microbatches_make_the_loss_of_the_batch(
     assert_same(plain, ours, 0.05 if "bf16" in arguments else ROUNDED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "ranks", "parameters"),
     [

@@ -23,12 +23,6 @@ from tests.integrations.trainer_models import gpt2
 ALONE = {"partitions": 1}
 
 
-@pytest.fixture(autouse=True)
-def _no_session() -> Any:
-    yield
-    smp.reset()
-
-
 def test_each_field_is_decided_once() -> None:
     fields = {field.name for field in dataclasses.fields(TrainingArguments)}
     decided = [*WORKS, *NO_EFFECT, *REFUSED]
@@ -112,6 +106,7 @@ def test_a_job_without_init_is_told() -> None:
         Trainer(None)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("program", "what"),
     [
@@ -147,6 +142,7 @@ def test_importing_the_library_imports_no_transformers() -> None:
     assert result.stdout.strip() == "set()", result.stderr
 
 
+@pytest.mark.slow
 def test_transformers_own_branch_for_smp_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a SageMaker job transformers takes a branch of its own, which is broken."""
     program = (

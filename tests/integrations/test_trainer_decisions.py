@@ -12,6 +12,7 @@ from tests.integrations.comparing import CASES
 PIPELINE = {"partitions": 2}
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_callback_that_stops_one_rank_stops_all(tmp_path: Path, rank: int) -> None:
     found = run_distributed(

@@ -38,6 +38,7 @@ def keep_until(folder: Path, step: int) -> None:
             checkpoint.rmdir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -114,6 +115,7 @@ def test_a_checkpoint_resumes_on_other_ranks(tmp_path: Path) -> None:
             torch.testing.assert_close(found["weights"][name], tensor, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_the_best_model_comes_back_and_old_checkpoints_go(tmp_path: Path) -> None:
     arguments = {
         "save_strategy": "steps",

@@ -73,6 +73,7 @@ def test_sharded_parameters_resume_to_the_bit(tmp_path: Path) -> None:
     assert all(torch.equal(t, through[0]["weights"][n]) for n, t in resumed[0]["weights"].items())
 
 
+@pytest.mark.slow
 @needs_peft
 def test_adapters_are_trained_and_saved_alone(tmp_path: Path) -> None:
     import peft

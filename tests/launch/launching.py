@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 HANG_S = 90
@@ -69,4 +70,15 @@ def processes_mentioning(path: Path) -> list[int]:
             continue  # it ended while we looked
         if os.fsencode(path) in words:
             found.append(int(entry.parent.name))
+    return found
+
+
+def left_behind(path: Path) -> list[int]:
+    """The processes with `path` in their command line that stay. What was killed goes a moment later, when a
+    busy machine gets to it."""
+    deadline = time.monotonic() + 5
+    while found := processes_mentioning(path):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
     return found

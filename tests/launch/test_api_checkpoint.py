@@ -19,6 +19,7 @@ def run(case: str, world_size: int, strategy: str = "cluster", **kwargs: Any) ->
     return run_distributed(f"{CASES}{case}", world_size, kwargs=kwargs, parameters=parameters)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("world_size", "strategy", "steps_before", "by_tag"),
     [
@@ -54,6 +55,7 @@ def test_a_full_checkpoint_is_a_plain_models_file_both_ways(tmp_path: Path) -> N
         assert all(seen.values()), seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_before", [0, 1], ids=["before partition", "after"])
 def test_a_full_checkpoint_resumes_on_any_number_of_partitions_to_the_bit(
     tmp_path: Path, steps_before: int
@@ -91,6 +93,7 @@ def test_state_that_waits_for_the_first_step_is_not_given_out() -> None:
         assert later == ""
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("is_partial", "rank"), [(True, 1), (True, 0), (False, 0)])
 def test_where_one_rank_cannot_write_all_say_so_and_the_old_checkpoint_stays(
     tmp_path: Path, is_partial: bool, rank: int
@@ -104,6 +107,7 @@ def test_where_one_rank_cannot_write_all_say_so_and_the_old_checkpoint_stays(
         assert seen == {"files": True, "old": True, "later": ""}
 
 
+@pytest.mark.slow
 def test_hosts_may_have_disks_of_their_own(tmp_path: Path) -> None:
     for rank, seen in enumerate(run("own_disks", 2, directory=str(tmp_path))):
         parts = [f"model_{rank}.pt", f"optimizer_{rank}.pt", "partition.json"]

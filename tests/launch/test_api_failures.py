@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import run_distributed, run_script
-from tests.launch.launching import launch, processes_mentioning
+from tests.launch.launching import launch, left_behind
 from tests.sampling import one_in
 
 pytestmark = pytest.mark.sampled(3)
@@ -66,11 +66,12 @@ def fails(directory: Path, body: str, *args: str, action: str = "pass", ranks: i
     argv = [str(path), *(args or ("",))]
     result = run_script(argv, ranks, env=WATCHDOG, timeout_s=HANG_S)
     assert result.returncode != 0
-    assert processes_mentioning(path) == []
+    assert left_behind(path) == []
     notice = re.compile(r"^-{60,}\n.*?^-{60,}\n", re.DOTALL | re.MULTILINE)
     return notice.sub("", result.stderr).strip("\0 \n").splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", one_in(2, ["after init", "in a later step", "between steps"]))
 def test_an_exception_on_one_rank_ends_all_and_is_shown_last(tmp_path: Path, place: str) -> None:
     shown = fails(tmp_path, SCRIPT, place, action="raise RuntimeError('the cause')")
@@ -79,11 +80,13 @@ def test_an_exception_on_one_rank_ends_all_and_is_shown_last(tmp_path: Path, pla
     assert "rank 1 failed:" in shown
 
 
+@pytest.mark.slow
 def test_a_config_that_is_wrong_on_one_rank_ends_all(tmp_path: Path) -> None:
     shown = fails(tmp_path, "smp.init({'partitions': 2, 'microbatches': 2 - 2 * rank})\n")
     assert "The number of microbatches must be a positive integer" in shown[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "action"),
     [
@@ -96,10 +99,12 @@ def test_a_rank_that_leaves_early_is_named(tmp_path: Path, place: str, action: s
     assert "rank(s) 1 ended the script early" in shown[-1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
     fails(tmp_path, SCRIPT, "between steps", action="os.kill(os.getpid(), 9)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["before init", "in the first step"])
 def test_an_exception_under_the_launcher(tmp_path: Path, place: str) -> None:
     path = write(tmp_path, SCRIPT, "raise RuntimeError('the cause')")
@@ -107,7 +112,7 @@ def test_an_exception_under_the_launcher(tmp_path: Path, place: str) -> None:
     assert result.returncode == 1
     assert result.stderr.endswith("RuntimeError: the cause\n")
     assert "rank 1 failed first:" in result.stderr
-    assert processes_mentioning(path) == []
+    assert left_behind(path) == []
 
 
 @pytest.mark.thorough
@@ -135,6 +140,7 @@ train(model, x)
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_record_different_calls_are_told_which(tmp_path: Path) -> None:
     *_, last = fails(tmp_path, ONE_STEP, "calls")
     assert "SMPMismatch" in last
@@ -142,6 +148,7 @@ def test_ranks_that_record_different_calls_are_told_which(tmp_path: Path) -> Non
     assert re.search(r"rank 0 recorded call \d+ of microbatch 0 = mean on stage \d", last)
 
 
+@pytest.mark.slow
 def test_ranks_with_different_batches_are_told(tmp_path: Path) -> None:
     *_, last = fails(tmp_path, ONE_STEP, "batch")
     assert "SMPMismatch: the batch of a step differs" in last
@@ -157,6 +164,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_a_collective_call_on_some_ranks_only_names_the_missing_ones(tmp_path: Path) -> None:
     *_, last = fails(tmp_path, ONE_STEP + MISSING)
     assert last.startswith("smp_lite.errors.SMPTimeout: waited 2 s: model.state_dict is collective")
@@ -164,6 +172,7 @@ def test_a_collective_call_on_some_ranks_only_names_the_missing_ones(tmp_path: P
     assert "SMP_LITE_WATCHDOG_S" in last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("calls", "names"),
     [
@@ -183,6 +192,7 @@ def test_ranks_that_make_different_collective_calls_are_told(
     assert all(name.lower() in last.lower() for name in names)
 
 
+@pytest.mark.slow
 def test_different_calls_before_the_first_step_do_not_hang_either(tmp_path: Path) -> None:
     body = ONE_STEP.replace("train(model, x)\n", "smp.barrier() if rank else train(model, x)\n")
     *_, last = fails(tmp_path, body.replace("net =", "smp.set_watchdog(2)\nnet ="))

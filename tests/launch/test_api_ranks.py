@@ -28,6 +28,7 @@ def parameters(partitions: int, strategy: str = "cluster", **more: object) -> di
     return {"partitions": partitions, "placement_strategy": strategy, "ddp": True, **more}
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("world_size", "partitions", "strategy"), LAYOUTS)
 def test_every_getter(world_size: int, partitions: int, strategy: str) -> None:
     mp_groups, dp_groups = LAYOUTS[world_size, partitions, strategy]

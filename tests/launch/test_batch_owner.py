@@ -20,6 +20,7 @@ def check(found: list[Any], world_size: int) -> None:
         assert rank["seen"] == [(2, 5), (2, 5)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["positional", "keywords", "dict", "nested", "mapping", "other order"])
 def test_dummies_of_other_ranks_are_replaced(shape: str) -> None:
     check(run_distributed(f"{CASES}trained", 2, kwargs={"shape": shape}, parameters=TWO), 2)
@@ -30,6 +31,7 @@ def test_a_rank_may_bring_data_in_some_steps(dummies: str) -> None:
     check(run_distributed(f"{CASES}trained", 2, kwargs={"dummies": dummies}, parameters=TWO), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parameters",
     [{"partitions": 3}, {"static_mode": True}, {"skip_tracing": True, "pipeline": "simple"}],
@@ -43,6 +45,7 @@ def test_whatever_the_pipeline(parameters: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_each_replica_has_an_owner_of_its_own() -> None:
     check(run_distributed(f"{CASES}trained", 4, parameters={**TWO, "ddp": True}), 4)
 

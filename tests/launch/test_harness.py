@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import WorldPool, run_distributed, run_script
-from tests.launch.launching import processes_mentioning, write
+from tests.launch.launching import left_behind, write
 
 CASES = "tests.launch.cases:"
 
@@ -79,6 +79,7 @@ def test_an_exception_on_one_rank_is_told_with_its_traceback(pool: WorldPool) ->
     assert "--- rank0 ---\nwords before the failure\n" in text
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_told_with_its_record_if_it_left_one(pool: WorldPool) -> None:
     text = failure_of(pool, "die", recorded=True)
     assert "rank 1 failed first:\nthe recorded cause" in text
@@ -90,6 +91,7 @@ def test_a_rank_that_dies_without_a_record_is_named(pool: WorldPool) -> None:
     assert "Exit code:    3" in text
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_shows_where(pool: WorldPool) -> None:
     text = failure_of(pool, "hang", timeout_s=2.0)
     assert "no result from ranks [1] within 2.0 s" in text
@@ -129,4 +131,4 @@ def test_a_script_that_hangs_is_stopped_and_its_output_shown(tmp_path: Path) -> 
     script = write(tmp_path, "script.py", "import time\nprint('up')\ntime.sleep(600)\n")
     with pytest.raises(AssertionError, match=r"took over 3\.0 s\nup\nup"):
         run_script([str(script)], 2, timeout_s=3.0)
-    assert processes_mentioning(script) == []
+    assert left_behind(script) == []

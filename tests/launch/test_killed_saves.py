@@ -18,6 +18,7 @@ pytestmark = pytest.mark.sampled(3)
 REPOSITORY = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # 300 forks for all operations
 @pytest.mark.parametrize(
     ("kind", "one_in"),

@@ -9,7 +9,7 @@ import pytest
 
 from smp_lite.entrypoints.mpi.launch_plan import LaunchPlan
 from smp_lite.entrypoints.this_machine.launcher import run_local
-from tests.launch.launching import launch, processes_mentioning, write
+from tests.launch.launching import launch, left_behind, write
 
 pytestmark = pytest.mark.sampled(3)
 
@@ -32,7 +32,7 @@ def test_an_exception_stops_all_and_its_traceback_comes_last(tmp_path: Path) -> 
     )
     assert result.stderr.count("the cause'") == 1
     assert sorted(result.stdout.splitlines()) == ["[0] up", "[1] up", "[2] up"]
-    assert processes_mentioning(script) == []
+    assert left_behind(script) == []
 
 
 def test_the_first_failure_wins_over_the_ones_it_causes(tmp_path: Path) -> None:
@@ -56,6 +56,7 @@ def test_the_first_failure_wins_over_the_ones_it_causes(tmp_path: Path) -> None:
     assert result.stderr.index("consequence") < result.stderr.index("rank 1 failed first:")
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("action", "code", "last_line"),
     [
@@ -82,7 +83,7 @@ def test_every_way_to_end_gives_its_exit_code(tmp_path: Path, action: str, code:
     assert result.returncode == code
     assert result.stderr.splitlines()[-1] == last_line
     assert "prterun" not in result.stderr
-    assert processes_mentioning(script) == []
+    assert left_behind(script) == []
 
 
 def test_a_mistake_in_the_scripts_syntax_reads_as_in_plain_python(tmp_path: Path) -> None:
@@ -104,9 +105,10 @@ def test_ranks_that_ignore_being_asked_to_stop_are_stopped(tmp_path: Path) -> No
     result = launch(tmp_path, "--processes", "3", str(script))
     assert result.returncode == 1
     assert result.stderr.endswith("RuntimeError: the cause\n")
-    assert processes_mentioning(script) == []
+    assert left_behind(script) == []
 
 
+@pytest.mark.slow
 def test_a_failing_rank_whose_exit_hangs_does_not_hold_the_launch(tmp_path: Path) -> None:
     script = write(
         tmp_path,
@@ -117,7 +119,7 @@ def test_a_failing_rank_whose_exit_hangs_does_not_hold_the_launch(tmp_path: Path
     result = launch(tmp_path, "--processes", "2", str(script))
     assert result.returncode == 1
     assert result.stderr.endswith("RuntimeError: the cause\n")
-    assert processes_mentioning(script) == []
+    assert left_behind(script) == []
 
 
 def test_a_forked_child_is_not_the_rank(tmp_path: Path) -> None:
@@ -143,6 +145,7 @@ def test_a_half_made_file_does_not_keep_others_from_being_written(tmp_path: Path
     assert "_flush_files" not in result.stderr
 
 
+@pytest.mark.slow
 def test_an_mpirun_that_does_not_end_after_a_death_is_ended(tmp_path: Path) -> None:
     # About one of 250 did so where a rank died while another connected; no way is known to make one.
     script = tmp_path / "mpirun"

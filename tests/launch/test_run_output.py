@@ -119,6 +119,7 @@ def test_exit_handlers_still_find_the_scripts_globals(tmp_path: Path) -> None:
     assert (result.returncode, result.stdout) == (0, "[0] bye\n")
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -21,7 +21,7 @@ from smp_lite.entrypoints.mpi.mpirun import find_mpirun, stop_mpirun
 from smp_lite.stop_notice import listen, stop_listening, was_given
 from tests.api_support import batch, build, in_memory, train, wrap
 from tests.harness import run_distributed
-from tests.launch.launching import HANG_S, processes_mentioning
+from tests.launch.launching import HANG_S, left_behind
 
 CASES = "tests.launch.cases:"
 DDP = {"partitions": 2, "microbatches": 2, "ddp": True}
@@ -30,17 +30,10 @@ DDP = {"partitions": 2, "microbatches": 2, "ddp": True}
 # In this process ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def listening() -> Iterator[None]:
-    yield
-    smp.reset()
-
-
 def tell() -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
 
 
-@pytest.mark.usefixtures("listening")
 def test_a_notice_is_noted_and_stays() -> None:
     in_memory()
     assert not smp.should_stop()
@@ -48,7 +41,6 @@ def test_a_notice_is_noted_and_stays() -> None:
     assert [smp.should_stop() for _ in range(3)] == [True] * 3
 
 
-@pytest.mark.usefixtures("listening")
 def test_a_notice_before_init_counts_once_somebody_listens() -> None:
     listen()
     tell()
@@ -85,7 +77,6 @@ def test_a_handler_that_was_there_is_called_and_one_that_comes_later_wins() -> N
         signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.usefixtures("listening")
 def test_it_is_not_for_the_inside_of_a_step() -> None:
     in_memory()
     model, _ = wrap(build(), torch.optim.SGD)
@@ -182,6 +173,7 @@ def mpirun(script: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], li
                 stop_mpirun(process, 5.0, pids.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["mpirun", pytest.param("rank 1", marks=pytest.mark.thorough)])
 def test_a_script_told_by_signal_saves_and_ends(tmp_path: Path, target: str) -> None:
     script = tmp_path / "script.py"
@@ -192,4 +184,4 @@ def test_a_script_told_by_signal_saves_and_ends(tmp_path: Path, target: str) -> 
     first, second = (torch.load(tmp_path / f"saved_{rank}") for rank in (0, 1))
     assert first == second
     assert first["steps"] >= 1
-    assert processes_mentioning(script) == []
+    assert left_behind(script) == []

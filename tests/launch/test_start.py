@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from smp_lite.entrypoints import start
-from tests.launch.launching import HANG_S, processes_mentioning
+from tests.launch.launching import HANG_S, left_behind
 
 
 def test_sigterm_ends_it_while_pip_builds(tmp_path: Path) -> None:
@@ -35,4 +35,4 @@ def test_sigterm_ends_it_while_pip_builds(tmp_path: Path) -> None:
             time.sleep(0.05)
         process.terminate()
         assert process.wait(HANG_S) == 128 + signal.SIGTERM
-    assert processes_mentioning(slow) == []
+    assert left_behind(slow) == []

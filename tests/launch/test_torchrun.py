@@ -21,7 +21,7 @@ import pytest
 
 from tests.api_support import same
 from tests.harness import run_distributed
-from tests.launch.launching import processes_mentioning
+from tests.launch.launching import left_behind
 from tests.transparency.comparison import NUM_MICROBATCHES
 
 REPOSITORY = Path(__file__).parents[2]
@@ -40,20 +40,25 @@ def no_mpi(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(num_ranks: int, script: Path, *args: str, env: Mapping[str, str]) -> tuple[int, str]:
+pytestmark = pytest.mark.timeout(600)
+
+
+def torchrun(
+    num_ranks: int, script: Path, *args: str, env: Mapping[str, str], limit_s: float = HANG_S
+) -> tuple[int, str]:
     """Runs a script under torchrun to its end; exit code and stderr."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
-    return finish([start([*command, str(script), *args], env)])[0]
+    return finish([start([*command, str(script), *args], env)], limit_s)[0]
 
 
 def start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-def finish(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+def finish(processes: Sequence[subprocess.Popen[str]], limit_s: float = HANG_S) -> list[tuple[int, str]]:
     """Waits for all; none is left behind whatever happens."""
     try:
-        texts = [process.communicate(timeout=HANG_S)[1] for process in processes]
+        texts = [process.communicate(timeout=limit_s)[1] for process in processes]
     finally:
         for process in processes:
             if process.poll() is None:
@@ -139,7 +144,10 @@ def calls_under_torchrun(
     script = folder / "worker.py"
     script.write_text(WORKER)
     (folder / "calls").write_bytes(pickle.dumps(calls))
-    code, text = torchrun(4, script, str(folder), env=env)
+    for _ in range(2):
+        code, text = torchrun(4, script, str(folder), env=env, limit_s=4 * HANG_S)  # many calls
+        if "Gloo connectFullMesh failed" not in text:
+            break  # on a machine that is busy enough gloo gives up a connection and does not try again
     assert code == 0, text
     results = [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(4)]
     return {name: [result[name] for result in results] for name in calls}
@@ -160,6 +168,7 @@ def found(no_mpi: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> d
     return calls_under_torchrun(calls, folder, no_mpi)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_ranks_of_torchrun_find_what_ranks_of_mpi_find(
     found: dict[str, list[Any]], name: str, tmp_path: Path
@@ -174,15 +183,18 @@ def test_ranks_of_torchrun_find_what_ranks_of_mpi_find(
     assert same(found[name], wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["gpt_tied", "complex64"])
 def test_two_replicas_of_two_stages_train_as_plain_torch_does(found: dict[str, list[Any]], case: str) -> None:
     assert [wrong for _, wrong, _ in found[case]] == [[]] * 4
 
 
+@pytest.mark.slow
 def test_one_machine_that_plays_two_hosts_has_two_local_ranks_0(found: dict[str, list[Any]]) -> None:
     assert found["played hosts"] == [(0, 3), (0, 1), (1, 3), (2, 3)]  # equal on MPI: above
 
 
+@pytest.mark.slow
 def test_what_needs_mpi_says_so(found: dict[str, list[Any]]) -> None:
     for text in found["horovod"]:
         assert text.startswith("SMPError: horovod: True needs a job started by MPI")
@@ -227,7 +239,7 @@ def test_an_exception_ends_all_and_is_torchruns_root_cause(tmp_path: Path, no_mp
     root_cause = text.partition("Root Cause")[2]
     assert "rank      : 1 " in root_cause
     assert "RuntimeError: the cause" in root_cause
-    assert processes_mentioning(script) == []
+    assert left_behind(script) == []
 
 
 @pytest.mark.thorough  # test_api_failures does it with MPI
@@ -237,7 +249,7 @@ def test_a_rank_that_hangs_is_named_by_the_watchdog(tmp_path: Path, no_mpi: dict
     assert code == 1
     assert "SMPTimeout: waited 3 s: model.state_dict is collective over the MP group [0, 1]" in text
     assert "rank(s) 1 did not call it" in text
-    assert processes_mentioning(script) == []
+    assert left_behind(script) == []
 
 
 # Started by hand: nobody but the ranks themselves ends the others -------------------------------------------
@@ -258,6 +270,7 @@ def by_hand(
     return finish([start(command, {**env, **address, "RANK": str(rank)}) for rank in ranks])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaver", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_rank_that_fails_is_named_by_the_other(tmp_path: Path, no_mpi: dict[str, str], leaver: int) -> None:
     body = f"if rank == {leaver}:\n    raise RuntimeError('the cause')\ntrain(model, torch.ones(4, 4))\n"
@@ -269,6 +282,7 @@ def test_a_rank_that_fails_is_named_by_the_other(tmp_path: Path, no_mpi: dict[st
     assert ("rank(s) 1 ended the script early" if leaver else "so rank 0 or its launcher has ended") in said
 
 
+@pytest.mark.slow
 def test_rank_0_stays_with_its_store_until_the_others_have_ended(
     tmp_path: Path, no_mpi: dict[str, str]
 ) -> None:
@@ -286,6 +300,7 @@ if rank > 0:
     assert by_hand(3, write(tmp_path, body), no_mpi) == [(0, "")] * 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path, no_mpi: dict[str, str]) -> None:
     script = write(tmp_path, "smp.init({'partitions': 3})\n")
     endings = by_hand(3, script, {**no_mpi, "SMP_LITE_WATCHDOG_S": "4"}, absent=1)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.launching import HANG_S, processes_mentioning
+from tests.launch.launching import HANG_S, left_behind
 from tests.sampling import one_in
 
 pytestmark = pytest.mark.sampled(3)
@@ -175,7 +175,7 @@ while not all(os.path.exists({str(sign)!r} + number) for number in "01"):
 {ending}
 """
     train(make_tree(tmp_path / "root", script, processes=1, mp_parameters={"partitions": 1}))
-    assert processes_mentioning(sign) == []
+    assert left_behind(sign) == []
 
 
 @pytest.mark.parametrize(("value", "expected"), [(None, ["--epochs", "3"]), ("0", ["--epochs", "3"])])
@@ -244,6 +244,7 @@ def test_a_secret_is_told_to_nobody(tmp_path: Path) -> None:
     assert SECRET not in output + (root / "output" / "failure").read_text()
 
 
+@pytest.mark.slow
 def test_ranks_do_not_have_the_secret(tmp_path: Path) -> None:
     root = make_tree(tmp_path, "print('ran', 'SMP_LITE_JOB_SECRET' in os.environ)")
     code, output = train(root, SMP_LITE_JOB_SECRET=SECRET)
@@ -264,6 +265,7 @@ def test_the_exit_code_is_the_ranks(tmp_path: Path) -> None:
     assert "sys.exit(7)" in (root / "output" / "failure").read_text()
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -326,6 +328,7 @@ open(os.environ["SM_MODEL_DIR"] + f"/saved-{rank}", "w").close()
     assert sorted(os.listdir(root / "model")) == ["saved-0", "saved-1", "up-0", "up-1"]
 
 
+@pytest.mark.slow
 def test_a_notice_that_comes_before_init_is_not_lost(tmp_path: Path) -> None:
     script = """
 import smp_lite as smp

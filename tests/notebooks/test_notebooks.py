@@ -15,7 +15,7 @@ import nbformat
 import pytest
 
 from tests.example import MPI_OPTIONS, PARAMETERS, SMP_OPTIONS
-from tests.launch.launching import processes_mentioning
+from tests.launch.launching import left_behind
 from tests.notebooks.executing import FOLDER, execute, outputs, pictures, printed
 
 # Each runs one or two whole jobs, on cores that other tests use as well.
@@ -72,6 +72,7 @@ def test_the_distribution_is_that_of_the_documentation(name: str) -> None:
     assert given == EXAMPLE_OPTIONS
 
 
+@pytest.mark.slow
 def test_a_local_job(tmp_path: Path) -> None:
     notebook = execute("01_local.ipynb", tmp_path, parameters={"STEPS": 8})
     log = printed(notebook)
@@ -85,7 +86,7 @@ def test_a_local_job(tmp_path: Path) -> None:
     computed = {(e["cat"], e["args"]["step"]) for e in events if e.get("cat") in ("forward", "backward")}
     assert computed == {(kind, step) for kind in ("forward", "backward") for step in range(8)}
     assert pictures(notebook) == 3  # loss, schedule, timeline
-    assert processes_mentioning(tmp_path) == []
+    assert left_behind(tmp_path) == []
 
 
 @pytest.mark.thorough
@@ -106,7 +107,7 @@ def test_splits_are_compared(tmp_path: Path) -> None:
     assert len(first["losses.json"]) == 4
     assert "all losses are equal: True" in text
     assert pictures(notebook) == 3  # the splits, two timelines
-    assert processes_mentioning(tmp_path) == []
+    assert left_behind(tmp_path) == []
 
 
 @pytest.mark.thorough
@@ -128,7 +129,7 @@ def test_five_systems_train_alike(tmp_path: Path) -> None:
         assert re.search(rf"^{system} +\d\.\d+ +\d\.\d+ +\S+$", text, re.MULTILINE), system
     assert "parallel = " in text[text.index("--as colossal") :]
     assert pictures(notebook) == 2  # the losses, who holds what
-    assert processes_mentioning(tmp_path) == []
+    assert left_behind(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -197,4 +198,4 @@ def test_a_job_is_submitted_only_when_asked(aws: Any, tmp_path: Path) -> None:
         "sagemaker_job_name": json.dumps(job["TrainingJobName"]),
     }
     assert sent["StoppingCondition"]["MaxRuntimeInSeconds"] == 7200
-    assert processes_mentioning(tmp_path) == []
+    assert left_behind(tmp_path) == []

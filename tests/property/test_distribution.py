@@ -124,6 +124,7 @@ def distributions(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
     return distribution, num_hosts
 
 
+@pytest.mark.slow
 @settings(max_examples=NUM_EXAMPLES, derandomize=True, database=None, deadline=None)
 @given(distributions())
 def test_what_passes_here_passes_in_the_container(case: tuple[dict[str, Any], int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 
 from tests.planning_strategies import RandomRecording, recordings
@@ -25,6 +26,7 @@ def test_every_command_is_in_one_segment_of_its_stage(recording: RandomRecording
         visits[segment.stage_index] += 1
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(recordings())
 def test_imports_come_from_lower_numbers_and_gradients_from_higher(
@@ -46,6 +48,7 @@ def test_imports_come_from_lower_numbers_and_gradients_from_higher(
     assert wanted == {v for s in graph.segments for v in s.exports}
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(recordings())
 def test_gradients_flow_where_links_lead_from_a_root(recording: RandomRecording) -> None:

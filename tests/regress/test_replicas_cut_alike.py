@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 
 from smp_lite.record.describe.metadata import MetadataInference
@@ -20,6 +21,7 @@ def _kept_bytes(trace: ModuleTrace) -> dict[str, int]:
     return {name: tally.kept_bytes for name, tally in trace.tallies.items()}
 
 
+@pytest.mark.slow
 def test_a_trace_counts_the_same_bytes_every_time() -> None:
     case = CASES["batchnorm"]
     model = case.build()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -15,13 +15,6 @@ import smp_lite as smp
 from tests.harness import run_distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Stage ")
-
-
-@pytest.fixture(autouse=True)
-def _session() -> Iterator[None]:
-    smp.reset()
-    yield
-    smp.reset()
 
 
 class Block(nn.Module):
@@ -131,6 +124,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     )
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("mark", "runs"), [(mark_blocks, 12), (mark_all, 16), (mark_sublayers, 8)])
 @pytest.mark.parametrize(
     "parameters", [{}, {"partitions": 1}, {"pipeline": "simple", "partitions": 4}, {"static_mode": True}]

@@ -13,6 +13,7 @@ from smp_lite.smp_v1.before_script import prepare
 from tests.smp_v1.interpreter import output_of
 
 
+@pytest.mark.slow
 def test_everything_is_the_same_object() -> None:
     found = output_of(
         """
@@ -44,6 +45,7 @@ def test_everything_is_the_same_object() -> None:
     assert [line.split()[0] for line in others] == ["True"] * 8
 
 
+@pytest.mark.slow
 def test_star_imports_do_not_hide_torch() -> None:
     text = """
         from torch import nn
@@ -53,6 +55,7 @@ def test_star_imports_do_not_hide_torch() -> None:
     assert output_of(text).startswith("torch.nn <function step")
 
 
+@pytest.mark.slow
 def test_importing_starts_nothing() -> None:
     found = output_of(
         """
@@ -66,6 +69,7 @@ def test_importing_starts_nothing() -> None:
     assert found.splitlines()[0] == "False False False"
 
 
+@pytest.mark.slow
 def test_the_state_can_be_imported_before_init() -> None:
     found = output_of(
         """
@@ -89,6 +93,7 @@ def test_what_transformers_looks_for() -> None:
     assert json.loads(found) == [True, True, False]
 
 
+@pytest.mark.slow
 def test_the_toolkit_finds_error_classes_and_no_others() -> None:
     found = output_of(
         """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,13 +18,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Stage ")
 WIDTH, CONTEXT, BATCH = 64, 32, 4
 INPUT = BATCH * CONTEXT * WIDTH * 4
 """Bytes that a block is given, for one microbatch."""
-
-
-@pytest.fixture(autouse=True)
-def _session() -> Iterator[None]:
-    smp.reset()
-    yield
-    smp.reset()
 
 
 class InSequence(nn.Module):

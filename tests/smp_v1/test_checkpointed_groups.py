@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -18,13 +18,6 @@ from tests.harness import run_distributed
 from tests.sampling import one_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:Stage ")
-
-
-@pytest.fixture(autouse=True)
-def _session() -> Iterator[None]:
-    smp.reset()
-    yield
-    smp.reset()
 
 
 class Block(nn.Module):
@@ -127,6 +120,7 @@ PARAMETERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("parameters", one_in(2, PARAMETERS), ids=str)
 def test_equal_to_the_bit_whatever_the_strategy(parameters: dict[str, Any]) -> None:
     """Dropout has the masks that it has without; six blocks, two microbatches."""
@@ -242,6 +236,7 @@ class Shared(Row):
         self.row[5].down = self.row[0].down
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Counting, Drawing, Autocast, Shared])
 @pytest.mark.parametrize("partitions", [1, 2])
@@ -318,6 +313,7 @@ class Packing(Row):
         return self.head(self.row((self.stem(x), mask))[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partitions", [1, 2])
 def test_children_that_take_a_tuple(partitions: int) -> None:
     expected = in_memory(unmarked, Packing, partitions=partitions)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,13 +11,6 @@ from torch import Tensor, nn
 import smp_lite as smp
 
 pytestmark = pytest.mark.filterwarnings("ignore:Stage ")
-
-
-@pytest.fixture(autouse=True)
-def _session() -> Iterator[None]:
-    smp.reset()
-    yield
-    smp.reset()
 
 
 class Counting(nn.Module):
@@ -43,6 +35,23 @@ class Drawing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) * torch.rand(4, generator=self.generator)
+
+
+_GENERATOR = torch.Generator()
+
+
+class DrawingFromElsewhere(Drawing):
+    """Draws from generators that it reaches through a list and by a global name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [{"generator": self.generator}]
+        del self.generator
+        _GENERATOR.manual_seed(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.rand(4, generator=self.held[0]["generator"]) + torch.rand(4, generator=_GENERATOR)
+        return self.linear(x).tanh() * mask
 
 
 def _drops() -> nn.Module:
@@ -78,7 +87,7 @@ def _trained(kind: Any, strategy: str | None) -> tuple[list[float], dict[str, Te
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize("kind", [Counting, Drawing, _nested])
+@pytest.mark.parametrize("kind", [Counting, Drawing, DrawingFromElsewhere, _nested])
 @pytest.mark.parametrize("strategy", ["each", "contiguous"])
 def test_the_same_as_without(kind: Any, strategy: str) -> None:
     losses, state = _trained(kind, None)

@@ -14,6 +14,7 @@ def lines_of(text: str) -> list[str]:
     return output_of(text, **ON).splitlines()
 
 
+@pytest.mark.slow
 def test_functions_do_nothing_and_counters_say_nothing() -> None:
     assert lines_of(
         """
@@ -82,6 +83,7 @@ def test_streams_and_events_are_there() -> None:
     assert lines_of(text) == ["True"]
 
 
+@pytest.mark.slow
 def test_a_model_trains_as_it_does_without() -> None:
     """The words alone change nothing, also where torch functions are recorded."""
     text = """

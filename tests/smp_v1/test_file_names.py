@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,6 @@ import torch
 
 import smp_lite as smp
 from tests.harness import run_distributed
-
-
-@pytest.fixture(autouse=True)
-def _session() -> Iterator[None]:
-    smp.reset()
-    yield
-    smp.reset()
-
 
 OLD: dict[str, Any] = {"partitions": 1, "trace_device": "cpu", "overlapping_allreduce": True}
 NEW = [

@@ -18,6 +18,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tokens(tmp_path_factory.mktemp("tokens"))
 
 
+@pytest.mark.slow
 def test_fine_tuning_from_a_full_checkpoint_with_delayed_parameters(tmp_path: Path, data: Path) -> None:
     """What the file holds is trained on, and not what was drawn; on two stages as on one."""
     fine_tune = ["--fine_tune", "1"]
@@ -35,6 +36,7 @@ def test_delayed_parameters_train_as_others(tmp_path: Path, data: Path) -> None:
 SHARDED = ["--sharded_data_parallel_degree", "2", "--train_batch_size", "2", "--sdp_threshold", "100"]
 
 
+@pytest.mark.slow
 def test_sharded_training_and_conversion_to_one_file(tmp_path: Path, data: Path) -> None:
     saving = ["--checkpoint_freq", "4", "--save_final_full_model", "1", "--bf16", "1"]
     sharded = gpt(tmp_path, data, 2, *pp(1, *SHARDED, *saving, "--offload_activations", "1"), steps=4)
@@ -61,6 +63,7 @@ def test_sharded_training_resumes(tmp_path: Path, data: Path) -> None:
     assert again["loss"] == whole["loss"][4:]
 
 
+@pytest.mark.slow
 def test_half_precision_with_accumulation_and_resume(tmp_path: Path, data: Path) -> None:
     """From a scale at which the first steps overflow, so that the checkpoint holds a scale in use."""
     half = ["--fp16", "1", "--init_scale", str(2.0**20), "--gradient_accumulation", "2"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,13 +12,6 @@ from tests.harness import run_distributed
 from tests.smp_v1 import gradient_checkpointing as cases
 
 pytestmark = pytest.mark.filterwarnings("ignore:Stage ")
-
-
-@pytest.fixture(autouse=True)
-def _session() -> Iterator[None]:
-    smp.reset()
-    yield
-    smp.reset()
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -51,6 +43,7 @@ def test_in_one_partition(model_name: str, use_reentrant: bool) -> None:
     assert found["peak"] < 0.5 * expected["peak"]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("model_name", cases.MODELS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,13 +11,6 @@ from torch import nn
 
 import smp_lite as smp
 from smp_lite.smp_v1.names import NAMES, find, under
-
-
-@pytest.fixture(autouse=True)
-def _session() -> Iterator[None]:
-    smp.reset()
-    yield
-    smp.reset()
 
 
 def found(path: str) -> Any:

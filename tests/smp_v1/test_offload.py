@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import smp_lite as smp
-from smp_lite.runtime.offload import ActivationOffload, _Input
-from smp_lite.runtime.offload_store import FOLDER_VARIABLE, FileStore
+from smp_lite.runtime.offloading.offload import ActivationOffload, _Input
+from smp_lite.runtime.offloading.store import FOLDER_VARIABLE, FileStore
 from tests.harness import run_distributed
 from tests.sampling import one_in
 from tests.smp_v1.test_checkpointed_groups import Block, same, trained, unmarked
 
 pytestmark = pytest.mark.filterwarnings("ignore:Stage ")
-
-
-@pytest.fixture(autouse=True)
-def _session() -> Iterator[None]:
-    smp.reset()
-    yield
-    smp.reset()
 
 
 def marked(strategy: str) -> Callable[[Any], None]:
@@ -64,6 +57,7 @@ PARAMETERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parameters", one_in(3, PARAMETERS), ids=str)
 def test_equal_to_the_bit(parameters: dict[str, Any]) -> None:
     expected = in_memory(unmarked, **parameters)
@@ -102,6 +96,7 @@ def parameters(horizon: int | None) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("horizon", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_on_real_ranks(horizon: int, tmp_path: Path) -> None:
     expected = run_distributed(
@@ -119,6 +114,7 @@ def test_on_real_ranks(horizon: int, tmp_path: Path) -> None:
     assert all(rank["files"] == [] for rank in found)  # the store has no name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kwargs", "says"),
     [
@@ -152,6 +148,7 @@ class Held(Row):
         return self.head(x)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("partitions", [1, 2])
 def test_what_others_hold_stays(partitions: int) -> None:
     given = {"partitions": partitions, "pipeline": "simple"}

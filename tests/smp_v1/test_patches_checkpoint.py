@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -19,13 +19,6 @@ from tests.harness import run_distributed
 from tests.smp_v1.test_checkpointed_groups import Block, Packed, in_memory, same, trained, unmarked
 
 pytestmark = pytest.mark.filterwarnings("ignore:Stage ")
-
-
-@pytest.fixture(autouse=True)
-def _session() -> Iterator[None]:
-    smp.reset()
-    yield
-    smp.reset()
 
 
 class Net(nn.Module):
@@ -82,6 +75,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("parameters", [{"partitions": 1}, {"partitions": 2}, {"partitions": 3}], ids=str)
 @pytest.mark.parametrize("name", WAYS)

@@ -44,6 +44,7 @@ def test_a_script_that_asks_whether_it_is_in_a_job_is_told_that_it_is_not(tmp_pa
     assert launch(tmp_path, "--processes", "1", str(script)).stdout == "[0] here False\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["check", "plan"])
 def test_the_other_commands_ready_a_script_too_and_leave_nothing(tmp_path: Path, command: str) -> None:
     script = tmp_path / "train.py"
@@ -85,6 +86,7 @@ for i in range(3):
 """
 
 
+@pytest.mark.slow
 def test_gpus_are_as_many_as_ranks_where_cuda_means_the_cpu(tmp_path: Path) -> None:
     told = "os.environ['SM_NUM_GPUS'], torch.cuda.device_count(), torch.ones(1).cuda().device"
     script = write(tmp_path, "show.py", f"import torch\nprint({told})\n")
@@ -92,6 +94,7 @@ def test_gpus_are_as_many_as_ranks_where_cuda_means_the_cpu(tmp_path: Path) -> N
     assert sorted(ended.stdout.splitlines()) == ["[0] 2 2 cpu", "[1] 2 2 cpu"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ["torch.cuda.set_device(0)", "torch.ones(1).to('cuda')"])
 def test_a_script_that_speaks_of_cuda_is_told_of_the_switch(tmp_path: Path, use: str) -> None:
     script = write(tmp_path, "train.py", f"import torch\n{use}\n")
@@ -114,6 +117,7 @@ def test_an_installed_original_ends_the_launch_before_it_begins(tmp_path: Path) 
     assert "smdistributed.modelparallel is installed in" in ended.stderr
 
 
+@pytest.mark.slow
 def test_ranks_that_another_launcher_starts_find_it_too(tmp_path: Path) -> None:
     """``python -m smp_lite.smp_v1 script``, as sbatch scripts and MPIJobs do."""
     script = tmp_path / "train.py"

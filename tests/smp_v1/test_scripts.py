@@ -29,6 +29,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ACCUMULATING = ["--gradient_accumulation", "2", "--logits_output", "logits.pt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -88,6 +89,7 @@ def mnist(folder: Path, processes: int, parameters: dict[str, Any], *args: str) 
     return sorted({line.partition(": ")[2] for line in found})
 
 
+@pytest.mark.slow
 def test_mnist_trains_and_goes_on_from_both_kinds_of_checkpoint(tmp_path: Path) -> None:
     one = mnist(tmp_path, 1, {"partitions": 1, "microbatches": 2})
     parameters = {"partitions": 2, "microbatches": 2}

@@ -57,6 +57,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
 COLOSSAL = "parallel = dict(tensor=dict(size=2, mode='1d'))\n"
 
 
+@pytest.mark.slow
 def test_a_derived_plan_is_proved_in_one_command(check: Check) -> None:
     text = check(COLOSSAL, "--world-size", "2", f"{MODELS}:net")
     assert "plan of the layers: derived, since none came with it" in text
@@ -65,6 +66,7 @@ def test_a_derived_plan_is_proved_in_one_command(check: Check) -> None:
     assert "results of 1 batch a step, 28 gradients, put together where ranks have parts, and what" in text
 
 
+@pytest.mark.slow
 def test_a_wrong_plan_is_red_and_names_the_module(check: Check) -> None:
     text = check(COLOSSAL, "--world-size", "2", f"{MODELS}:wrong_plan", code=1)
     assert "step 0 differs from one process" in text
@@ -76,6 +78,7 @@ def test_a_wrong_plan_is_red_and_names_the_module(check: Check) -> None:
     assert "plan of the layers: the one that comes with the model" in text
 
 
+@pytest.mark.slow
 def test_rowwise_without_its_colwise_names_the_module(check: Check) -> None:
     plan = json.dumps({"blocks.*.down": "rowwise"})
     words = ("--parameters", json.dumps(SHARED), "--split", plan)

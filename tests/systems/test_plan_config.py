@@ -72,6 +72,7 @@ def parameter_bytes(text: str) -> list[str]:
     return re.findall(r"^ +\d+ +[\d.]+ \w+  \S.*?  ([\d.]+ \w+)  ", table, re.MULTILINE)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("words", "ranks", "stages", "said"),
     [
@@ -120,6 +121,7 @@ def test_replicas_need_buckets(plan: Plan) -> None:
     assert "gradients reduced" not in plan("--config", "colossal.py", "--world-size", "8", f"{MODELS}:net")
 
 
+@pytest.mark.slow
 def test_what_a_step_takes_from_the_loader(plan: Plan) -> None:
     """A configuration that consumes batches gets as many of them; one that cuts a batch gets that."""
     work = []
@@ -132,6 +134,7 @@ def test_what_a_step_takes_from_the_loader(plan: Plan) -> None:
     assert work[1] == pytest.approx(2 * work[0], rel=0.01)
 
 
+@pytest.mark.slow
 def test_changes_and_options_may_stand_anywhere_before_the_model(plan: Plan) -> None:
     first = plan("--config", "colossal.py", "parallel.pipeline=4", "--world-size", "16", f"{MODELS}:net8")
     assert first == plan("--config", "colossal.py", "--world-size", "16", f"{MODELS}:net8",
@@ -147,6 +150,7 @@ def test_a_script_may_bring_the_configuration(plan: Plan) -> None:
     assert "each stage is shared by 2 ranks (tp 2)" in text and len(parameter_bytes(text)) == 2
 
 
+@pytest.mark.slow
 def test_the_order_in_which_things_run_is_told_where_it_is_another(plan: Plan) -> None:
     text = plan("--config", "enflame.json", "accum_degree=2", f"{MODELS}:net8")
     assert "- mode: one stage at a time is asked for" in text

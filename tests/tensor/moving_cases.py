@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import smp_lite as smp
-from smp_lite.checkpoints import portable_loading, portable_reading
+from smp_lite.checkpoints.portable import loading as portable_loading
+from smp_lite.checkpoints.portable import reading as portable_reading
 from smp_lite.nn.one_d import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from smp_lite.session import current
 from tests.launch.api_cases import error_of

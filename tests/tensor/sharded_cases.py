@@ -14,7 +14,7 @@ from torch import nn
 
 import smp_lite as smp
 from smp_lite.nn.layout import layout_of
-from smp_lite.optim.split_state import whole_state
+from smp_lite.optim.state.split import whole_state
 from smp_lite.session import current
 from tests.tensor.runtime_cases import CLASSES, WIDTH, Block, Net, batches
 

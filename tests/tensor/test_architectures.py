@@ -11,6 +11,7 @@ from tests.tensor.architecture_cases import batch_of, loss_of
 from tests.tensor.plans.architectures import ARCHITECTURES, build
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("attention", ["eager", pytest.param("sdpa", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", one_in(2, ARCHITECTURES))

@@ -40,6 +40,7 @@ _SAMPLED = {name for name, (ranks, _) in MESHES.items() if ranks == 8} - {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

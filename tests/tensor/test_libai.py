@@ -91,6 +91,7 @@ def run(world_size: int, given: Any, name: str, *overrides: str, **more: Any) ->
     return run_distributed(TRAIN, world_size, kwargs=kwargs, timeout_s=30 * world_size)  # imports take long
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tensor_and_pipeline(name: str) -> None:
     found = run(4, config(2, 2, LAYERS[name], num_accumulation_steps=2), name)
@@ -119,6 +120,7 @@ def test_data_with_one_of_the_two(name: str, tp: int, pp: int) -> None:
     assert all(bool(rank["split"]) == (tp > 1) for rank in found)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_script_of_another_system_splits_them_without_a_plan(name: str) -> None:
     given = {"partitions": 2, "tensor_parallel_degree": 2, "prescaled_batch": True, "ddp": True}
@@ -144,6 +146,7 @@ def test_a_python_file(tmp_path: Path) -> None:
     assert found[0]["split"]
 
 
+@pytest.mark.slow
 def test_a_yaml_file_with_a_table_of_stages_and_changes(tmp_path: Path) -> None:
     """The bias of T5's scores is made on one stage and used on the next."""
     file = tmp_path / "t5.yaml"

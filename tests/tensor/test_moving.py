@@ -104,6 +104,7 @@ def check_plain(checkpoints: Checkpoints, source: Layout, form: str, file: Path)
         assert losses == checkpoints.dense.losses[2:] == checkpoints.gone_on(source)[0]["losses"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_other_layouts_and_in_plain_pytorch(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,8 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.fixture(autouse=True)
-def _session() -> Iterator[None]:
+def _session() -> None:
     in_memory(2)
-    yield
-    smp.reset()
 
 
 def again(net: nn.Module | None = None, optimizer: Any = adamw) -> tuple[Any, Any]:

@@ -30,6 +30,7 @@ def call(name: str, layout: Layout, **kwargs: Any) -> list[Any]:
     )
 
 
+@pytest.mark.slow
 def test_each_rank_reads_its_pieces_and_writes_them_once(tmp_path: Path) -> None:
     total = 0
     for source in (REPLICAS, SPLIT):
@@ -95,6 +96,7 @@ def test_partial_and_full_checkpoints_hold_split_parameters_too(layout: Layout, 
         assert resumed == [gone_on] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("one_in", [7, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_kill_at_any_operation_on_files_leaves_a_whole_checkpoint(one_in: int, tmp_path: Path) -> None:
@@ -119,6 +121,7 @@ def test_a_kill_at_any_operation_on_files_leaves_a_whole_checkpoint(one_in: int,
         assert len(newest) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "operation", "wanted"),
     [

@@ -61,6 +61,7 @@ def test_tensor_parallelism(model: str, parameters: dict[str, Any]) -> None:
     check(model, "accumulated", 2, parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "parameters"), [("one forward", TP), ("accumulated", OWN), ("two forwards", OWN)]
 )
@@ -139,6 +140,7 @@ def test_a_rank_that_makes_one_backward_less() -> None:
         assert "is not the same on rank 1 as on rank 0" in after  # one optimizer has stepped
 
 
+@pytest.mark.slow
 def test_a_rank_that_makes_none() -> None:
     said, _ = run_distributed(f"{CASES}:none_at_all", 2, fresh=True)
     assert said.startswith("SMPTimeout")

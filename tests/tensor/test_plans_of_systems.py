@@ -92,6 +92,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_the_dense_model(name: str) -> None:
     world_size, config = CASES[name]
@@ -168,6 +169,7 @@ def test_several_batches_of_the_loader_make_one_step() -> None:
         assert "nested differently" in told[3]
 
 
+@pytest.mark.slow
 def test_run_with_a_configuration_and_changes(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -211,6 +213,7 @@ SAME_MESH: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 def test_one_mesh_said_in_five_dialects_gives_the_same_losses_to_the_bit() -> None:
     found = {}
     for dialect, (world_size, config) in SAME_MESH.items():

@@ -83,6 +83,7 @@ GRID = [
 ]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("world_size", "parameters"), GRID)
 def test_training_equals_the_dense_model(world_size: int, parameters: dict[str, Any]) -> None:
     parameters = {**BASE, **parameters}
@@ -97,6 +98,7 @@ def test_tied_weights_and_a_limit_on_the_norm() -> None:
     check(found, dense(tied=True, clip=0.5, optimizer="SGD"))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("has_joined", [False, True])
 @pytest.mark.parametrize(("partitions", "pp_rank", "tp_rank"), [(2, 0, 1), (2, 1, 0), (1, 0, 1)])
 def test_a_failure_in_one_rank_of_a_stage_ends_the_step_on_all(

@@ -69,6 +69,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_two_ranks_train_as_with_whole_parameters_to_the_bit(name: str) -> None:
@@ -77,6 +78,7 @@ def test_two_ranks_train_as_with_whole_parameters_to_the_bit(name: str) -> None:
     assert [rank["rate"] for rank in found] == [rank["rate"] for rank in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("degree", "keys"),
@@ -195,6 +197,7 @@ def test_over_several_partitions_slices_are_there_after_the_first_step() -> None
     )
 
 
+@pytest.mark.slow
 def test_names_are_missing_without_shards() -> None:
     (told,) = run_distributed(f"{CASES}:before_a_step", 1, kwargs={"parameters": config(1), "what": "told"})
     assert "sharded_data_parallel_degree above 1" in told["norm"]
@@ -256,6 +259,7 @@ def test_what_pieces_cannot_do_is_refused(what: str) -> None:
 # Whole again, for a while -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("partitions", [1, 2])
 def test_gathered_shows_the_whole_model_and_keeps_what_all_ranks_change(partitions: int) -> None:
     keys = {"pipeline_parallel_degree": partitions, "sdp_param_persistence_threshold": 20}

@@ -65,6 +65,7 @@ FILES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FILES)
 def test_files_read_by_their_rules_are_the_plain_state_dict(tmp_path: Path, name: str) -> None:
@@ -100,6 +101,7 @@ MERGED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MERGED)
 def test_pieces_of_several_stages_are_merged(tmp_path: Path, name: str) -> None:
     parameters = config(2, **MERGED[name])
@@ -144,6 +146,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path, name: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from smp_lite.checkpoints.pieces import Piece, boxes_of
+from smp_lite.checkpoints.portable.pieces import Piece, boxes_of
 from smp_lite.comm.axis import Axis
 from smp_lite.nn.layout import ParameterLayout, part_of
 from tests.harness import run_distributed
@@ -112,6 +112,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_are_the_same_to_the_bit(name: str) -> None:
     options = dict(VARIANTS[name])
@@ -132,6 +133,7 @@ def test_norms_and_sums_of_gradients_differ_only_in_rounding(options: dict[str, 
     check_same(*both(options.pop("rules", RULES), **options), exactly=False)
 
 
+@pytest.mark.slow
 def test_pieces_over_four_ranks_and_over_two_with_two_copies() -> None:
     expected = run_distributed(f"{CASES}:train", 4, kwargs={"config": mesh(RULES, data=4)})
     for axes in ({"fsdp": 4}, {"data": 2, "fsdp": 2}):
@@ -220,6 +222,7 @@ def ranks_of(layout: str) -> int:
     return 2 if layout in ("pieces", "whole") else 4
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("saved", "read"),
     [

@@ -1,8 +1,8 @@
-"""Sessions of these tests: one process plays all stages, and forgets them afterwards."""
+"""Sessions of these tests: one process plays all stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ OpenSession = Callable[..., None]
 
 
 @pytest.fixture
-def open_session() -> Iterator[OpenSession]:
+def open_session() -> OpenSession:
     """``open_session(num_stages, placement, **parameters)`` opens one; again, anew."""
 
     def start(num_stages: int, placement: str = "auto", **parameters: Any) -> None:
@@ -24,5 +24,4 @@ def open_session() -> Iterator[OpenSession]:
             config |= {"auto_partition": False, "default_partition": 0}
         smp.init_in_memory(config)
 
-    yield start
-    smp.reset()
+    return start

@@ -196,6 +196,7 @@ def run_check(
     return found.returncode, found.stdout + found.stderr
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     code, text = run_check(tmp_path, "0.1", "5")
     assert code == 0
@@ -203,18 +204,21 @@ def test_the_command(tmp_path: Path) -> None:
     assert "not reached" not in text
 
 
+@pytest.mark.slow
 def test_steps_and_parameters(tmp_path: Path) -> None:
     code, text = run_check(tmp_path, "--steps", "1", "--parameters", '{"partitions": 4}', "0.1", "5")
     assert code == 0
     assert "equal to the bit over 1 step: 4 calls, 4 stages" in text
 
 
+@pytest.mark.slow
 def test_fewer_steps_than_asked(tmp_path: Path) -> None:
     code, text = run_check(tmp_path, "--steps", "3", "0.1", "2")
     assert code == 0
     assert "equal to the bit over 2 steps" in text
 
 
+@pytest.mark.slow
 def test_a_difference_names_the_call_and_its_line(tmp_path: Path) -> None:
     """What the library cannot see: blocks read a file, which changes after they were called."""
     number = tmp_path / "number.txt"
@@ -246,6 +250,7 @@ def test_a_script_that_fails_in_plain_torch_too(tmp_path: Path) -> None:
     assert "step 0 fails in one process too: KeyError: 'mine'" in text
 
 
+@pytest.mark.slow
 def test_a_script_without_a_step(tmp_path: Path) -> None:
     code, text = run_check(tmp_path, "0.1", "0")
     assert code == 1

@@ -39,16 +39,19 @@ def check(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_ddp(name: str) -> None:
     check(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "batchnorm", "data_branch", "complex64"])
 def test_horovod(name: str) -> None:
     check(name, {"ddp": False, "horovod": True})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("placement", "dp_ranks"), [("cluster", [0, 0, 1, 1]), ("spread", [0, 1, 0, 1])])
 def test_either_placement_of_ranks(placement: str, dp_ranks: list[int]) -> None:
     found = check("gpt", {"placement_strategy": placement})
@@ -62,6 +65,7 @@ def test_parameters_that_one_replica_uses() -> None:
     check("data_branch")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "data_branch", "unused"])
 @pytest.mark.parametrize(
     "options",
@@ -85,6 +89,7 @@ def test_reduction_options(name: str, options: dict[str, Any]) -> None:
     check(name, **options)
 
 
+@pytest.mark.slow
 def test_small_buckets_are_reduced_while_backward_runs() -> None:
     assert all(started > 1 for _, _, started in check("gpt", bucket_cap_mb=0.0005))
     assert all(started == 0 for _, _, started in check("gpt", overlapping_allreduce=False))

@@ -20,6 +20,7 @@ def test_in_memory(where: str, pipeline: str, open_session: OpenSession) -> None
     assert len(texts) == len(FAILING_STEPS)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("failing_rank", [0, 1])
 @pytest.mark.parametrize("where", ["forward", "backward", "recording", "everywhere"])
 def test_on_ranks(where: str, failing_rank: int) -> None:

@@ -33,6 +33,7 @@ def test_in_memory(variant: str, open_session: OpenSession) -> None:
     assert scaling.compare(**scaling.VARIANTS[variant]) == []
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("variant", scaling.VARIANTS)
 def test_on_two_ranks(variant: str) -> None:
     assert on_ranks("compare_on_ranks", **scaling.VARIANTS[variant]) == [[], []]

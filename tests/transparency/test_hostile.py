@@ -24,6 +24,7 @@ BATCH = regression_batch(8)
 Backward = Callable[..., None]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("num_stages", "placement", "pipeline"),
     [(2, "zigzag", "interleaved"), (3, "auto", "simple"), (3, "zigzag", "interleaved")],

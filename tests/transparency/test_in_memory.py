@@ -20,6 +20,7 @@ VARIANTS = [
 ] + [(4, "auto", "simple"), (4, "zigzag", "interleaved")]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("num_stages", "placement", "pipeline"), VARIANTS)
 @pytest.mark.parametrize("name", one_in(2, NAMES))
 def test_training_equals_plain_torch(

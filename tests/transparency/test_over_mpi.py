@@ -40,16 +40,19 @@ def check(name: str, num_ranks: int, placement: str, wire: str = "mpi", **parame
     assert sorted(held) == sorted(name for name, _ in CASES[name].build().named_parameters())
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", one_in(3, NAMES))
 def test_two_ranks_zigzag_interleaved(name: str) -> None:
     check(name, 2, "zigzag", pipeline="interleaved")
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", one_in(4, NAMES))
 def test_three_ranks_auto_simple(name: str) -> None:
     check(name, 3, "auto", pipeline="simple")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_in(4, FOUR_STAGES))
 @pytest.mark.parametrize(("placement", "pipeline"), [("zigzag", "simple"), ("auto", "interleaved")])
 def test_four_ranks(name: str, placement: str, pipeline: str) -> None:
@@ -63,6 +66,7 @@ def test_schedule_and_partition_options(options: dict[str, Any]) -> None:
     check("unet", 3, "auto", **options)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["gpt_tied", "unet", "complex64", "data_loop", "autocast_part"])
 def test_tensors_over_process_groups(name: str) -> None:
     check(name, 3, "zigzag", wire="c10d", ddp=True)

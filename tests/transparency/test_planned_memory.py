@@ -12,6 +12,7 @@ from tests.transparency.planned_peaks import JOBS, planned_memory
 ALLOWED = 0.05
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.filterwarnings("ignore:Stage . .*is the largest")
 @pytest.mark.parametrize(
     ("num_stages", "pipeline"),
@@ -26,6 +27,7 @@ def test_peak_of_each_stage(name: str, num_stages: int, pipeline: str) -> None:
     check(name, num_stages, {"partitions": num_stages, "microbatches": 4, "pipeline": pipeline})
 
 
+@pytest.mark.slow
 def test_peak_with_replicas() -> None:
     check("tied", 4, {"partitions": 2, "microbatches": 4, "ddp": True})
 

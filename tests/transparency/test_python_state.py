@@ -9,6 +9,7 @@ from tests.transparency.conftest import OpenSession
 from tests.transparency.state_cases import CASES
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("num_stages", "placement", "pipeline"),
     [(2, "zigzag", "interleaved"), (3, "auto", "simple"), (2, "auto", "interleaved")],

@@ -61,6 +61,7 @@ def first_run(name: str, open_session: OpenSession) -> list[list[float]]:
     return drawn_losses(name, 2)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("num_stages", "parameters"),
     [
@@ -82,6 +83,7 @@ def test_draws_depend_on_the_seed_alone(
     assert drawn_losses(name, num_stages) == first_run
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("num_ranks", "pipeline"), [(2, "simple"), (2, "interleaved"), (3, "simple")])
 def test_draws_over_mpi(name: str, num_ranks: int, pipeline: str, first_run: list[list[float]]) -> None:
     found = run_distributed(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,13 +10,6 @@ from torch import nn
 
 import smp_lite as smp
 from tests.models import CASES, plain_step
-
-
-@pytest.fixture(autouse=True)
-def _no_session_left() -> Iterator[None]:
-    smp.reset()
-    yield
-    smp.reset()
 
 
 def _start(**parameters: Any) -> None:
@@ -31,6 +23,7 @@ def _slices(batch: dict[str, Any], start: int, size: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "name",
     [

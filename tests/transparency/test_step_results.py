@@ -161,6 +161,7 @@ def test_body_runs_once_for_each_microbatch(model: smp.DistributedModel) -> None
     assert len(set(calls)) == NUM_MICROBATCHES
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["gpt", "batchnorm", "data_branch", "layer_drop", "dropout", "stateful"])
 @pytest.mark.parametrize("inference", [False, True])
 def test_evaluation(name: str, inference: bool, open_session: OpenSession) -> None:
@@ -226,6 +227,7 @@ def results_of_every_kind() -> list[Any]:
     ]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_results_are_valid_on_every_rank(num_ranks: int) -> None:
     found = run_distributed(

@@ -23,6 +23,7 @@ def on_ranks(function: str, num_ranks: int = 2) -> list[Any]:
     )
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize(
     "function",

@@ -22,11 +22,8 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 @pytest.fixture(autouse=True)
-def _session() -> Iterator[None]:
-    smp.reset()
+def _session() -> None:
     in_memory()
-    yield
-    smp.reset()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ What differs from rank to rank (local parameters, gathering) is tested in `tests
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -31,11 +30,8 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 @pytest.fixture(autouse=True)
-def _session() -> Iterator[None]:
-    smp.reset()
+def _session() -> None:
     in_memory()
-    yield
-    smp.reset()
 
 
 def other_state() -> dict[str, Any]:

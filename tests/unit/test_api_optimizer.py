@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,11 +23,8 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
 
 @pytest.fixture(autouse=True)
-def _session() -> Iterator[None]:
-    smp.reset()
+def _session() -> None:
     in_memory()
-    yield
-    smp.reset()
 
 
 def plain(optimizer: Callable[..., torch.optim.Optimizer]) -> tuple[nn.Module, Any]:
@@ -178,8 +175,10 @@ def test_a_group_can_be_added_before_partition_only() -> None:
     run(net, reference, range(2))
     run(model, optimizer, range(2))
     assert same(model.state_dict(), net.state_dict())
-    with pytest.raises(smp.SMPError, match="before the first step"):
+    with pytest.raises(smp.SMPError, match=r"before smp\.DistributedOptimizer wraps it"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(smp.SMPError, match="exists once"):
+        copy.deepcopy(optimizer)
 
 
 def test_named_parameters_keep_their_names() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,13 +14,6 @@ from tests.api_support import batch, in_memory, train
 pytestmark = pytest.mark.filterwarnings("ignore:Stage ")  # of the tiny nets' balance
 
 MANUAL = {"auto_partition": False, "default_partition": 0}
-
-
-@pytest.fixture(autouse=True)
-def _no_session() -> Iterator[None]:
-    smp.reset()
-    yield
-    smp.reset()
 
 
 class Chain(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,10 +38,8 @@ class Limited(torch.optim.Optimizer):
 
 
 @pytest.fixture(autouse=True)
-def _two_partitions() -> Iterator[None]:
+def _two_partitions() -> None:
     in_memory(2)
-    yield
-    smp.reset()
 
 
 @pytest.fixture(params=["wrapped", "bare"])

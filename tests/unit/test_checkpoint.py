@@ -6,7 +6,6 @@ On real ranks, where a partial checkpoint has several parts: `tests/launch/test_
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,6 @@ from tests.api_support import Net, batch, build, in_memory, same, train, wrap
 pytestmark = pytest.mark.filterwarnings("ignore:Stage ")
 MANUAL = {"auto_partition": False, "default_partition": 0}
 ADAM = partial(torch.optim.AdamW, lr=0.01)
-
-
-@pytest.fixture(autouse=True)
-def _no_session() -> Iterator[None]:
-    smp.reset()
-    yield
-    smp.reset()
 
 
 def start(seed: int = 7, partitions: int = 2, **parameters: Any) -> tuple[Any, Any]:

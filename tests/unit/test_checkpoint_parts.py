@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Stage ")
 
 
 @pytest.fixture(autouse=True)
-def _no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    smp.reset()
-    yield
-    smp.reset()
 
 
 def start(partitions: int = 2) -> tuple[Any, Any]:

@@ -5,7 +5,6 @@ On real ranks: `tests/launch/test_api_checkpoint.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +118,6 @@ def start(partitions: int, kind: Any, cut: str | None = None, seed: int = 8) -> 
     return model, optimizer, schedule(optimizer)
 
 
-@pytest.fixture(autouse=True)
-def _no_session() -> Iterator[None]:
-    smp.reset()
-    yield
-    smp.reset()
-
-
 def save(path: Path, kind: Any) -> tuple[list[Tensor], Any]:
     """Trains on 2 partitions and saves on the way; the losses after that, and the state at the end."""
     model, optimizer, scheduler = start(2, kind, seed=7)
@@ -137,6 +129,7 @@ def save(path: Path, kind: Any) -> tuple[list[Tensor], Any]:
     return losses, (model.state_dict(), optimizer.state_dict(), scheduler.state_dict())
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("steps_before", [0, 1], ids=["before partition", "after"])
 @pytest.mark.parametrize(
     ("partitions", "cut"), [(1, None), (3, None), (2, "blocks.0"), (2, "blocks.2")], ids=str

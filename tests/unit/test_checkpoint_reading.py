@@ -6,7 +6,6 @@ import argparse
 import collections
 import pickle
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +45,9 @@ class Trap:
 
 
 @pytest.fixture(autouse=True)
-def _session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    smp.reset()
     in_memory()
-    yield
-    smp.reset()
 
 
 def save_checkpoint(content: Any, *, partial: bool = True) -> None:

@@ -12,7 +12,7 @@ import inspect
 import io
 import math
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -601,11 +601,8 @@ def test_arguments_and_defaults_are_apexs() -> None:
 
 
 @pytest.fixture
-def session() -> Iterator[None]:
-    smp.reset()
+def session() -> None:
     in_memory()
-    yield
-    smp.reset()
 
 
 def run(model: Any, optimizer: Any, indices: range) -> None:

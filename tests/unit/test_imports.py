@@ -42,6 +42,7 @@ def loaded_by(statement: str) -> set[str]:
     return set(result.stdout.split())
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("module", PURE_MODULES)
 def test_a_pure_module_imports_neither_torch_nor_mpi4py(module: str) -> None:
     assert loaded_by(f"import {module}") == set()

@@ -59,6 +59,7 @@ def _assignments(line: Line, num_stages: int) -> Iterator[tuple[int, ...]]:
             yield stages
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(lines(), st.integers(1, 5))
 def test_contiguous_equals_the_enumerated_optimum(line: Line, num_stages: int) -> None:
@@ -68,6 +69,7 @@ def test_contiguous_equals_the_enumerated_optimum(line: Line, num_stages: int) -
     assert score(line, stages, num_stages) == best
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(grouped_lines(), st.integers(1, 4))
 def test_groups_take_their_best_seats(line: Line, num_stages: int) -> None:
@@ -91,6 +93,7 @@ def test_scattered_equals_the_enumerated_optimum_or_stays_contiguous(line: Line,
         assert stages == contiguous
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(grouped_lines(), st.integers(1, 4))
 def test_scattered_keeps_groups_and_never_loses(line: Line, num_stages: int) -> None:

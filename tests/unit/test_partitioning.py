@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,6 @@ import torch
 from torch import nn
 
 import smp_lite as smp
-
-
-@pytest.fixture(autouse=True)
-def _no_session_left() -> Iterator[None]:
-    smp.reset()
-    yield
-    smp.reset()
 
 
 class _Uneven(nn.Module):

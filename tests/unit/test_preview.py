@@ -66,6 +66,7 @@ def test_a_model_larger_than_the_machine(package: str, capsys: pytest.CaptureFix
     assert "80,000,800,000" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_script_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     script = REPOSITORY / "notebooks" / "train_gpt.py"
     parameters = json.dumps({"partitions": 2, "microbatches": 4, "ddp": True})

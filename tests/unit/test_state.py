@@ -28,6 +28,7 @@ def test_state_is_the_session_after_it() -> None:
     assert "before smp.init()" in repr(smp.state)
 
 
+@pytest.mark.slow
 def test_star_import_before_init() -> None:
     code = "from smp_lite import *; print(DistributedModel.__name__, state, clip_grad_norm_.__name__)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -95,6 +95,7 @@ def test_numbers_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
     assert path.read_text().count("<!-- 11 -->") == 2
 
 
+@pytest.mark.slow
 def test_large_schedule_stays_readable(tmp_path: Path) -> None:
     found = plan(chain(range(16)), 64, active_microbatches=16).simulate()
     path = draw_schedule(found, tmp_path / "schedule.svg")

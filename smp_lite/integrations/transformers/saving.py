@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers import Trainer as PlainTrainer
 from transformers.trainer import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, SCHEDULER_NAME, WEIGHTS_NAME
 
-from ...checkpoints.together import together
+from ...checkpoints.portable.together import together
 from ...errors import SMPError
 from ...session import Session
 from ...wrapper.distributed_model import DistributedModel

@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 
 from ... import api
 from ...errors import SMPError
-from ...optim.norms import clip_grad_norm_
+from ...optim.norms.whole_model import clip_grad_norm_
 from ...optim.optimizer import DistributedOptimizer
 from ...session import current
 from ...wrapper.distributed_model import DistributedModel

@@ -7,7 +7,7 @@ the second run where others have taken their place.
 What the function itself changes would be changed twice. The running statistics of a norm, on which its own
 result does not depend while it trains, are changed the first time alone, and so are attributes; anything else
 is refused. Python's and numpy's random numbers are drawn again as torch's are, and those of generators that
-are attributes.
+can be reached from the module: attributes, what containers hold, and globals of its forward.
 
 What is kept may be handed to a *keeper* (:func:`kept_by`), which gives it back when backward asks.
 """
@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...errors import SMPError
 from ..parameters.tables import plain_table
+from ..state.python_state import PythonState
 from ..state.random_state import all_states, kept, put_back_states, taken_states
 from ..values.calls import Arguments
 
@@ -152,6 +153,7 @@ class _Reads:
             self._attributes.append((namespace, attributes))
             if draws_again:
                 found = [value for value in attributes.values() if isinstance(value, _Generator)]
+                found += _reachable_generators(part)
                 self._generators |= {id(each): (each, _state_of(each)) for each in found}
             buffers = plain_table(part._buffers)
             if buffers:
@@ -214,6 +216,26 @@ class _Reads:
             if tensor is not None and tensor._version != version:
                 return name
         return next((name for name, tensor, version in self._state if tensor._version != version), None)
+
+
+_reached: weakref.WeakKeyDictionary[nn.Module, tuple[_Generator, ...]] = weakref.WeakKeyDictionary()
+
+
+def _reachable_generators(part: nn.Module) -> tuple[_Generator, ...]:
+    """Those that a module's containers and objects hold, and globals that its forward names.
+
+    Looked for once in the life of a module: it takes longer than a call.
+    """
+    found = _reached.get(part)
+    if found is None:
+        state = PythonState(lambda value: isinstance(value, nn.Module) and value is not part)
+        state.add(part, "")
+        forward = getattr(type(part).forward, "__wrapped__", type(part).forward)
+        code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
+        for name in code.co_names if code is not None else ():
+            state.add(names.get(name), name)
+        found = _reached[part] = tuple(g for g in state.generators() if isinstance(g, _Generator))
+    return found
 
 
 def _fill(table: dict[str, Any], content: dict[str, Any]) -> None:

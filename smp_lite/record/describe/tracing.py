@@ -29,6 +29,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...deferred import has_deferred
+from ...errors import SMPError
 from ...plan.checkpoint_groups import group_children
 from ...plan.partition import ModuleCost
 from ..state.random_state import kept
@@ -80,9 +82,13 @@ def trace_model(
         try:
             with without_hooks(root):
                 return _trace_fake(root, args, kwargs, inference)
-        except Exception:
+        except Exception as error:
             # Whatever fake tensors cannot do, the real run can.
-            pass
+            if has_deferred(root):
+                raise SMPError(
+                    "the model could not be described without its data, which it does not have yet, because "
+                    f"its initialization is delayed ({type(error).__name__}: {error}). Build it without delay"
+                ) from error
     try:
         with without_hooks(root):
             return _trace_real(root, args, kwargs)

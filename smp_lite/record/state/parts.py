@@ -32,6 +32,7 @@ __all__ = [
     "Items",
     "Numbers",
     "Part",
+    "Random",
     "classes_of",
     "is_iterator",
     "is_opaque",
@@ -326,7 +327,7 @@ class Numbers(Part):
         return f"changes {self.name}, {what}"
 
 
-class _Random(Part):
+class Random(Part):
     """A random generator of the user's own."""
 
     def __init__(self, value: Any, name: str) -> None:
@@ -404,7 +405,7 @@ def part_of(value: Any, name: str) -> Part | None:
     if kind is functools.partial:
         return _Inner(value, name, [value.func, value.args, value.keywords])
     if isinstance(value, _RANDOM) or _random_access(value) is not None:
-        return _Random(value, name)
+        return Random(value, name)
     if isinstance(value, functools._lru_cache_wrapper):
         return Cached(value, name)
     if "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray):

@@ -29,6 +29,7 @@ from .parts import (
     Items,
     Numbers,
     Part,
+    Random,
     classes_of,
     is_iterator,
     is_opaque,
@@ -104,6 +105,10 @@ class PythonState:
             return Items(value, name)
         is_array = "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
         return Numbers(value, name) if is_array or isinstance(value, torch.Tensor) else None
+
+    def generators(self) -> list[Any]:
+        """The random generators among it."""
+        return [part.value for part in self._parts if isinstance(part, Random)]
 
     def changed(self) -> str | None:
         """The first thing that is no longer as it was, in words; None if all is."""

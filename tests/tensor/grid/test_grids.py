@@ -45,6 +45,7 @@ def test_2d_loss(ranks: int, depth: int, dtype: torch.dtype, classes: int) -> No
 WIDE_2D = [pytest.param(9, 0, id="3x3", marks=pytest.mark.thorough)]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "recompute", ["nothing", "blocks", pytest.param("reentrant", marks=pytest.mark.thorough)]
 )
@@ -106,6 +107,7 @@ def test_2d_where_ranks_stand(ranks: int, depth: int) -> None:
 RANKS_3D = [8, pytest.param(1, marks=pytest.mark.thorough)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS_3D)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layer", ["linear", "norms", "embeddings", "attention", "pairs"])
@@ -120,6 +122,7 @@ def test_3d_loss(dtype: torch.dtype, classes: int, ranks: int) -> None:
     run_distributed(f"{CASES_3D}:loss", ranks, kwargs={"dtype": dtype, "classes": classes})
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("ranks", RANKS_3D)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize(

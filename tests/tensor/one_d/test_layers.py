@@ -38,6 +38,7 @@ def test_on_two_ranks(case: str) -> None:
     run_distributed(f"{CASES}:{case}", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["attentions", "volumes"])
 def test_on_four_ranks(case: str) -> None:
     run_distributed(f"{CASES}:{case}", 4)

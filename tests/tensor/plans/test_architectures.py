@@ -18,6 +18,7 @@ ATTENTION = dict(zip(ARCHITECTURES, ["eager", "sdpa"] * len(ARCHITECTURES), stri
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_on_two_ranks(name: str) -> None:
     run_distributed(f"{CASES}:architecture", 2, kwargs={"name": name, "attention": ATTENTION[name]})
@@ -51,6 +52,7 @@ def test_plans_that_come_with_models_and_are_not_exact(name: str) -> None:
         parallelize(build_by_default(name), Axis("tp", range(2), 0))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_plans_of_our_own(name: str, attention: str) -> None:
@@ -69,6 +71,7 @@ def test_plans_of_our_own_on_four_ranks(name: str) -> None:
     run_distributed(f"{CASES}:known_plan_of", 4, kwargs={"name": name, "attention": "sdpa"}, timeout_s=100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

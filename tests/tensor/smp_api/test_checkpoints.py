@@ -12,6 +12,7 @@ from tests.tensor.smp_api.cases import MODELS, hf_loss
 from tests.tensor.smp_api.test_modules import parameters_of
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("model", "partitions"), [("hf gpt2", 1), ("hf bert", 1), ("vocabulary gpt2", 2)])
 def test_full_checkpoints_are_those_of_the_plain_model(model: str, partitions: int, tmp_path: Path) -> None:
     torch.manual_seed(7)

@@ -36,6 +36,7 @@ def test_at_degree_one(model: str) -> None:
     assert KINDS[model] in found[0]["kinds"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prescaled", [pytest.param(True, marks=pytest.mark.thorough), False])
 @pytest.mark.parametrize(
     "model", ["gpt2", pytest.param("gpt2 blocks", marks=pytest.mark.thorough), "roberta"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,11 +15,8 @@ from smp_lite.nn.distributed import CannotShare
 
 
 @pytest.fixture(autouse=True)
-def _session() -> Iterator[None]:
-    smp.reset()
+def _session() -> None:
     smp.init_in_memory({"partitions": 1})
-    yield
-    smp.reset()
 
 
 def kinds(net: nn.Module) -> list[str]:

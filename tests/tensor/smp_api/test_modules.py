@@ -49,6 +49,7 @@ def check(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prescaled", "optimize"), WAYS)
 def test_linears_and_embeddings(prescaled: bool, optimize: str) -> None:
     found = check("linears", 2, parameters_of(2, prescaled, optimize))
@@ -66,6 +67,7 @@ KINDS = {
 QUICK = ("attention post", "layer cross", "transformer")
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("prescaled", "optimize"), WAYS)
 @pytest.mark.parametrize(
     "model", [name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in INNER]
@@ -81,6 +83,7 @@ def test_degree_one(model: str) -> None:
     assert any(kind.startswith("Distributed") for kind in found[0]["kinds"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "prescaled", "optimize"),
     [
@@ -94,6 +97,7 @@ def test_with_replicas(model: str, prescaled: bool, optimize: str) -> None:
     check(model, 4, parameters_of(2, prescaled, optimize))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prescaled", "optimize"),
     [(True, "memory"), (False, "speed"), *(pytest.param(*w, marks=pytest.mark.thorough) for w in WAYS[::3])],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,11 +15,8 @@ B, S, H, T = 4, 5, 16, 8
 
 
 @pytest.fixture(autouse=True)
-def _session() -> Iterator[None]:
-    smp.reset()
+def _session() -> None:
     smp.init_in_memory({"partitions": 1})
-    yield
-    smp.reset()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,11 +13,8 @@ from tests.tensor.smp_api import hf_models
 
 
 @pytest.fixture(autouse=True)
-def _session() -> Iterator[None]:
-    smp.reset()
+def _session() -> None:
     smp.init_in_memory({"partitions": 1})
-    yield
-    smp.reset()
 
 
 def translators(model: str) -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ from tests.tensor.smp_api.test_modules import check, parameters_of
 MORE = [("gpt2", False), ("gptj", True)]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("model", "prescaled"),
     [("gpt2", True), ("gptj", False), *(pytest.param(*way, marks=pytest.mark.thorough) for way in MORE)],
@@ -22,6 +23,7 @@ def test_it_trains_as_the_dense_one(model: str, prescaled: bool) -> None:
     check(f"vocabulary {model}", 2, parameters_of(2, prescaled, "memory"), torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prescaled", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_over_two_stages(prescaled: bool) -> None:
     check("vocabulary gpt2", 4, parameters_of(2, prescaled, "speed", partitions=2), torch.float32)

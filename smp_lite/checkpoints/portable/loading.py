@@ -16,18 +16,18 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import SMPError
-from ..nn.layout import layout_of
-from ..optim.own_parameters import PARTIAL_KEY, partial_mark
-from ..record.parameters.away import is_away
-from ..record.source_line import warn_once_at_user_line
-from ..session import Session
-from ..storage.layout import USER_CONTENT, part_file
-from ..storage.torch_files import read_torch
+from ...errors import SMPError
+from ...nn.layout import layout_of
+from ...optim.state.own_parameters import PARTIAL_KEY, partial_mark
+from ...record.parameters.away import is_away
+from ...record.source_line import warn_once_at_user_line
+from ...session import Session
+from ...storage.layout import USER_CONTENT, part_file
+from ...storage.torch_files import read_torch
+from .matching import ModelEntries, OptimizerEntries, match_model, match_optimizer
+from .names import Portable
 from .pieces import boxes_of
-from .portable_matching import ModelEntries, OptimizerEntries, match_model, match_optimizer
-from .portable_names import Portable
-from .portable_reading import PieceReader, read_metadata
+from .reading import PieceReader, read_metadata
 from .together import together
 
 __all__ = ["bytes_read", "resume_portable"]

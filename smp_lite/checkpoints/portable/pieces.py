@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..nn.layout import ParameterLayout
+from ...nn.layout import ParameterLayout
 
 __all__ = ["Box", "Piece", "boxes_of", "whole_box"]
 

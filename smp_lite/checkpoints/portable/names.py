@@ -16,10 +16,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import SMPError
-from ..storage.identity import Identity, read_identity
-from ..storage.layout import MODEL, full_file, partial_name
-from ..storage.switch import ready_files, ready_folder, retire
+from ...errors import SMPError
+from ...storage.identity import Identity, read_identity
+from ...storage.layout import MODEL, full_file, partial_name
+from ...storage.switch import ready_files, ready_folder, retire
 
 __all__ = [
     "IDENTITY_FILE",

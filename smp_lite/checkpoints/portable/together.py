@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..errors import SMPError
-from ..session import Session
+from ...errors import SMPError
+from ...session import Session
 
 __all__ = ["together"]
 

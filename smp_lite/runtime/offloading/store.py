@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..errors import SMPError
+from ...errors import SMPError
 
 __all__ = ["FOLDER_VARIABLE", "FileStore", "Transfer"]
 

@@ -2,7 +2,7 @@
 
 From SMP's documentation ("Activation offloading"; parameters ``offload_activations`` and
 ``activation_loading_horizon``). A checkpointed call keeps its inputs. When the forward action ends in which
-it ran they are written to a store (:mod:`.offload_store`), and they come back some actions before the
+it ran they are written to a store (:mod:`.store`), and they come back some actions before the
 backward that needs them; the list of actions is known, so there is nothing to guess. What would be back at
 once stays.
 
@@ -25,11 +25,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from ..comm.waiting import watchdog_s
-from ..errors import SMPError
-from ..plan.actions import COMPUTE_KINDS, Action, ActionKind
-from ..record.describe.recomputed import changed_since, kept_by
-from .offload_store import FileStore, Transfer
+from ...comm.waiting import watchdog_s
+from ...errors import SMPError
+from ...plan.actions import COMPUTE_KINDS, Action, ActionKind
+from ...record.describe.recomputed import changed_since, kept_by
+from .store import FileStore, Transfer
 
 __all__ = ["ActivationOffload"]
 

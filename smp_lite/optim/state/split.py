@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..errors import SMPError
-from ..nn.layout import ParameterLayout, layout_of, part_of, whole_of
+from ...errors import SMPError
+from ...nn.layout import ParameterLayout, layout_of, part_of, whole_of
 
 __all__ = ["piece_of_state", "state_part", "whole_state"]
 

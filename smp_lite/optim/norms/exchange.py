@@ -18,14 +18,14 @@ from torch.utils._foreach_utils import (
     _has_foreach_support,
 )
 
-from ..errors import SMPError, SMPMismatch
-from ..nn.guarding import plain, unguarded
-from ..nn.layout import ParameterLayout, layout_of
-from .norm_parts import FOREIGN, Norm, Part, as_in_one_process, of_stage
-from .own_parameters import OwnParameters
+from ...errors import SMPError, SMPMismatch
+from ...nn.guarding import plain, unguarded
+from ...nn.layout import ParameterLayout, layout_of
+from ..state.own_parameters import OwnParameters
+from .parts import FOREIGN, Norm, Part, as_in_one_process, of_stage
 
 if TYPE_CHECKING:
-    from ..session import Session
+    from ...session import Session
 
 __all__ = ["Call", "Item", "total_norm"]
 

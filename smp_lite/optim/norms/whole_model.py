@@ -8,7 +8,7 @@ what is replaced, from ``smp.init`` until ``smp.reset``. Nothing changes for ten
 with the model, nor before partition.
 
 A call that involves the model is collective over the mp group: each rank computes the norms of the tensors
-that live there, as torch would; :mod:`.norm_parts` puts them in the order of one process; each rank then
+that live there, as torch would; :mod:`.parts` puts them in the order of one process; each rank then
 takes the norm of the norms, as torch would. A roll call carries them, so a rank that does not call is named;
 it costs some tenths of a millisecond a step.
 """
@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import SMPError
-from .norm_exchange import Call, Item, layout_of_item, total_norm
-from .norm_parts import FOREIGN
-from .own_parameters import OwnParameters
+from ...errors import SMPError
+from ..state.own_parameters import OwnParameters
+from .exchange import Call, Item, layout_of_item, total_norm
+from .parts import FOREIGN
 
 if TYPE_CHECKING:
-    from ..session import Session
+    from ...session import Session
 
 __all__ = ["clip_grad_norm_", "norms_of_the_whole_model", "refuse_inside_step"]
 

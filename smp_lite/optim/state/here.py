@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from ..errors import SMPError
-from ..record.parameters.away import is_away
+from ...errors import SMPError
+from ...record.parameters.away import is_away
 
 __all__ = ["StateHere"]
 

@@ -1,4 +1,4 @@
-"""Loading what :mod:`.state_dicts` has read: a whole state, this rank's own part of it, or one of several
+"""Loading what :mod:`.dicts` has read: a whole state, this rank's own part of it, or one of several
 shards.
 
 Before partition a rank's parameters are not known, and torch would round a state to the type of
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ..errors import SMPError
+from ...errors import SMPError
+from .dicts import MASTERS, ReadState
 from .own_parameters import PARTIAL_KEY, check_mark
-from .split_state import state_part
-from .state_dicts import MASTERS, ReadState
+from .split import state_part
 
 __all__ = ["OptimizerState"]
 

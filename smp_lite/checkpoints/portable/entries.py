@@ -19,12 +19,12 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from ..errors import SMPError
-from ..nn.layout import ParameterLayout, layout_of
-from ..optim.own_parameters import PARTIAL_KEY
-from ..record.parameters.away import is_away
-from ..session import Session
-from ..storage.layout import MODEL, OPTIMIZER
+from ...errors import SMPError
+from ...nn.layout import ParameterLayout, layout_of
+from ...optim.state.own_parameters import PARTIAL_KEY
+from ...record.parameters.away import is_away
+from ...session import Session
+from ...storage.layout import MODEL, OPTIMIZER
 from .pieces import Piece
 
 __all__ = ["Entries", "entries_here", "names_of_groups", "tied_to"]

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ..errors import SMPError
+from ...errors import SMPError
+from .names import METADATA_FILE
 from .pieces import Box
-from .portable_names import METADATA_FILE
 
 __all__ = ["PieceReader", "read_metadata"]
 

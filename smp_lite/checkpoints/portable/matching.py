@@ -15,10 +15,10 @@ import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ..errors import SMPError
-from ..nn.layout import layout_of
-from .portable_entries import names_of_groups, tied_to
-from .portable_reading import PieceReader
+from ...errors import SMPError
+from ...nn.layout import layout_of
+from .entries import names_of_groups, tied_to
+from .reading import PieceReader
 
 __all__ = ["ModelEntries", "OptimizerEntries", "match_model", "match_optimizer"]
 

@@ -31,16 +31,16 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..errors import SMPError
-from ..session import Session
-from ..storage.durable import write_text
-from ..storage.identity import Identity
-from ..storage.layout import MODEL, OPTIMIZER, USER_CONTENT, part_file
-from ..storage.switch import Switch
-from ..storage.torch_files import write_torch
+from ...errors import SMPError
+from ...session import Session
+from ...storage.durable import write_text
+from ...storage.identity import Identity
+from ...storage.layout import MODEL, OPTIMIZER, USER_CONTENT, part_file
+from ...storage.switch import Switch
+from ...storage.torch_files import write_torch
+from .entries import Entries, entries_here
+from .names import IDENTITY_FILE
 from .pieces import Piece
-from .portable_entries import Entries, entries_here
-from .portable_names import IDENTITY_FILE
 from .together import together
 
 __all__ = ["write_portable"]

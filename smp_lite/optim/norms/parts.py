@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import SMPMismatch
+from ...errors import SMPMismatch
 
 __all__ = ["FOREIGN", "Norm", "Part", "as_in_one_process", "of_stage"]
 

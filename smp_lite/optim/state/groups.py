@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..nn.guarding import as_ordinary
-from ..nn.layout import is_sharded
-from ..record.parameters.away import is_away
-from .split_state import piece_of_state
+from ...nn.guarding import as_ordinary
+from ...nn.layout import is_sharded
+from ...record.parameters.away import is_away
+from .here import StateHere
+from .split import piece_of_state
 from .stand_ins import StandIns
-from .state_here import StateHere
 
 if TYPE_CHECKING:
-    from ..session import Session
+    from ...session import Session
 
 __all__ = ["Groups"]
 

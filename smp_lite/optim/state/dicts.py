@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..comm.axis import Axis
-from ..errors import SMPError
+from ...comm.axis import Axis
+from ...errors import SMPError
+from ..half.loss_scaling import LossScaling
 from .groups import Groups
-from .half.loss_scaling import LossScaling
 from .own_parameters import PARTIAL_KEY, partial_mark
-from .split_state import whole_state
+from .split import whole_state
 
 if TYPE_CHECKING:
-    from ..session import Session
+    from ...session import Session
 
 __all__ = ["HALF_KEYS", "MASTERS", "ReadState"]
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..record.parameters.away import is_away, root_of
-from ..record.parameters.placement import Placement
-from ..record.values.placed import PlacedTensor
+from ...record.parameters.away import is_away, root_of
+from ...record.parameters.placement import Placement
+from ...record.values.placed import PlacedTensor
 
 if TYPE_CHECKING:
-    from ..session import Session
+    from ...session import Session
 
 __all__ = ["PARTIAL_KEY", "OwnParameters", "check_mark", "partial_mark"]
 

@@ -1,0 +1,1 @@
+"""A checkpoint in pieces that any layout of ranks can read."""

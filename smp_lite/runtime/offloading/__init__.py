@@ -1,0 +1,1 @@
+"""Kept inputs that leave memory between forward and backward."""
