@@ -269,6 +269,11 @@ def _slices(file: str, pieces: Mapping[str, Any], ranks: int) -> dict[str, torch
 
 def user_content_of(found: Found, content: Any) -> Any:
     """What the user gave, or None."""
+    if not isinstance(content, dict):
+        raise SMPError(
+            f"{_RESUME}: {str(found.files[USER_CONTENT])!r} holds a {type(content).__name__}, where sharded "
+            "parameters have a dict: it was changed; resume from another checkpoint"
+        )
     if found.identity is None or USER_CONTENT not in found.identity.parts:
         return None
     return {key: value for key, value in content.items() if key not in (BUFFER_NAMES, PARAM_SHAPES)}

@@ -30,7 +30,7 @@ from ..record.source_line import warn_once_at_user_line
 from .executor import StageExecutor
 from .failure import error_like, failure_kind
 from .gradients import GradientBooks
-from .offloading.offload import ActivationOffload
+from .offloading.offload import ActivationOffload, longest_wait
 from .random_streams import RandomStreams
 from .reduction.reductions import Reductions, broadcast_parameters, rule_of
 from .reduction.replicated_gradients import check_replicated_gradients, check_results
@@ -105,6 +105,7 @@ class ModelRuntime:
         self.reducer: Reductions | None = None
         self._shared = stage_peers if stage_peers is not None and stage_peers.share_batch else None
         self._checks = False
+        self._activation_horizon = activation_horizon
         self._offloads = activation_horizon is not None
         self._watched: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._passes = 0
@@ -242,13 +243,23 @@ class ModelRuntime:
 
     def _check_offloading(self) -> None:
         """Says so where nothing can be offloaded."""
-        is_any = bool(self.recorder.runs) or any(map(is_marked, self.placement.root.modules()))
-        if self._offloads and not is_any:
+        horizon, batch = self._activation_horizon, self.runner.last_batch
+        if not self._offloads or horizon is None or batch is None:
+            return
+        self._offloads = False  # once is enough
+        if not self.recorder.runs and not any(map(is_marked, self.placement.root.modules())):
             warn_once_at_user_line(
                 "offload_activations: no module is checkpointed by smp.set_activation_checkpointing or "
                 "smp.patches.checkpoint, so nothing leaves memory"
             )
-        self._offloads = False  # once is enough
+        elif (longest := longest_wait(batch.schedule)) <= horizon + 1:
+            lower = f"activation_loading_horizon: {longest - 2:g}, " if longest > 2 else ""
+            warn_once_at_user_line(
+                f"offload_activations: nothing leaves memory: what would be back within {horizon} actions "
+                "(activation_loading_horizon) stays, and in this schedule a backward comes at most "
+                f"{longest:g} after its forward: set {lower}pipeline: simple with more microbatches, or more "
+                "partitions"
+            )
 
     def _refuse_changed_parameters(self) -> None:
         """A hook on a parameter has seen its gradient, and the parameter is another one: too early."""

@@ -97,10 +97,13 @@ def read_torch(
     with torch.serialization.safe_globals(_PLAIN) if safely else contextlib.nullcontext():
         try:
             return torch.load(path, map_location=map_location, weights_only=safely, **arguments)
-        except (OSError, MemoryError):
+        except MemoryError:
             raise
         except Exception as error:
-            refused = _refused(path, error) if safely else ""
+            is_cut = isinstance(error, OSError) and error.filename is None  # torch seeks its directory
+            if isinstance(error, OSError) and not is_cut:
+                raise
+            refused = _refused(path, error) if safely and not is_cut else ""
             if refused:
                 raise SMPError(
                     f"{caller}: {os.fspath(path)!r} holds more than tensors and plain Python data: "
@@ -108,7 +111,7 @@ def read_torch(
                     f"{caller}(..., weights_only=False), or allow its classes alone with "
                     "torch.serialization.add_safe_globals([...])"
                 ) from error
-            if safely or isinstance(error, pickle.UnpicklingError | EOFError | RuntimeError):
+            if safely or is_cut or isinstance(error, pickle.UnpicklingError | EOFError | RuntimeError):
                 first_line = str(error).partition("\n")[0]
                 raise SMPError(
                     f"{caller}: {os.fspath(path)!r} cannot be read: it is no file of torch.save, or not a "

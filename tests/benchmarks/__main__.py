@@ -7,7 +7,7 @@ import importlib
 
 from rich.console import Console
 
-_PARTS = {
+PARTS = {
     "torch": "against_torch",
     "simulation": "against_simulation",
     "actions": "action_overhead",
@@ -27,17 +27,17 @@ _FILE_WIDTH = 140
 def main() -> None:
     """Runs the parts asked for."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"any of {', '.join(_PARTS)}")
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"any of {', '.join(PARTS)}")
     parser.add_argument("--quick", action="store_true", help="small sizes, few repetitions")
     options = parser.parse_args()
-    unknown = [part for part in options.parts if part not in _PARTS]
+    unknown = [part for part in options.parts if part not in PARTS]
     if unknown:
-        parser.error(f"no such part: {', '.join(unknown)}; choose from {', '.join(_PARTS)}")
+        parser.error(f"no such part: {', '.join(unknown)}; choose from {', '.join(PARTS)}")
     console = Console()
     if not console.is_terminal:
         console = Console(width=_FILE_WIDTH)
-    for part in options.parts or _PARTS:
-        module = importlib.import_module(f"tests.benchmarks.{_PARTS[part]}")
+    for part in options.parts or PARTS:
+        module = importlib.import_module(f"tests.benchmarks.{PARTS[part]}")
         console.print(module.table(options.quick))
         console.print()
 

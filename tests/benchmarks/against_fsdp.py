@@ -8,7 +8,7 @@ the peak is that of torch's allocator in a step, above what the other library's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import smp_lite as smp
+from tests.benchmarks.beside_dense import WARM_UP_STEPS, relative_difference, step_of
 from tests.benchmarks.measuring import bytes_held, bytes_of_tensors, peak, timed
 from tests.benchmarks.spread import Spread, slowest_rank
 from tests.benchmarks.workload import Workload, next_byte_loss
@@ -29,8 +30,6 @@ from tests.harness import run_distributed
 
 __all__ = ["compare_in_ranks", "table"]
 
-_WARM_UP_STEPS = 4
-"""More than those in which the ranks compare what they have alike."""
 _TOLERANCE = 1e-5
 """Relative, of losses: what is compared must train alike."""
 
@@ -60,16 +59,20 @@ def table(quick: bool) -> Table:
                 timeout_s=900.0,
                 fresh=True,
             )
-            difference = _largest_difference(found)
+            theirs = [run.of["FSDP2"].losses for run in found]
+            wanted = [sum(losses) / ranks for losses in zip(*theirs, strict=True)]
+            difference = relative_difference((run.of["ours"].losses for run in found), wanted)
             if not difference <= _TOLERANCE:
                 raise RuntimeError(f"{workload}, {ranks} ranks: losses differ by {difference:.1e} relative")
-            theirs, ours = (slowest_rank([run.of[who].seconds for run in found]) for who in ("FSDP2", "ours"))
+            theirs_s, ours_s = (
+                slowest_rank([run.of[who].seconds for run in found]) for who in ("FSDP2", "ours")
+            )
             result.add_row(
                 f"d {workload.d_model}, {workload.num_blocks} blocks, T {workload.length}",
                 str(ranks),
-                Spread.of(theirs).text(1e-3),
-                Spread.of(ours).text(1e-3),
-                Spread.of([other / own for other, own in zip(theirs, ours, strict=True)]).text(digits=2),
+                Spread.of(theirs_s).text(1e-3),
+                Spread.of(ours_s).text(1e-3),
+                Spread.of([other / own for other, own in zip(theirs_s, ours_s, strict=True)]).text(digits=2),
                 ", ".join(f"{max(r.of[who].held for r in found) / 1024:.0f}" for who in ("FSDP2", "ours")),
                 ", ".join(f"{max(r.of[who].peak for r in found) / 1024:.0f}" for who in ("FSDP2", "ours")),
                 f"{difference:.1e}",
@@ -116,7 +119,7 @@ def compare_in_ranks(workload: Workload, num_pairs: int) -> RankRun:
         elsewhere = bytes_of_tensors()
         step, held = build(workload, batch, size)
         steps[who] = step
-        found[who].losses += [step() for _ in range(_WARM_UP_STEPS)]
+        found[who].losses += [step() for _ in range(WARM_UP_STEPS)]
         found[who].held = held()
 
         def noted(step: Callable[[], float] = step, measured: Measured = found[who]) -> None:
@@ -130,7 +133,7 @@ def compare_in_ranks(workload: Workload, num_pairs: int) -> RankRun:
 
 
 def _theirs(
-    workload: Workload, batch: Iterable[Tensor], size: int
+    workload: Workload, batch: Sequence[Tensor], size: int
 ) -> tuple[Callable[[], float], Callable[[], int]]:
     model = workload.model()
     mesh = init_device_mesh("cpu", (size,))
@@ -167,34 +170,15 @@ def _local(value: Any) -> Any:
 
 
 def _ours(
-    workload: Workload, batch: Iterable[Tensor], size: int
+    workload: Workload, batch: Sequence[Tensor], size: int
 ) -> tuple[Callable[[], float], Callable[[], int]]:
     model = smp.DistributedModel(workload.model())
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
-    tokens, targets = batch
 
-    @smp.step
-    def forward_backward(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = next_byte_loss(model(tokens), targets)
-        model.backward(loss)
-        return loss
-
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = forward_backward(tokens, targets).reduce_mean()
-        optimizer.step()
-        return float(loss)
+    def loss_of(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        return next_byte_loss(model(tokens), targets)
 
     def held() -> int:
         return bytes_held(model.local_parameters(), optimizer.local_state_dict())
 
-    return step, held
-
-
-def _largest_difference(ranks: list[RankRun]) -> float:
-    """Of the mean losses of all ranks, step by step, relative."""
-    theirs, ours = (
-        [sum(losses) / len(ranks) for losses in zip(*(run.of[who].losses for run in ranks), strict=True)]
-        for who in ("FSDP2", "ours")
-    )
-    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+    return step_of(model, optimizer, batch, loss_of), held

@@ -1,7 +1,8 @@
 """What memory features cost and save: one GPT, AdamW, one table.
 
-Over two stages: plain, every block checkpointed, blocks checkpointed by twos, the same with what is kept
-written to files until backward needs it, parameters in half precision with float32 masters. Over replicas:
+Over two stages: plain, every block checkpointed, blocks checkpointed by twos, the same with all forwards
+first, and that with what is kept written to files until backward needs it (interleaved, a backward comes too
+soon after its forward for that); parameters in half precision with float32 masters. Over replicas:
 the optimizer's state in pieces, and everything in pieces (sharded data parallelism).
 
 A step is zero_grad, forward, backward and the optimizer's, one thread a process. It alternates with a step
@@ -23,15 +24,20 @@ from torch import Tensor, nn
 
 import smp_lite as smp
 from notebooks.gpt import GPT
-from tests.benchmarks.measuring import bytes_of_tensors, on_first_rank, peak, timed
+from tests.benchmarks.beside_dense import (
+    WARM_UP_STEPS,
+    BesideDense,
+    RankMemory,
+    alternate,
+    largest_difference,
+    step_of,
+)
+from tests.benchmarks.measuring import bytes_of_tensors, peak
 from tests.benchmarks.spread import Spread, slowest_rank
 from tests.benchmarks.workload import Workload, next_byte_loss
 from tests.harness import run_distributed
 
 __all__ = ["measure_dense", "measure_in_ranks", "table"]
-
-_WARM_UP_STEPS = 4
-"""More than those in which the ranks compare what they have alike."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +64,15 @@ def _sharded(degree: int) -> Feature:
     return Feature(f"sharded, d {degree}", 1, degree, parameters)
 
 
+_SIMPLE = {"pipeline": "simple"}
+_OFFLOADED = {"offload_activations": True, "activation_loading_horizon": 1}
+
 _FEATURES = (
     Feature("plain", 2),
     Feature("checkpointed, each", 2, strategy="each"),
     Feature("checkpointed, group_2", 2, strategy="group_2"),
-    Feature("offloaded, group_2", 2, parameters={"offload_activations": True}, strategy="group_2"),
+    Feature("group_2, simple", 2, parameters=_SIMPLE, strategy="group_2"),
+    Feature("group_2, simple, offloaded", 2, parameters=_SIMPLE | _OFFLOADED, strategy="group_2"),
     Feature("bf16", 2, parameters={"bf16": True}, tolerance=3e-2),
     Feature("fp16", 2, parameters={"fp16": True}, tolerance=3e-2),
     Feature("sharded optimizer state", 1, 2, {"shard_optimizer_state": True}),
@@ -90,14 +100,14 @@ def table(quick: bool) -> Table:
     (dense,) = run_distributed(f"{__name__}:measure_dense", 1, kwargs=kwargs, timeout_s=300.0)
     result.add_row("1", "one process", *(f"{n / 1024:.0f}" for n in (dense.held, dense.peak)))
     for feature in _FEATURES:
-        ranks: list[RankRun] = run_distributed(
+        ranks: list[BesideDense] = run_distributed(
             f"{__name__}:measure_in_ranks",
             feature.stages * feature.replicas,
             kwargs={**kwargs, "feature": feature, "num_pairs": num_pairs},
             timeout_s=900.0,
             fresh=True,
         )
-        difference = _largest_difference(ranks, feature)
+        difference = largest_difference(ranks)
         if not difference <= feature.tolerance:
             raise RuntimeError(f"{feature.name}: losses differ by {difference:.1e} relative")
         dense_s, own_s = ranks[0].dense_s, slowest_rank([rank.own_s for rank in ranks])
@@ -129,54 +139,29 @@ class InSequence(GPT):
         return logits
 
 
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes of one process: of all tensors between two steps, and at the peak of one."""
-
-    held: int
-    peak: int
-
-
-@dataclass(frozen=True)
-class RankRun(RankMemory):
-    """What one rank measured: seconds and losses of each step; the plain model's of rank 0 alone."""
-
-    own_s: list[float]
-    dense_s: list[float]
-    losses: list[float]
-    dense_losses: list[float]
-
-
 def measure_dense(workload: Workload) -> RankMemory:
     """Runs in one process: the plain model's memory."""
     torch.set_num_threads(1)
     elsewhere = bytes_of_tensors()
     step = _dense_step(workload)
-    for _ in range(_WARM_UP_STEPS):
+    for _ in range(WARM_UP_STEPS):
         step()
     return RankMemory(bytes_of_tensors() - elsewhere, peak(step, elsewhere))
 
 
-def measure_in_ranks(workload: Workload, feature: Feature, num_pairs: int) -> RankRun:
+def measure_in_ranks(workload: Workload, feature: Feature, num_pairs: int) -> BesideDense:
     """Runs in every rank: counts, then alternates."""
     torch.set_num_threads(1)
     parameters = workload.parameters(feature.stages, "interleaved")
     smp.init({**parameters, "ddp": True, **feature.parameters})
     elsewhere = bytes_of_tensors()
     step = _own_step(workload, feature)
-    losses = [step() for _ in range(_WARM_UP_STEPS)]
+    losses = [step() for _ in range(WARM_UP_STEPS)]
     held_bytes = bytes_of_tensors() - elsewhere
     peak_bytes = peak(lambda: losses.append(step()), elsewhere)
 
-    dense_losses: list[float] = []
     dense = _dense_step(workload) if smp.rank() == 0 else lambda: 0.0
-    while len(dense_losses) < len(losses):
-        dense_losses.append(dense())
-    own_s, dense_s = [], []
-    for _ in range(num_pairs):
-        dense_s.append(on_first_rank(lambda: dense_losses.append(dense())))
-        own_s.append(timed(lambda: losses.append(step())))
-    return RankRun(held_bytes, peak_bytes, own_s, dense_s, losses, dense_losses)
+    return BesideDense(held_bytes, peak_bytes, **alternate(step, dense, losses, num_pairs))
 
 
 def _own_step(workload: Workload, feature: Feature) -> Callable[[], float]:
@@ -197,19 +182,10 @@ def _own_step(workload: Workload, feature: Feature) -> Callable[[], float]:
     )
     batch = tuple(part.chunk(smp.dp_size())[smp.dp_rank()] for part in workload.batch())
 
-    @smp.step
-    def forward_backward(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = next_byte_loss(model(tokens), targets)
-        model.backward(loss)
-        return loss
+    def loss_of(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        return next_byte_loss(model(tokens), targets)
 
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = forward_backward(*batch).reduce_mean()
-        optimizer.step()
-        return float(loss)
-
-    return step
+    return step_of(model, optimizer, batch, loss_of)
 
 
 def _dense_step(workload: Workload) -> Callable[[], float]:
@@ -230,10 +206,3 @@ def _dense_step(workload: Workload) -> Callable[[], float]:
         return total
 
     return step
-
-
-def _largest_difference(ranks: list[RankRun], feature: Feature) -> float:
-    """Of losses, relative: the mean of all replicas', step by step, against the plain model's."""
-    means = [sum(losses) / len(ranks) for losses in zip(*(rank.losses for rank in ranks), strict=True)]
-    pairs = zip(means, ranks[0].dense_losses, strict=True)
-    return max(abs(mean - loss) / abs(loss) for mean, loss in pairs)

@@ -15,11 +15,18 @@ from dataclasses import dataclass
 
 import torch
 from rich.table import Table
-from torch import Tensor
 
 import smp_lite as smp
 from smp_lite.session import current
-from tests.benchmarks.measuring import bytes_held, bytes_of_tensors, on_first_rank, peak, timed
+from tests.benchmarks.beside_dense import (
+    WARM_UP_STEPS,
+    BesideDense,
+    RankMemory,
+    alternate,
+    largest_difference,
+    step_of,
+)
+from tests.benchmarks.measuring import bytes_held, bytes_of_tensors, peak
 from tests.benchmarks.split_transformer import Split, SplitWorkload, optimizer_of
 from tests.benchmarks.spread import Spread, slowest_rank
 from tests.benchmarks.traffic import Traffic
@@ -38,8 +45,6 @@ _SPLITS = (
     Split("sequence", 8),
     Split("sharded", 8),
 )
-_WARM_UP_STEPS = 4
-"""More than those in which the ranks compare what they have alike."""
 _TOLERANCE = 1e-4
 """Relative, of losses. What is compared must train alike."""
 
@@ -75,10 +80,10 @@ def table(quick: bool) -> Table:
             kwargs={"workload": workload, "split": split, "num_pairs": num_pairs},
             timeout_s=900.0,
         )
-        difference = _largest_difference(ranks)
+        difference = largest_difference(ranks)
         if not difference <= _TOLERANCE:
             raise RuntimeError(f"{split} on {split.ranks} ranks: losses differ by {difference:.1e} relative")
-        dense_s, split_s = ranks[0].dense_s, slowest_rank([rank.split_s for rank in ranks])
+        dense_s, split_s = ranks[0].dense_s, slowest_rank([rank.own_s for rank in ranks])
         most = max(ranks, key=lambda rank: rank.layers + rank.gradients)
         result.add_row(
             str(split.ranks),
@@ -96,24 +101,11 @@ def table(quick: bool) -> Table:
 
 
 @dataclass(frozen=True)
-class RankMemory:
-    """Bytes of one process: of parameters, gradients and optimizer state, and the peak of a step."""
-
-    held: int
-    peak: int
-
-
-@dataclass(frozen=True)
-class RankRun(RankMemory):
-    """What one rank measured. Received bytes of one step by what they were for, and seconds of each step;
-    the dense model's of rank 0 alone."""
+class RankRun(BesideDense):
+    """What one rank measured, and bytes received in one step by what they were for."""
 
     layers: int
     gradients: int
-    split_s: list[float]
-    dense_s: list[float]
-    split_losses: list[float]
-    dense_losses: list[float]
 
 
 def measure_dense(workload: SplitWorkload) -> RankMemory:
@@ -121,7 +113,7 @@ def measure_dense(workload: SplitWorkload) -> RankMemory:
     torch.set_num_threads(1)
     elsewhere = bytes_of_tensors()
     step, held = _dense_step(workload)
-    for _ in range(_WARM_UP_STEPS):
+    for _ in range(WARM_UP_STEPS):
         step()
     return RankMemory(held(), peak(step, elsewhere))
 
@@ -135,22 +127,16 @@ def measure_in_ranks(workload: SplitWorkload, split: Split, num_pairs: int) -> R
         smp.init(split.config(workload.dense()))
     traffic = Traffic(current(), torch.finfo(torch.get_default_dtype()).bits // 8)
     step, held = _split_step(workload, split)
-    losses = [step() for _ in range(_WARM_UP_STEPS)]
+    losses = [step() for _ in range(WARM_UP_STEPS)]
     before = traffic.layers(), traffic.gradients()
     losses.append(step())
     layers, gradients = traffic.layers() - before[0], traffic.gradients() - before[1]
     held_bytes = held()
     peak_bytes = peak(lambda: losses.append(step()), elsewhere)
 
-    dense_losses: list[float] = []
-    dense, _ = _dense_step(workload) if smp.rank() == 0 else (lambda: 0.0, None)
-    while len(dense_losses) < len(losses):
-        dense_losses.append(dense())
-    split_s, dense_s = [], []
-    for _ in range(num_pairs):
-        dense_s.append(on_first_rank(lambda: dense_losses.append(dense())))
-        split_s.append(timed(lambda: losses.append(step())))
-    return RankRun(held_bytes, peak_bytes, layers, gradients, split_s, dense_s, losses, dense_losses)
+    dense = _dense_step(workload)[0] if smp.rank() == 0 else lambda: 0.0
+    pairs = alternate(step, dense, losses, num_pairs)
+    return RankRun(held_bytes, peak_bytes, **pairs, layers=layers, gradients=gradients)
 
 
 def _split_step(workload: SplitWorkload, split: Split) -> tuple[Callable[[], float], Callable[[], int]]:
@@ -162,22 +148,10 @@ def _split_step(workload: SplitWorkload, split: Split) -> tuple[Callable[[], flo
     if split.has_own_batches:
         batch = tuple(part.chunk(smp.rdp_size())[smp.rdp_rank()] for part in batch)
 
-    @smp.step
-    def forward_backward(ids: Tensor, targets: Tensor) -> Tensor:
-        loss = loss_of(model, ids, targets)
-        model.backward(loss)
-        return loss
-
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = forward_backward(*batch).reduce_mean()
-        optimizer.step()
-        return float(loss)
-
     def held() -> int:
         return bytes_held(model.local_parameters(), optimizer.local_state_dict())
 
-    return step, held
+    return step_of(model, optimizer, batch, loss_of), held
 
 
 def _dense_step(workload: SplitWorkload) -> tuple[Callable[[], float], Callable[[], int]]:
@@ -194,9 +168,3 @@ def _dense_step(workload: SplitWorkload) -> tuple[Callable[[], float], Callable[
         return float(loss)
 
     return step, lambda: bytes_held(model.parameters(), optimizer.state_dict())
-
-
-def _largest_difference(ranks: list[RankRun]) -> float:
-    """Of losses, relative: the mean of all ranks', step by step, against the dense model's."""
-    means = [sum(losses) / len(ranks) for losses in zip(*(rank.split_losses for rank in ranks), strict=True)]
-    return max(abs(mean - loss) / abs(loss) for mean, loss in zip(means, ranks[0].dense_losses, strict=True))

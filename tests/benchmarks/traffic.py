@@ -44,8 +44,8 @@ class Traffic:
         """Bytes that have come when gradients of parameters were summed."""
         return _total(self._ledgers)
 
-    def _counted(self, axes: Sequence[str]) -> Collectives | None:
-        collectives = self._of_gradients(axes)
+    def _counted(self, axes: Sequence[str], *, own: bool = False) -> Collectives | None:
+        collectives = self._of_gradients(axes, own=own)
         if collectives is None:
             return None
         session = self._session

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smp_lite.errors import SMPError
-from smp_lite.integrations.transformers.composition import Composition, count_labels
+from smp_lite.integrations.transformers.composition import Composition, count_labels, label_values
 from smp_lite.integrations.transformers.rows import Rows, cut, join, repeated, rows_of
 
 
@@ -41,6 +41,10 @@ def test_what_has_other_rows_is_named(inputs: Any) -> None:
         rows_of(inputs, Rows(0, 1), 4)
 
 
+def no_classes(labels: Any) -> None:
+    return None
+
+
 LABELS = torch.tensor([[1, 1, 1, 1], [1, -100, -100, -100], [2, 2, -100, -100], [-100] * 4])
 VALUES = torch.tensor([1.0, 5.0, 3.0, 9.0])
 """The loss of each label of a row."""
@@ -69,7 +73,9 @@ def losses(kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["scaled", "labels", "rows"])
 def test_weights_make_the_loss_of_the_batch(kind: str) -> None:
     of, over = losses(kind)
-    composition = Composition(lambda labels: count_labels(labels, False), of, is_half=False)
+    composition = Composition(
+        lambda labels: count_labels(labels, False), lambda labels: None, of, is_half=False
+    )
     for cuts in ([Rows(0, 2), Rows(2, 4)], [Rows(0, 1), Rows(1, 4)], [Rows(0, 3), Rows(3, 4)]):
         weights = composition.weights(LABELS, 4, 7, cuts)
         parts = [over(list(range(*rows)), 7) for rows in cuts]
@@ -79,9 +85,54 @@ def test_weights_make_the_loss_of_the_batch(kind: str) -> None:
 
 def test_another_loss_is_refused_also_where_all_weights_would_be_the_same() -> None:
     of, _ = losses("product")
-    composition = Composition(lambda labels: [1, 1, 1, 1], of, is_half=False)
+    composition = Composition(lambda labels: [1, 1, 1, 1], no_classes, of, is_half=False)
     with pytest.raises(SMPError, match="the loss of this model over two rows"):
         composition.weights(LABELS, 4, None, [Rows(0, 2), Rows(2, 4)])
+
+
+def weighted(classes: list[float]) -> Any:
+    """A mean by weights of classes; of each row there is one label."""
+
+    def of(labels: torch.Tensor, pair: list[Rows], num_items: Any) -> list[float]:
+        rows = [rows.start for rows in pair]
+        values = torch.tensor([1.0, 2.0, 4.0, 8.0])
+        weights = torch.tensor(classes)[labels]
+
+        def over(own: list[int]) -> float:
+            return float((weights[own] * values[own]).sum() / weights[own].sum())
+
+        return [over(rows), *(over([row]) for row in rows)]
+
+    return of
+
+
+def test_weights_of_classes_are_refused_in_the_first_batch_that_has_both() -> None:
+    cuts = [Rows(0, 2), Rows(2, 4)]
+
+    def composition(classes: list[float]) -> Composition:
+        return Composition(
+            lambda labels: count_labels(labels, False),
+            lambda labels: label_values(labels, False),
+            weighted(classes),
+            is_half=False,
+        )
+
+    batches = [[0, 0, 0, 0], [0, 1, 1, 0], [1, 1, 2, 1]]
+    own = composition([1.0, 1.0, 5.0])
+    for batch in batches[:2]:
+        assert own.weights(torch.tensor(batch), 4, None, cuts) == [0.5, 0.5]
+    with pytest.raises(SMPError, match="the loss of this model over two rows"):
+        own.weights(torch.tensor(batches[2]), 4, None, cuts)
+    alike = composition([2.0, 2.0, 2.0])
+    for batch in batches:
+        assert alike.weights(torch.tensor(batch), 4, None, cuts) == [0.5, 0.5]
+
+
+def test_classes_of_rows() -> None:
+    assert label_values(LABELS, False) == [{1}, {1}, {2}, set()]
+    assert label_values(torch.tensor([3, 500]), False) == [{3}, {500}]
+    assert label_values(torch.tensor([[3, 500]]), False) is None
+    assert label_values(torch.ones(3), False) is None
 
 
 def test_labels_are_counted_where_they_are_targets() -> None:

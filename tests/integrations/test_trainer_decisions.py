@@ -39,6 +39,22 @@ def test_datasets_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
         assert "the Trainer's batch differs between rank 0 and rank 1" in told
 
 
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("learning_rate", "TrainingArguments.learning_rate is 0.01 on rank 0 and 0.5 on rank 1"),
+        ("rows", "the number of batches of train_dataset is 4 on rank 0 and 5 on rank 1"),
+        ("eval_rows", "the number of rows is 7 on rank 0 and 5 on rank 1"),
+    ],
+)
+def test_what_rank_1_is_given_otherwise_is_named(tmp_path: Path, what: str, named: str) -> None:
+    for told in run_distributed(
+        f"{CASES}:told_of", 2, kwargs={"parameters": PIPELINE, "folder": str(tmp_path), "what": what}
+    ):
+        assert named in told
+
+
 def test_one_rank_prints_and_writes(tmp_path: Path) -> None:
     found = run_distributed(f"{CASES}:roles", 2, kwargs={"parameters": PIPELINE, "folder": str(tmp_path)})
     assert found == [(True, True, True), (False, False, False)]

@@ -59,7 +59,8 @@ def make(
     if parameters is None:
         kind = transformers.Trainer
     else:
-        smp.init(parameters)
+        if not smp.is_initialized():
+            smp.init(parameters)
         from smp_lite.integrations.transformers import Trainer as kind
     torch.manual_seed(0)
     net = MODELS[model]()
@@ -201,6 +202,22 @@ def stopped_early(parameters: dict[str, Any], folder: str) -> int:
 def other_rows(parameters: dict[str, Any], folder: str) -> str:
     trainer = make(parameters, folder)
     trainer.train_dataset = Rows("gpt2", 14, 10 + smp.rank())
+    try:
+        trainer.train()
+    except smp.SMPError as error:
+        return str(error)
+    return ""
+
+
+def told_of(parameters: dict[str, Any], folder: str, what: str) -> str:
+    """The error where rank 1 is given something else."""
+    of_rank: dict[str, Any] = {}
+    smp.init(parameters)
+    if smp.rank() == 1:
+        of_rank = {"rows": {"rows": 18}, "learning_rate": {"learning_rate": 0.5}}.get(what, {})
+    trainer = make(parameters, folder, eval_strategy="epoch", **of_rank)
+    if smp.rank() == 1 and what == "eval_rows":
+        trainer.eval_dataset = Rows("gpt2", 5, 2)
     try:
         trainer.train()
     except smp.SMPError as error:

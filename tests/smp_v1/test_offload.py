@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -213,6 +214,36 @@ def test_a_thread_that_has_ended_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 def test_without_a_checkpointed_module_a_line_says_so() -> None:
     with pytest.warns(UserWarning, match="offload_activations: no module is checkpointed"):
         in_memory(unmarked, partitions=1, offload_activations=True)
+
+
+@pytest.mark.slow
+def test_where_everything_would_be_back_at_once_a_line_says_so(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """Two stages, interleaved: a backward is three actions at most after its forward."""
+    says = "so nothing leaves memory|nothing leaves memory: what would be back"
+    with pytest.warns(
+        UserWarning, match=r"within 4 actions .* at most 3 .*: set activation_loading_horizon: 1,"
+    ):
+        found = in_memory(marked("each"), partitions=2, offload_activations=True)
+    assert found["left"] == 0
+    recwarn.clear()
+    found = in_memory(marked("each"), partitions=2, offload_activations=True, activation_loading_horizon=1)
+    assert found["left"] > 0
+    assert not [each for each in recwarn if re.search(says, str(each.message))]
+
+
+def test_each_wait_for_the_store_gives_another_text() -> None:
+    """One process that plays all stages takes two equal ones for a deadlock; waits can be equally long."""
+    offload = ActivationOffload(1)
+
+    def text() -> str:
+        looks = iter([False, True])
+        (found,) = offload._until(lambda: next(looks), "read it")
+        return found
+
+    texts = [text() for _ in range(100)]
+    assert len(set(texts)) == len(texts)
 
 
 def test_a_plain_loop_keeps_everything_and_says_so() -> None:

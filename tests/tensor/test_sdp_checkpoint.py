@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 
 from smp_lite.checkpoints import merge_sharded
 from smp_lite.errors import SMPError
+from smp_lite.storage.torch_files import write_torch
 from tests.harness import run_distributed
 from tests.tensor.sdp_cases import config
 
@@ -183,8 +185,6 @@ def edit(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
     change(content)
     note = _note(file)
     file.unlink()
-    from smp_lite.storage.torch_files import write_torch
-
     write_torch(file, content, note)
 
 
@@ -215,11 +215,25 @@ def swapped(folder: Path) -> None:
     (folder / "x").rename(folder / "optimizer_0.pt")
 
 
+def cut(folder: Path) -> None:
+    file = folder / "optimizer_1.pt"
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def listed(folder: Path) -> None:
+    file = folder / "user_content.pt"
+    note = _note(file)
+    file.unlink()
+    write_torch(file, [1], note)
+
+
 BROKEN: dict[str, tuple[Callable[[Path], None], str, str | None]] = {
     "partition_count": (other_count, "says partition_count=3", "says partition_count=3, and there are 2"),
     "elements": (fewer_elements, "slices of group 0 have .* and its flat tensor", "by param_shapes a piece"),
     "lost": (lost, "optimizer_1.pt' is missing", "says partition_count=2, and there are 1"),
     "swapped": (swapped, "holds the optimizer of mp rank 0, piece . of 2: it was renamed", None),
+    "cut": (cut, "'optimizer_1.pt' is of no save", "optimizer_1.pt' cannot be read: .* not a whole one"),
+    "listed": (listed, "user_content.pt' holds a list", None),
 }
 
 

@@ -4,9 +4,10 @@ A microbatch knows its own rows only, so the loss of the batch has to be put tog
 model: a sum over tokens, divided by the batch's number of them (``num_items_in_batch``); a mean over labels
 that are not -100; a mean over rows. What a model's forward does with ``num_items_in_batch`` cannot be seen
 from its signature (BERT's classifier takes it and ignores it). So it is tried: the loss of two rows together
-against the losses of each. A loss that is none of these (contrastive, with an auxiliary loss over the batch)
-is refused by name, never approximated. With one microbatch and one replica nothing is put together, and any
-loss goes.
+against the losses of each. A loss that is none of these (contrastive, with an auxiliary loss over the batch,
+with weights of classes) is refused by name, never approximated. Rows of one class cannot tell weights of
+classes, so each class that is new is tried against one that is known. With one microbatch and one replica
+nothing is put together, and any loss goes.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Composition:
 
     Args:
         label_count: of a batch, for each row how many labels its loss is over; None where that is unknown.
+        label_values: of a batch, for each row which classes its labels are; None where they are no classes.
         losses: of a batch's rows, the loss of each of these sets of rows, evaluated (see :meth:`_try`).
         is_half: whether the model computes in half precision.
     """
@@ -41,15 +43,18 @@ class Composition:
     def __init__(
         self,
         label_count: Callable[[Any], list[int] | None],
+        label_values: Callable[[Any], list[frozenset[int]] | None],
         losses: Callable[[Any, list[Rows], Any], list[float]],
         is_half: bool,
     ) -> None:
         self._label_count = label_count
+        self._label_values = label_values
         self._losses = losses
         self._tolerance = HALF_TOLERANCE if is_half else TOLERANCE
         # Once with num_items_in_batch, once without: a model may do two things.
         self._possible = {True: KINDS, False: KINDS[1:]}
         self._tried: set[bool] = set()
+        self._known: dict[bool, list[set[int]]] = {True: [], False: []}
 
     def weights(self, inputs: Any, num_rows: int, num_items: Any, cuts: Sequence[Rows]) -> list[float]:
         """What the loss of each cut counts in the batch's; what counts nothing may be no number.
@@ -66,17 +71,42 @@ class Composition:
         if not kinds:  # A mean over no label at all, which is no number in one process either.
             kinds = ["rows"]
         found = [_weights(kind, counts, num_rows, cuts) for kind in kinds]
+        pairs = self._new_pairs(inputs, is_given)
         if is_given not in self._tried or any(weights != found[0] for weights in found[1:]):
-            self._possible[is_given] = self._try(inputs, num_rows, num_items, counts, kinds)
-            self._tried.add(is_given)
-            return self.weights(inputs, num_rows, num_items, cuts)
-        return found[0]
+            pairs.insert(0, _telling_rows(counts, num_rows))
+        if not pairs:
+            return found[0]
+        for pair in pairs:
+            kinds = list(self._try(inputs, pair, num_items, counts, kinds))
+        self._possible[is_given] = tuple(kinds)
+        self._tried.add(is_given)
+        return self.weights(inputs, num_rows, num_items, cuts)
+
+    def _new_pairs(self, inputs: Any, is_given: bool) -> list[tuple[int, int]]:
+        """Rows with classes that were not in rows tried together yet."""
+        values = self._label_values(inputs)
+        rows = [row for row, own in enumerate(values or ()) if own]
+        pairs = []
+        known = self._known[is_given]
+        for row in rows[1:]:
+            together = set(values[rows[0]] | values[row])  # type: ignore[index]
+            if len(together) == 1 or any(together <= group for group in known):
+                continue
+            touched = [group for group in known if group & together]
+            known[:] = [group for group in known if group not in touched] + [together.union(*touched)]
+            pairs.append((rows[0], row))
+        return pairs
 
     def _try(
-        self, inputs: Any, num_rows: int, num_items: Any, counts: list[int] | None, kinds: list[str]
+        self,
+        inputs: Any,
+        rows: tuple[int, int],
+        num_items: Any,
+        counts: list[int] | None,
+        kinds: list[str],
     ) -> tuple[str, ...]:
         """Those of the kinds that two rows of this batch do not tell from each other."""
-        first, second = _telling_rows(counts, num_rows)
+        first, second = rows
         pair = [Rows(first, first + 1), Rows(second, second + 1)]
         whole, *parts = self._losses(inputs, pair, num_items)
         own = [_weights(kind, _of(counts, pair), 2, [Rows(0, 1), Rows(1, 2)]) for kind in kinds]
@@ -117,6 +147,30 @@ def _weights(kind: str, counts: list[int] | None, num_rows: int, cuts: Sequence[
     return [sum(counts[rows.start : rows.end]) / sum(counts) for rows in cuts]
 
 
+MANY_CLASSES = 100
+"""Labels of tokens above this are a vocabulary, of which each batch has some that are new."""
+
+
+def _targets(labels: Any, shifts: bool) -> Any:
+    """What of labels are targets; None where labels are no class numbers."""
+    if not isinstance(labels, torch.Tensor) or labels.dim() == 0 or labels.is_floating_point():
+        return None
+    return labels[..., 1:] if shifts and labels.dim() > 1 else labels
+
+
+def label_values(labels: Any, shifts: bool) -> list[frozenset[int]] | None:
+    """For each row the classes of its labels; None where labels are no class numbers, or tokens of text.
+
+    Args:
+        labels: of a batch.
+        shifts: as of :func:`count_labels`.
+    """
+    targets = _targets(labels, shifts)
+    if targets is None or (targets.dim() > 1 and targets.numel() and targets.max() >= MANY_CLASSES):
+        return None
+    return [frozenset(row) - {-100} for row in targets.reshape(len(targets), -1).tolist()]
+
+
 def count_labels(labels: Any, shifts: bool) -> list[int] | None:
     """For each row how many labels are not -100; None where labels are no class numbers.
 
@@ -124,7 +178,7 @@ def count_labels(labels: Any, shifts: bool) -> list[int] | None:
         labels: of a batch.
         shifts: whether the first label of each row is no target, as in causal language models.
     """
-    if not isinstance(labels, torch.Tensor) or labels.dim() == 0 or labels.is_floating_point():
+    targets = _targets(labels, shifts)
+    if targets is None:
         return None
-    targets = labels[..., 1:] if shifts and labels.dim() > 1 else labels
     return targets.ne(-100).reshape(len(labels), -1).sum(1).tolist()

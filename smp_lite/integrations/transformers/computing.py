@@ -14,7 +14,7 @@ from ...session import Session
 from ...steps.step_context import CHECK_EVERY_STEPS, FIRST_CHECKED_STEPS, input_digest
 from .agreement import exchange
 from .arguments import data_kind, data_rank, data_size
-from .composition import Composition, count_labels
+from .composition import Composition, count_labels, label_values
 from .rows import Rows, cut, join, number_of_rows
 from .steps import Piece, per_piece, pieces_of, step_over_pieces
 
@@ -32,6 +32,7 @@ class Computing(PlainTrainer):
         self._evaluate_pieces = step_over_pieces(self._evaluate_piece)
         self._composition = Composition(
             lambda inputs: count_labels(*self._labels_of(inputs)),
+            lambda inputs: label_values(*self._labels_of(inputs)),
             self._losses_of_rows,
             is_half=self.accelerator.mixed_precision != "no" or self._is_half,
         )

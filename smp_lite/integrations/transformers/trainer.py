@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 from transformers import TrainingArguments
+from transformers.trainer_utils import has_length
 
 from ... import api
 from ...errors import SMPError
@@ -18,7 +19,7 @@ from ...optim.norms.whole_model import clip_grad_norm_
 from ...optim.optimizer import DistributedOptimizer
 from ...session import current
 from ...wrapper.distributed_model import DistributedModel
-from .agreement import agreeing, of_rank_0
+from .agreement import agreeing, of_rank_0, same_arguments, same_everywhere
 from .arguments import data_size, of_this_rank
 from .checks import check_accelerator, check_model
 from .computing import Computing
@@ -116,9 +117,24 @@ class Trainer(Computing, Saving):
         self.model_wrapped = wrapper
         return wrapper
 
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Collective over all ranks.
+
+        Raises:
+            SMPMismatch: the ranks were given other arguments or datasets.
+        """
+        same_arguments(self._session, self.args, resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> Any:
+        length = len(train_dataloader) if has_length(train_dataloader) else None
+        lengths = {
+            "the number of steps": str(max_steps),
+            "the number of batches of train_dataset": str(length),
+        }
+        same_everywhere(self._session, lengths, "Trainer.train")
         if self._created_lr_scheduler:
             self.lr_scheduler = None
             self._created_lr_scheduler = False
@@ -167,8 +183,12 @@ class Trainer(Computing, Saving):
         """Metrics of the whole dataset, rank 0's on every rank. Collective over all ranks."""
         return of_rank_0(self._session, super().evaluate(*args, **kwargs), "Trainer.evaluate")
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().evaluation_loop(*args, **kwargs)
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        length = len(dataloader) if has_length(dataloader) else None
+        rows = len(dataloader.dataset) if has_length(getattr(dataloader, "dataset", None)) else None
+        lengths = {"the number of batches": str(length), "the number of rows": str(rows)}
+        same_everywhere(self._session, lengths, "Trainer: evaluation")
+        output = super().evaluation_loop(dataloader, *args, **kwargs)
         metrics = of_rank_0(self._session, output.metrics, "Trainer: metrics")
         return output._replace(metrics=metrics)
 

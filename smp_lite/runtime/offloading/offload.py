@@ -19,6 +19,7 @@ so two actions' inputs at most are in memory beyond those within the horizon.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +32,7 @@ from ...plan.actions import COMPUTE_KINDS, Action, ActionKind
 from ...record.describe.recomputed import changed_since, kept_by
 from .store import FileStore, Transfer
 
-__all__ = ["ActivationOffload"]
+__all__ = ["ActivationOffload", "longest_wait"]
 
 _NEVER = 1 << 60
 
@@ -122,6 +123,24 @@ class _Input:
         return tensor
 
 
+def longest_wait(schedule: Iterable[Sequence[Action]]) -> float:
+    """How many actions of a stage at most, its own included, a forward is before its backward.
+
+    Infinite where they are in different lists: such inputs leave, whatever the horizon.
+    """
+    longest = 0.0
+    for actions in schedule:
+        compute = [action for action in actions if action.kind in COMPUTE_KINDS]
+        forward_at: dict[tuple[int, int], int] = {}
+        for at, action in enumerate(compute):
+            key = (action.microbatch_index, action.visit)
+            if action.kind is ActionKind.FORWARD:
+                forward_at[key] = at
+            else:
+                longest = max(longest, at - forward_at.get(key, -math.inf))
+    return longest
+
+
 class ActivationOffload:
     """What the checkpointed calls of one stage keep.
 
@@ -141,6 +160,7 @@ class ActivationOffload:
         self._backward_at: dict[tuple[int, int], int] = {}
         self._backwards: list[tuple[int, int] | None] = []
         self._position = 0
+        self._looks = 0
 
     def store(self) -> FileStore:
         """Made when it is needed first.
@@ -320,8 +340,10 @@ class ActivationOffload:
                 raise SMPError(f"offload_activations: {reason}, and its thread has ended")
             if waited > watchdog_s():
                 raise SMPError(f"offload_activations: waited {waited:.0f} s: {reason}")
-            # Another text each time: whoever plays all stages takes the same ones for a deadlock.
-            yield f"{reason} for {waited:.6f} s"
+            # Another text each time: whoever plays all stages takes the same ones for a deadlock. Two
+            # waits in a row may be equally long.
+            self._looks += 1
+            yield f"{reason} for {waited:.6f} s (look {self._looks})"
             time.sleep(1e-4)
 
 
