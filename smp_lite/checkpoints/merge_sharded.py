@@ -24,7 +24,7 @@ import torch
 
 from ..errors import SMPError
 from ..storage.identity import read_identity
-from ..storage.layout import USER_CONTENT, find_newest, partial_name
+from ..storage.layout import OPTIMIZER, USER_CONTENT, find_newest, partial_name
 from ..storage.switch import ready_folder
 from ..storage.torch_files import read_torch, write_torch
 from .sharded_parts import BUFFER_NAMES, PARAM_SHAPES
@@ -51,11 +51,16 @@ def merge(folder: str | os.PathLike[str], tag: str | None = None) -> dict[str, t
     content = _read(root / f"{USER_CONTENT}.pt")
     merged: dict[str, torch.Tensor] = {}
     for mp_rank, of_pieces in files.items():
-        model = _read(root / f"model_{mp_rank}.pt")
-        tables = content if len(files) == 1 and PARAM_SHAPES in content else model
-        for key in (BUFFER_NAMES, PARAM_SHAPES):
-            if key not in tables:
-                raise SMPError(f"{_CALLER}: {os.fspath(root)!r}: no file has {key!r}")
+        path = root / f"model_{mp_rank}.pt"
+        model = _read(path)
+        tables = model
+        if len(files) == 1 and isinstance(content, Mapping) and PARAM_SHAPES in content:
+            path, tables = root / f"{USER_CONTENT}.pt", content
+        buffers = _entry(path, tables, BUFFER_NAMES, list | tuple, str)
+        shapes = _entry(path, tables, PARAM_SHAPES, list | tuple, Mapping)
+        module = _entry(root / f"model_{mp_rank}.pt", model, "module", Mapping)
+        if lacking := [name for name in buffers if name not in module]:
+            raise SMPError(f"{_CALLER}: {os.fspath(root / f'model_{mp_rank}.pt')!r} has no {lacking[0]!r}")
         pieces = [_read(path) for path in of_pieces]
         counts = [_count(path, piece) for path, piece in zip(of_pieces, pieces, strict=True)]
         for path, count in zip(of_pieces, counts, strict=True):
@@ -64,9 +69,9 @@ def merge(folder: str | os.PathLike[str], tag: str | None = None) -> dict[str, t
                     f"{_CALLER}: {os.fspath(path)!r} says partition_count={count}, and there are "
                     f"{len(of_pieces)} such files: one is missing, or belongs to another save"
                 )
-        for name in tables[BUFFER_NAMES]:
-            merged.setdefault(name, model["module"][name])
-        _merge_pieces(merged, of_pieces, pieces, tables[PARAM_SHAPES])
+        for name in buffers:
+            merged.setdefault(name, module[name])
+        _merge_pieces(merged, of_pieces, pieces, shapes)
     return merged
 
 
@@ -88,10 +93,18 @@ def _files_of(root: Path) -> dict[int, list[Path]]:
     saves = {}
     for path in sorted(root.glob("*.pt")):
         identity = read_identity(path)
+        match = _OPTIMIZER_FILE.fullmatch(path.name)
+        mp_rank, piece = (int(match["mp"] or 0), int(match["piece"])) if match else (0, 0)
         if identity is not None:
             saves.setdefault(identity.save, path)
-        if match := _OPTIMIZER_FILE.fullmatch(path.name):
-            found.setdefault(int(match["mp"] or 0), {})[int(match["piece"])] = path
+            if match and (identity.part, identity.mp_rank, identity.piece) != (OPTIMIZER, mp_rank, piece):
+                raise SMPError(
+                    f"{_CALLER}: {os.fspath(path)!r} holds the {identity.part} of mp rank "
+                    f"{identity.mp_rank}, piece {identity.piece} of {identity.pieces}: it was renamed or "
+                    "copied there"
+                )
+        if match:
+            found.setdefault(mp_rank, {})[piece] = path
     if len(saves) > 1:
         raise SMPError(
             f"{_CALLER}: {', '.join(repr(os.fspath(path)) for path in saves.values())} are of different saves"
@@ -120,11 +133,23 @@ def _read(path: Path) -> Any:
     return read_torch(path, caller=_CALLER)
 
 
-def _count(path: Path, piece: Mapping[str, Any]) -> int:
-    if not isinstance(piece, Mapping) or not {"partition_count", "fp32_flat_groups"} <= piece.keys():
-        raise SMPError(f"{_CALLER}: {os.fspath(path)!r} has no partition_count and fp32_flat_groups")
-    count = piece["partition_count"]
-    return max(count) if isinstance(count, list | tuple) else int(count)
+def _entry(path: Path, content: Any, key: str, kind: Any, of: Any = None) -> Any:
+    """What a file has under a key, if it is of that kind."""
+    if not isinstance(content, Mapping) or key not in content:
+        raise SMPError(f"{_CALLER}: {os.fspath(path)!r} has no {key!r}: it is no part of sharded parameters")
+    value = content[key]
+    if not isinstance(value, kind) or (of is not None and not all(isinstance(each, of) for each in value)):
+        raise SMPError(f"{_CALLER}: {os.fspath(path)!r}: {key!r} is not what it was saved as: it was changed")
+    return value
+
+
+def _count(path: Path, piece: Any) -> int:
+    _entry(path, piece, "fp32_flat_groups", list | tuple, torch.Tensor)
+    count = _entry(path, piece, "partition_count", int | list | tuple)
+    counts = count if isinstance(count, list | tuple) else [count]
+    if not counts or not all(isinstance(each, int) for each in counts):
+        raise SMPError(f"{_CALLER}: {os.fspath(path)!r} says partition_count={count!r}, which is no number")
+    return max(counts)
 
 
 def _merge_pieces(

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import smp_lite as smp
-from smp_lite.runtime.offloading.offload import ActivationOffload, _Input
+from smp_lite.runtime.offloading.kept_input import KeptInput
+from smp_lite.runtime.offloading.offload import ActivationOffload
 from smp_lite.runtime.offloading.store import FOLDER_VARIABLE, FileStore
 from tests.harness import run_distributed
 from tests.sampling import one_in
@@ -173,7 +174,7 @@ def test_layouts_come_back_as_they_were() -> None:
         base[:1, :1].expand(4, 5, 10),
     ):
         expected, strides = tensor.clone(), tensor.stride()
-        kept = _Input(tensor, offload.store)
+        kept = KeptInput(tensor, offload.store)
         kept.leave()
         assert kept.writing is not None
         kept.writing.wait(60)

@@ -231,10 +231,18 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str, str | None]] = {
     "partition_count": (other_count, "says partition_count=3", "says partition_count=3, and there are 2"),
     "elements": (fewer_elements, "slices of group 0 have .* and its flat tensor", "by param_shapes a piece"),
     "lost": (lost, "optimizer_1.pt' is missing", "says partition_count=2, and there are 1"),
-    "swapped": (swapped, "holds the optimizer of mp rank 0, piece . of 2: it was renamed", None),
+    "swapped": (swapped, *["holds the optimizer of mp rank 0, piece . of 2: it was renamed"] * 2),
     "cut": (cut, "'optimizer_1.pt' is of no save", "optimizer_1.pt' cannot be read: .* not a whole one"),
     "listed": (listed, "user_content.pt' holds a list", None),
 }
+
+DAMAGED: dict[str, tuple[str, Any, str]] = {
+    "optimizer_1.pt": ("partition_count", "2", "'partition_count' is not what it was saved as"),
+    "optimizer_0.pt": ("fp32_flat_groups", [1], "'fp32_flat_groups' is not what it was saved as"),
+    "model_0.pt": ("module", None, "model_0.pt' has no 'module'"),
+    "user_content.pt": ("buffer_names", ["other"], "model_0.pt' has no 'other'"),
+}
+"""By file: a key, what it says then (None: it is not there), and what the merger says."""
 
 
 def test_files_that_do_not_go_together_are_named(tmp_path: Path) -> None:
@@ -249,6 +257,20 @@ def test_files_that_do_not_go_together_are_named(tmp_path: Path) -> None:
         if told_by_merging is not None:
             with pytest.raises(SMPError, match=told_by_merging):
                 merge_sharded.merge(folder)
+
+
+def test_the_merger_names_what_is_damaged(tmp_path: Path) -> None:
+    train(2, config(2), num_steps=2, save=str(tmp_path / "whole"), save_at=1)
+    for name, (key, value, told) in DAMAGED.items():
+        folder = tmp_path / name
+        shutil.copytree(tmp_path / "whole", folder)
+        file = folder / "tag_partial" / name
+        note, content = _note(file), torch.load(file, weights_only=False)
+        file.unlink()
+        others = {other: each for other, each in content.items() if other != key}
+        write_torch(file, others if value is None else others | {key: value}, note)
+        with pytest.raises(SMPError, match=re.escape(told)):
+            merge_sharded.merge(folder)
 
 
 @pytest.mark.parametrize(
