@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ..comm.ranks import Ranks
+from ..deferred import is_deferred
 from ..nn.layout import layout_of
 from ..plan.actions import Action
 from ..plan.memory import ActionMemory, StageMemory, StagePeak, step_peak
@@ -213,8 +214,13 @@ def _optimizer_memory(
 def _notes(session: Session, batch: Batch, stages: Sequence[StageMemory]) -> list[str]:
     root: torch.nn.Module = session.model.module
     # Parameters are split as they are wrapped: before, each rank has all of every one.
-    whole = sum(map(_num_bytes_of_whole, root.parameters())) + sum(map(_num_bytes, root.buffers()))
+    waiting = sum(_num_bytes_of_whole(p) for p in root.parameters() if is_deferred(p))
+    whole = sum(map(_num_bytes_of_whole, root.parameters())) + sum(map(_num_bytes, root.buffers())) - waiting
     notes = [f"until the first step every rank holds the whole model as it was built: {human_bytes(whole)}"]
+    if waiting:
+        notes.append(
+            f"beside that, {human_bytes(waiting)} of parameters wait: their initialization is delayed"
+        )
     if _replicas_are_assumed(session):
         notes.append("replicas are assumed, and the buckets of their reduction counted")
     degree = session.cfg.sharded_data_parallel_degree

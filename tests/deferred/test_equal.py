@@ -12,6 +12,10 @@ from torch import nn
 
 import smp_lite as smp
 from smp_lite.deferred import Waiting, deferring, is_deferred
+from smp_lite.preview.memory_preview import preview_memory
+from smp_lite.preview.step_preview import PlanReady, stop_when_planned
+from smp_lite.session import current
+from smp_lite.starting import planning
 from tests.deferred import cases
 
 
@@ -167,3 +171,24 @@ def test_refusals_name_what_they_refuse() -> None:
     with pytest.raises(smp.SMPError, match="the parameter 'weight' is not initialized yet"):
         Waiting(kept).check()
     del view
+
+
+def test_a_plan_knows_what_has_no_memory_before_the_first_step() -> None:
+    with planning({"partitions": 2, "microbatches": 2}, stop_when_planned):
+        smp.init()
+        with smp.delay_param_initialization():
+            net = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+        model = smp.DistributedModel(net)
+
+        @smp.step
+        def step(x: torch.Tensor) -> None:
+            model.backward(model(x).sum())
+
+        with pytest.raises(PlanReady) as ready:
+            step(torch.ones(4, 256))
+        found = ready.value
+        notes = preview_memory(current(), found.batch, found.recordings, found.inputs).notes
+    assert notes[-2:] == (
+        "until the first step every rank holds the whole model as it was built: 0 B",
+        "beside that, 514.0 KiB of parameters wait: their initialization is delayed",
+    )
