@@ -61,15 +61,7 @@ class Waiting:
         """Makes what is no parameter: buffers, and tensors that modules or scripts have kept."""
         buffers = {id(b): b for b in self.root.buffers() if is_deferred(b)}
         for memory in [m for m in self._in_memory if m not in self._of_parameters]:
-            tensors = self._in_memory[memory]
-            if any(isinstance(tensor, nn.Parameter) for tensor in tensors):
-                continue  # of another model, which is made when its turn comes
-            try:
-                self._make_all_in(memory)
-            except SMPError:
-                if any(id(tensor) in buffers for tensor in tensors):
-                    raise
-                # Whoever uses it is told.
+            self._make_all_in(memory)
         for buffer in buffers.values():
             if is_deferred(buffer):  # it lies in a parameter's memory, which other ranks may have
                 self._become(buffer, buffer.smp_value())

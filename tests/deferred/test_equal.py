@@ -133,21 +133,6 @@ def test_a_constant_that_changes_is_an_error() -> None:
         made.tolist()
 
 
-def test_another_model_that_waits_neither_costs_memory_nor_fails() -> None:
-    given = torch.ones(200, 200)
-    with deferring():
-        wrong, other, net = nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2)
-        wrong.register_buffer("given", torch.zeros(200, 200).copy_(given))
-    given[3, 4] = 2
-    waiting = Waiting(net)
-    waiting.make_others()
-    waiting.make(net.parameters())
-    assert not any(map(is_deferred, (net.weight, net.running_mean)))
-    assert is_deferred(other.weight)
-    with pytest.raises(smp.SMPError, match="changed afterwards"):
-        Waiting(wrong).make_others()
-
-
 def test_refusals_name_what_they_refuse() -> None:
     class Own(nn.Parameter):
         pass
@@ -159,6 +144,10 @@ def test_refusals_name_what_they_refuse() -> None:
     for asked in ("data_ptr", "storage", "untyped_storage", "share_memory_", "__dlpack__"):
         with pytest.raises(smp.SMPError, match="has no memory before"):
             getattr(kept.weight.detach(), asked)()
+    view = kept.weight[0]
+    with pytest.raises(smp.SMPError, match="the parameter 'weight' is not initialized yet"):
+        Waiting(kept).check()
+    del view
     with deferring():
         viewed, normed = nn.BatchNorm1d(3), nn.utils.spectral_norm(nn.Linear(3, 3))
         viewed.register_buffer("first", viewed.running_mean[:1])
@@ -167,10 +156,6 @@ def test_refusals_name_what_they_refuse() -> None:
     smp.init_in_memory({"partitions": 2})
     with pytest.raises(smp.SMPError, match="could not be described without its data"):
         smp.step(smp.DistributedModel(nn.Sequential(normed, nn.Linear(3, 3))))(torch.ones(4, 3))
-    view = kept.weight[0]
-    with pytest.raises(smp.SMPError, match="the parameter 'weight' is not initialized yet"):
-        Waiting(kept).check()
-    del view
 
 
 def test_a_plan_knows_what_has_no_memory_before_the_first_step() -> None:

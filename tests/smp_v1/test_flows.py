@@ -64,6 +64,7 @@ def test_sharded_training_resumes(tmp_path: Path, data: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_half_precision_with_accumulation_and_resume(tmp_path: Path, data: Path) -> None:
     """From a scale at which the first steps overflow, so that the checkpoint holds a scale in use."""
     half = ["--fp16", "1", "--init_scale", str(2.0**20), "--gradient_accumulation", "2"]
