@@ -1,0 +1,261 @@
+"""The stages as machines in simulated time: who runs what next.
+
+Nothing is looked at twice without need. A task becomes *ready* when the last thing that it needs has run;
+it then lies in a pool of its stage. Tasks of one pool are admitted or refused together: those that may
+always run, and, where the number of microbatches is bounded, one pool for each bound that counts there and
+for whether the microbatch is in flight anywhere. A microbatch that starts, or becomes the oldest, takes its
+tasks from one pool to another. A pool is two heaps: what can start now, by rank, and what can start later,
+by time. A stage is looked at again when something of that has changed for it, so n tasks take O(n log n).
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from .actions import Action
+from .task_table import TaskTable
+from .work import Policy
+
+__all__ = ["run_machines"]
+
+_NEVER = float("inf")
+
+
+class _Pool:
+    """Ready tasks of one stage that are admitted together."""
+
+    __slots__ = ("begun", "cap", "future", "now")
+
+    def __init__(self, begun: bool, cap: int) -> None:
+        self.now: list[int] = []
+        self.future: list[tuple[float, int]] = []
+        self.begun = begun  # whether the microbatches are in flight
+        self.cap = cap  # how many may be in flight on the stage
+
+
+class _Stage:
+    __slots__ = ("backwards", "forwards_left", "free_at", "here", "open", "pools", "start", "task")
+
+    def __init__(self) -> None:
+        self.free_at = 0.0
+        self.start = _NEVER
+        """Of the next task; it is the stage's entry in the queue."""
+        self.task = -1
+        self.here = 0  # microbatches in flight on this stage
+        self.forwards_left = 0
+        self.open = _Pool(True, 0)  # always admitted
+        self.backwards = _Pool(True, 0)  # of `simple`: admitted after all forwards
+        self.pools: dict[tuple[bool, int], _Pool] = {}
+
+
+class _Machines:
+    """The replay of one table of tasks."""
+
+    def __init__(self, table: TaskTable, policy: Policy) -> None:
+        self.table = table
+        self.bounded = policy.pipeline == "interleaved"
+        self.backwards_last = policy.pipeline == "simple"
+        self.by_depth = policy.optimize == "memory"
+        self.active = policy.active_microbatches
+        self.stages = [_Stage() for _ in table.stages]
+        self.ready_at = [0.0] * table.num_tasks
+        self.pool_of: list[_Pool | None] = [None] * table.num_tasks
+        self.waiting: dict[int, dict[int, list[int]]] = {}  # work -> group -> its tasks in bounded pools
+        self.in_flight = sum(b and left > 0 for b, left in zip(table.begun, table.left, strict=True))
+        self.oldest = -1
+        self.changed: list[int] = []  # stages to look at again
+        self.gates: set[int] = set()  # stages where works that are not in flight wait
+        self.queue: list[tuple[float, int]] = []
+
+    def run(self) -> list[Action]:
+        table, stages, queue = self.table, self.stages, self.queue
+        for task in range(table.num_backwards, table.num_tasks):
+            stages[table.stage[task]].forwards_left += 1
+        here = dict(zip(table.group, table.stage, strict=True))
+        for group, stage in here.items():
+            stages[stage].here += table.started[group]
+        self._find_oldest()
+        for task, missing in enumerate(table.missing):
+            if not missing:
+                self._put(task)
+        self._look_again()
+        order: list[Action] = []
+        while queue:
+            start, number = heappop(queue)
+            stage = stages[number]
+            if stage.start != start:
+                continue
+            order.append(table.action(stage.task))
+            self._place(start, number, stage)
+            self._look_again()
+        if len(order) < table.num_tasks:
+            raise ValueError(f"{table.num_tasks - len(order)} tasks need what nobody makes")
+        return order
+
+    def _place(self, start: float, number: int, stage: _Stage) -> None:
+        table, task = self.table, stage.task
+        stage.start = _NEVER
+        pool = self.pool_of[task]
+        assert pool is not None
+        if pool.now and pool.now[0] == task:
+            heappop(pool.now)
+        else:
+            heappop(pool.future)
+        self.pool_of[task] = None
+        end = stage.free_at = start + table.cost[task]
+        work, group = table.work[task], table.group[task]
+        if task >= table.num_backwards:
+            stage.forwards_left -= 1
+        left_here = table.left_here[group] = table.left_here[group] - 1
+        table.left[work] -= 1
+        if not table.started[group]:
+            table.started[group] = 1
+            stage.here += left_here > 0
+            if self.bounded:
+                self._start(work, group)
+        elif not left_here:
+            stage.here -= 1
+        if not table.left[work]:
+            self._leave(work)
+        self.changed.append(number)
+        ready_at, missing = self.ready_at, table.missing
+        follower = table.next_in_lane[task]
+        for other in table.followers(task) if follower < 0 else (*table.followers(task), follower):
+            if end > ready_at[other]:
+                ready_at[other] = end
+            missing[other] -= 1
+            if not missing[other]:
+                self._put(other)
+
+    # Microbatches in flight -------------------------------------------------------------------------------
+
+    def _start(self, work: int, group: int) -> None:
+        """Something of the work runs on a stage for the first time, and there the rest may run too."""
+        groups = self.waiting.get(work)
+        if groups is not None:
+            for task in groups.pop(group, ()):
+                if self.pool_of[task] is not None:
+                    self._move(task, self.stages[self.table.stage[task]].open)
+        if not self.table.begun[work]:
+            self.table.begun[work] = True
+            self.in_flight += 1
+            if self.in_flight == self.active:
+                self.changed += self.gates
+            for task in self._waiting(work):
+                self._move(task, self._bounded_pool(task))
+
+    def _leave(self, work: int) -> None:
+        """Nothing is left of the work."""
+        self.waiting.pop(work, None)
+        if self.table.begun[work]:
+            self.in_flight -= 1
+            if self.in_flight == self.active - 1:
+                self.changed += self.gates
+        if work == self.oldest:
+            self._find_oldest()
+
+    def _find_oldest(self) -> None:
+        """The oldest unfinished work is exempt from every bound."""
+        left = self.table.left
+        self.oldest += 1
+        while self.oldest < len(left) and not left[self.oldest]:
+            self.oldest += 1
+        for task in self._waiting(self.oldest):
+            self._move(task, self.stages[self.table.stage[task]].open)
+        self.waiting.pop(self.oldest, None)
+
+    def _waiting(self, work: int) -> list[int]:
+        groups = self.waiting.get(work, {})
+        return [task for tasks in groups.values() for task in tasks if self.pool_of[task] is not None]
+
+    # Pools ------------------------------------------------------------------------------------------------
+
+    def _put(self, task: int) -> None:
+        """The task has all that it needs."""
+        table = self.table
+        stage = self.stages[table.stage[task]]
+        if task < table.num_backwards:
+            self._move(task, stage.backwards if self.backwards_last else stage.open)
+            return
+        work, group = table.work[task], table.group[task]
+        if not self.bounded or work == self.oldest or table.started[group]:
+            self._move(task, stage.open)
+            return
+        self.waiting.setdefault(work, {}).setdefault(group, []).append(task)
+        self._move(task, self._bounded_pool(task))
+
+    def _bounded_pool(self, task: int) -> _Pool:
+        table = self.table
+        number = table.stage[task]
+        begun = table.begun[table.work[task]]
+        cap = min(self.active, table.depth[table.group[task]]) if self.by_depth else self.active
+        pools = self.stages[number].pools
+        pool = pools.get((begun, cap))
+        if pool is None:
+            pool = pools[begun, cap] = _Pool(begun, cap)
+        if not begun:
+            self.gates.add(number)
+        return pool
+
+    def _move(self, task: int, pool: _Pool) -> None:
+        """Into a pool, and out of the one that it was in: what heaps say of others counts no more."""
+        number = self.table.stage[task]
+        self.pool_of[task] = pool
+        time = self.ready_at[task]
+        if time <= self.stages[number].free_at:
+            heappush(pool.now, task)
+        else:
+            heappush(pool.future, (time, task))
+        self.changed.append(number)
+
+    # Choices ----------------------------------------------------------------------------------------------
+
+    def _look_again(self) -> None:
+        """Finds the next task of each stage for which something has changed."""
+        for number in self.changed if len(self.changed) < 2 else set(self.changed):
+            stage = self.stages[number]
+            before = stage.start
+            self._choose(stage)
+            if stage.start != before and stage.start < _NEVER:
+                heappush(self.queue, (stage.start, number))
+        self.changed.clear()
+
+    def _choose(self, stage: _Stage) -> None:
+        now = later = None
+        for pool in self._admitted(stage):
+            self._advance(pool, stage.free_at)
+            if pool.now and (now is None or pool.now[0] < now):
+                now = pool.now[0]
+            elif pool.future and (later is None or pool.future[0] < later):
+                later = pool.future[0]
+        if now is not None:
+            stage.start, stage.task = stage.free_at, now
+        elif later is not None:
+            stage.start, stage.task = later
+        else:
+            stage.start = _NEVER
+
+    def _admitted(self, stage: _Stage) -> list[_Pool]:
+        admitted = [stage.open]
+        if self.backwards_last and not stage.forwards_left:
+            admitted.append(stage.backwards)
+        for pool in stage.pools.values():
+            if stage.here < pool.cap and (pool.begun or self.in_flight < self.active):
+                admitted.append(pool)
+        return admitted
+
+    def _advance(self, pool: _Pool, time: float) -> None:
+        """Drops what has left the pool and sorts what can start by now."""
+        pool_of = self.pool_of
+        future, now = pool.future, pool.now
+        while future and (future[0][0] <= time or pool_of[future[0][1]] is not pool):
+            _, task = heappop(future)
+            if pool_of[task] is pool:
+                heappush(now, task)
+        while now and pool_of[now[0]] is not pool:
+            heappop(now)
+
+
+def run_machines(table: TaskTable, policy: Policy) -> list[Action]:
+    """All tasks in the order of their simulated start, see :func:`smp_lite.plan.schedules.compute_order`."""
+    return _Machines(table, policy).run()

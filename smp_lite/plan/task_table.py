@@ -1,0 +1,196 @@
+"""The forwards and backwards of all works as numbers, and what waits for what.
+
+Works of one kind differ in their microbatch alone, so what a kind's tasks are and need is worked out once
+(:class:`_Kind`); a work is a kind and two offsets. A task's number is its rank: backwards before forwards,
+then by microbatch, then by segment. So the best of several ready tasks is the smallest number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .actions import Action, ActionKind
+from .segments import Segment, SegmentGraph
+from .work import BACKWARD_COST_RATIO, Work
+
+__all__ = ["TaskTable", "forward_depth"]
+
+
+def forward_depth(graph: SegmentGraph) -> dict[int, int]:
+    """For each stage: segments on the longest forward path from its first segment to the end."""
+    length = [1] * len(graph.segments)
+    depth: dict[int, int] = {}
+    for segment in reversed(graph.segments):
+        # All that need this one come after it.
+        for source in graph.forward_inputs(segment):
+            length[source] = max(length[source], 1 + length[segment.index])
+    for segment in graph.segments:
+        depth[segment.stage_index] = max(depth.get(segment.stage_index, 0), length[segment.index])
+    return depth
+
+
+class _Kind:
+    """The tasks of one work, numbered within it: first those of the backwards, then the forwards.
+
+    Attributes:
+        num_backwards: how many of the tasks are backwards.
+        segments: of each task.
+        chain_order: the tasks in the order in which they come in their lanes.
+        groups: of each task, its stage's number within the work.
+        stages: of each group, the stage.
+        pending: of each group, its number of tasks.
+        begun: groups in which something has run already.
+        missing: of each task, how many tasks it needs.
+        followers: of each task, those that need it.
+        depth: by stage, see :func:`forward_depth`.
+    """
+
+    def __init__(self, work: Work) -> None:
+        graph = work.graph
+        backwards, forwards = work.pending_backwards(), work.pending_forwards()
+        self.num_backwards = len(backwards)
+        self.segments: list[Segment] = [*backwards, *forwards]
+        num_tasks = len(self.segments)
+        self.chain_order = [*range(len(backwards), num_tasks), *reversed(range(len(backwards)))]
+        self.stages = list(dict.fromkeys(s.stage_index for s in graph.segments))
+        group_of = {stage: group for group, stage in enumerate(self.stages)}
+        self.groups = [group_of[s.stage_index] for s in self.segments]
+        self.pending = [0] * len(self.stages)
+        for group in self.groups:
+            self.pending[group] += 1
+        self.begun = sorted({group_of[graph.segments[i].stage_index] for i in work.forward_done})
+        self.costs = [
+            max(s.forward_cost * (BACKWARD_COST_RATIO if i < len(backwards) else 1.0), 1e-12)
+            for i, s in enumerate(self.segments)
+        ]
+        backward_of = {s.index: i for i, s in enumerate(backwards)}
+        forward_of = {s.index: i for i, s in enumerate(forwards, start=len(backwards))}
+        self.missing = [0] * num_tasks
+        self.followers: list[list[int]] = [[] for _ in range(num_tasks)]
+        for task, segment in enumerate(self.segments):
+            if task >= len(backwards):
+                needs = [(i, forward_of, work.forward_done) for i in graph.forward_inputs(segment)]
+            else:
+                needs = [(i, backward_of, work.backward_done) for i in graph.backward_inputs(segment)]
+                needs.append((segment.index, forward_of, work.forward_done))
+            for index, number_of, done in needs:
+                if index in done:
+                    continue
+                self.missing[task] += 1
+                if index in number_of:
+                    self.followers[number_of[index]].append(task)
+        self.depth = forward_depth(graph)
+
+
+class TaskTable:
+    """All tasks of some works.
+
+    Attributes:
+        stages: the stages in order; elsewhere a stage is its place here.
+        num_tasks, num_backwards: tasks below ``num_backwards`` are backwards.
+        stage: of each task.
+        work: of each task, the place of its work among them by microbatch.
+        group: of each task: the tasks of one work on one stage.
+        cost: of each task.
+        missing: of each task, how many tasks it waits for.
+        next_in_lane: of each task, the same visit of the next microbatch; -1: none.
+        left: of each work, its number of tasks.
+        left_here, started: of each group, its number of tasks, and whether anything of it has run.
+        begun: of each work, whether anything of it has run.
+        depth: of each group, see :func:`forward_depth`.
+    """
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self.works = sorted(works, key=lambda work: work.microbatch_index)
+        kinds: dict[object, _Kind] = {}
+        self.kinds = [kinds.get(w.kind) or kinds.setdefault(w.kind, _Kind(w)) for w in self.works]
+        self.stages = sorted({stage for kind in kinds.values() for stage in kind.stages})
+        self._place = {stage: place for place, stage in enumerate(self.stages)}
+        self.num_backwards = sum(kind.num_backwards for kind in self.kinds)
+        self.num_tasks = sum(len(kind.segments) for kind in self.kinds)
+        self.stage = [0] * self.num_tasks
+        self.work = [0] * self.num_tasks
+        self.group = [0] * self.num_tasks
+        self.cost = [0.0] * self.num_tasks
+        self.missing = [0] * self.num_tasks
+        self.next_in_lane = [-1] * self.num_tasks
+        self.first_backward: list[int] = []  # of each work, and of its forwards below
+        self.first_forward: list[int] = []
+        self.left = [len(kind.segments) for kind in self.kinds]
+        self.left_here: list[int] = []
+        self.started = bytearray()
+        self.begun = [bool(kind.begun) for kind in self.kinds]
+        self.depth: list[int] = []
+        self._fill()
+        self._fill_lanes()
+
+    def _fill(self) -> None:
+        backward, forward = 0, self.num_backwards
+        for number, kind in enumerate(self.kinds):
+            split, size = kind.num_backwards, len(kind.segments)
+            places = [self._place[stage] for stage in kind.stages]
+            stages = [places[group] for group in kind.groups]
+            first_group = len(self.left_here)
+            groups = [first_group + group for group in kind.groups]
+            pieces = (
+                (slice(backward, backward + split), slice(0, split)),
+                (slice(forward, forward + size - split), slice(split, size)),
+            )
+            for here, own in pieces:
+                self.stage[here] = stages[own]
+                self.group[here] = groups[own]
+                self.cost[here] = kind.costs[own]
+                self.missing[here] = kind.missing[own]
+                self.work[here] = [number] * (own.stop - own.start)
+            self.left_here += kind.pending
+            started = bytearray(len(places))
+            for group in kind.begun:
+                started[group] = 1
+            self.started += started
+            self.depth += [kind.depth[stage] for stage in kind.stages]
+            self.first_backward.append(backward)
+            self.first_forward.append(forward - split)
+            backward += split
+            forward += size - split
+
+    def _fill_lanes(self) -> None:
+        """The same visit of the previous microbatch comes first."""
+        same_visits = all(work.graph == self.works[0].graph for work in self.works)
+        last: dict[tuple[bool, int, int], int] = {}
+        lanes: dict[int, list[tuple[int, tuple[bool, int, int]]]] = {}
+        for number, (work, kind) in enumerate(zip(self.works, self.kinds, strict=True)):
+            if id(kind) not in lanes:
+                lanes[id(kind)] = [
+                    (task, _lane(kind, task, same_visits, work.graph.ordered)) for task in kind.chain_order
+                ]
+            split = kind.num_backwards
+            backward, forward = self.first_backward[number], self.first_forward[number]
+            for own, lane in lanes[id(kind)]:
+                task = own + (backward if own < split else forward)
+                if lane in last:
+                    self.next_in_lane[last[lane]] = task
+                    self.missing[task] += 1
+                last[lane] = task
+
+    def followers(self, task: int) -> list[int]:
+        """The tasks of the same work that need this one."""
+        number = self.work[task]
+        kind = self.kinds[number]
+        backward, forward = self.first_backward[number], self.first_forward[number]
+        own = task - (backward if task < self.num_backwards else forward)
+        split = kind.num_backwards
+        return [f + (backward if f < split else forward) for f in kind.followers[own]]
+
+    def action(self, task: int) -> Action:
+        number = self.work[task]
+        is_backward = task < self.num_backwards
+        first = (self.first_backward if is_backward else self.first_forward)[number]
+        segment = self.kinds[number].segments[task - first]
+        kind = ActionKind.BACKWARD if is_backward else ActionKind.FORWARD
+        return Action(segment.stage_index, kind, self.works[number].microbatch_index, segment.visit)
+
+
+def _lane(kind: _Kind, task: int, same_visits: bool, ordered: frozenset[int]) -> tuple[bool, int, int]:
+    segment = kind.segments[task]
+    by_visit = same_visits and segment.stage_index not in ordered
+    return task < kind.num_backwards, segment.stage_index, segment.visit if by_visit else -1
