@@ -11,8 +11,8 @@ A transfer names the value and the other stage: ``0SEND_F3:v12>1``, ``1RECV_F3:v
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class ActionKind(StrEnum):
@@ -25,6 +25,9 @@ class ActionKind(StrEnum):
     SEND_BACKWARD = "SEND_B"  # the gradient of a received activation leaves
     RECV_BACKWARD = "RECV_B"  # the receive of a gradient is posted
 
+    # An Enum's own hash is a call of Python, and every look-up of an action makes one.
+    __hash__ = str.__hash__
+
 
 COMPUTE_KINDS = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD})
 SEND_KINDS = frozenset({ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD})
@@ -36,9 +39,8 @@ _PATTERN = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One entry of a stage's list.
+class Action(NamedTuple):
+    """One entry of a stage's list; a tuple, since a large step has millions of them.
 
     ``visit`` numbers the segments that one microbatch has on this stage, from 0. ``value`` and ``peer``
     (a stage) are set for transfers only.

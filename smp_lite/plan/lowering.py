@@ -12,11 +12,12 @@ after the last of that stage's consumers has run backward.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from .actions import Action, ActionKind
-from .schedules import Work
-from .segments import Segment, SegmentGraph
+from .segments import Segment
+from .work import Work
 
 Schedule = tuple[tuple[Action, ...], ...]
 """For each stage its ordered list of actions."""
@@ -39,58 +40,88 @@ def lower(
         sent: per microbatch, (value, stage) pairs that have travelled in an earlier batch of work.
     """
     lists: list[list[Action]] = [[] for _ in range(num_stages)]
-    by_microbatch = {work.microbatch_index: work for work in works}
-    segments = {
-        (work.microbatch_index, s.stage_index, s.visit): s for work in works for s in work.graph.segments
-    }
-    backward_left: dict[tuple[int, int, int], int] = {}
+    kinds: dict[object, _Travels] = {}
+    by_microbatch: dict[int, _Travels] = {}
     for work in works:
-        _send_leftovers(work, (sent or {}).get(work.microbatch_index, frozenset()), lists)
-        for segment in work.pending_backwards():
-            for value in segment.gradient_imports:
-                key = (work.microbatch_index, value, segment.stage_index)
-                backward_left[key] = backward_left.get(key, 0) + 1
+        m = work.microbatch_index
+        kind = kinds.get(work.kind) or kinds.setdefault(work.kind, _Travels(work))
+        by_microbatch[m] = kind
+        if kind.left_over:
+            travelled = (sent or {}).get(m, frozenset())
+            for segment, value, stage in kind.left_over:
+                if (value, stage) not in travelled:
+                    _send(lists, ActionKind.SEND_FORWARD, m, value, segment.stage_index, stage, segment.visit)
 
+    backward_left: dict[tuple[int, int, int], int] = {}
     for action in order:
-        lists[action.stage_index].append(action)
-        m = action.microbatch_index
-        graph = by_microbatch[m].graph
-        segment = segments[m, action.stage_index, action.visit]
-        if action.kind is ActionKind.FORWARD:
-            for value in segment.exports:
-                for stage in graph.remote_stages(value):
-                    _send_forward(lists, segment, m, value, stage)
+        here, action_kind, m, visit, _, _ = action
+        lists[here].append(action)
+        kind = by_microbatch[m]
+        if action_kind is ActionKind.FORWARD:
+            for value, stage in kind.forward[here, visit]:
+                _send(lists, ActionKind.SEND_FORWARD, m, value, here, stage, visit)
         else:
-            for value in segment.gradient_imports:
-                key = (m, value, segment.stage_index)
-                backward_left[key] -= 1
-                if not backward_left[key]:
-                    _send_backward(lists, graph, segment, m, value)
+            for value, producer, num_consumers in kind.backward[here, visit]:
+                if num_consumers > 1:
+                    key = (m, value, here)
+                    left = backward_left[key] = backward_left.get(key, num_consumers) - 1
+                    if left:
+                        continue
+                home, home_visit = producer
+                _send(lists, ActionKind.SEND_BACKWARD, m, value, here, home, visit, home_visit)
     return tuple(tuple(actions) for actions in lists)
 
 
-def _send_leftovers(work: Work, sent: frozenset[tuple[int, int]], lists: list[list[Action]]) -> None:
-    """Values of segments that ran in an earlier batch and are needed elsewhere only now."""
-    for segment in work.graph.segments:
-        if segment.index not in work.forward_done:
-            continue
-        for value in segment.exports:
-            for stage in work.graph.remote_stages(value):
-                if (value, stage) not in sent:
-                    _send_forward(lists, segment, work.microbatch_index, value, stage)
+class _Travels:
+    """What travels where in a work; the same in each work of one kind.
+
+    Attributes:
+        left_over: (segment, value, stage): values of segments that ran in an earlier batch, for other stages.
+        forward: for each (stage, visit) the (value, stage) that leave after its forward.
+        backward: for each (stage, visit) the values of other stages for which its backward makes a gradient,
+            with (stage, visit) of their producer and the number of this stage's segments that do so.
+    """
+
+    def __init__(self, work: Work) -> None:
+        graph = work.graph
+        self.left_over: list[tuple[Segment, int, int]] = []
+        self.forward: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self.backward: dict[tuple[int, int], list[tuple[int, tuple[int, int], int]]] = {}
+        num_consumers: Counter[tuple[int, int]] = Counter()
+        pending = work.pending_backwards()
+        for segment in pending:
+            num_consumers.update((value, segment.stage_index) for value in segment.gradient_imports)
+        for segment in graph.segments:
+            sends = [(value, stage) for value in segment.exports for stage in graph.remote_stages(value)]
+            self.forward[segment.stage_index, segment.visit] = sends
+            if segment.index in work.forward_done:
+                self.left_over += [(segment, value, stage) for value, stage in sends]
+        for segment in pending:
+            here = segment.stage_index
+            sends_back = self.backward[here, segment.visit] = []
+            for value in segment.gradient_imports:
+                producer = graph.segments[graph.producer[value]]
+                if producer.stage_index != here:
+                    home = (producer.stage_index, producer.visit)
+                    sends_back.append((value, home, num_consumers[value, here]))
 
 
-def _send_forward(lists: list[list[Action]], segment: Segment, m: int, value: int, stage: int) -> None:
-    home = segment.stage_index
-    lists[home].append(Action(home, ActionKind.SEND_FORWARD, m, segment.visit, value, stage))
-    lists[stage].append(Action(stage, ActionKind.RECV_FORWARD, m, 0, value, home))
+_RECEIVE = {
+    ActionKind.SEND_FORWARD: ActionKind.RECV_FORWARD,
+    ActionKind.SEND_BACKWARD: ActionKind.RECV_BACKWARD,
+}
 
 
-def _send_backward(
-    lists: list[list[Action]], graph: SegmentGraph, segment: Segment, m: int, value: int
+def _send(
+    lists: list[list[Action]],
+    kind: ActionKind,
+    m: int,
+    value: int,
+    here: int,
+    there: int,
+    visit: int,
+    visit_there: int = 0,
 ) -> None:
-    producer = graph.segments[graph.producer[value]]
-    here, home = segment.stage_index, producer.stage_index
-    if here != home:
-        lists[here].append(Action(here, ActionKind.SEND_BACKWARD, m, segment.visit, value, home))
-        lists[home].append(Action(home, ActionKind.RECV_BACKWARD, m, producer.visit, value, here))
+    """Both ends of a transfer."""
+    lists[here].append(Action(here, kind, m, visit, value, there))
+    lists[there].append(Action(there, _RECEIVE[kind], m, visit_there, value, here))

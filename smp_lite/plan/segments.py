@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +111,15 @@ class SegmentGraph:
 
         Autograd adds gradients in that order in one process; keeping it keeps the bits.
         """
-        return tuple(
-            consumer
-            for consumer in reversed(self.consumers.get(value, ()))
-            if value in self.segments[consumer].gradient_imports
-        )
+        return self._gradient_consumers.get(value, ())
+
+    @cached_property
+    def _gradient_consumers(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, list[int]] = {}
+        for segment in reversed(self.segments):
+            for value in segment.gradient_imports:
+                found.setdefault(value, []).append(segment.index)
+        return {value: tuple(consumers) for value, consumers in found.items()}
 
     def remote_stages(self, value: int) -> tuple[int, ...]:
         """Stages other than the producer's that import the value."""
@@ -212,6 +217,7 @@ def _group(
     """
     groups: list[tuple[int, list[int]]] = []
     ancestors: list[int] = []
+    followers: list[dict[int, None]] = []  # of each group, those that need it directly
     group_of_command: list[int] = []
     producer: dict[int, int] = {}
     open_group: dict[tuple[int, int, int], int] = {}
@@ -224,20 +230,27 @@ def _group(
             group = len(groups)
             groups.append((command.stage_index, []))
             ancestors.append(0)
+            followers.append({})
             open_group[key] = group
-        reached = 0
         for source in sources - {group}:
-            reached |= ancestors[source] | 1 << source
-        if reached & ~ancestors[group]:
-            ancestors[group] |= reached
-            for other in range(len(groups)):
-                if ancestors[other] >> group & 1:
-                    ancestors[other] |= ancestors[group]
+            if group not in followers[source]:
+                followers[source][group] = None
+                _inherit(ancestors, followers, group, ancestors[source] | 1 << source)
         groups[group][1].append(i)
         group_of_command.append(group)
         for value in command.outputs:
             producer[value] = group
     return _in_dependency_order(groups, ancestors, group_of_command)
+
+
+def _inherit(ancestors: list[int], followers: list[dict[int, None]], group: int, more: int) -> None:
+    """The group has more ancestors, and so has all that needs it, as far as that is news to them."""
+    news = [group]
+    while news:
+        group = news.pop()
+        if more & ~ancestors[group]:
+            ancestors[group] |= more
+            news += followers[group]
 
 
 def _in_dependency_order(
@@ -267,7 +280,8 @@ def _gradient_flow(
 ) -> _GradientFlow:
     flow = _GradientFlow(set(), set())
     for group in reversed(range(len(groups))):
-        reached = {v for v, home in producer.items() if home == group and (v in roots or v in flow.cut)}
+        made = [value for i in groups[group][1] for value in commands[i].outputs]
+        reached = {value for value in made if value in roots or value in flow.cut}
         if not reached:
             continue
         for i in reversed(groups[group][1]):

@@ -8,21 +8,21 @@ actions alone, not on their times: see :mod:`smp_lite.plan.memory`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from .actions import COMPUTE_KINDS, Action, ActionKind
+from .actions import COMPUTE_KINDS, SEND_KINDS, Action, ActionKind
 from .lowering import Schedule
-from .schedules import BACKWARD_COST_RATIO, Work
 from .segments import Segment, SegmentGraph
+from .work import BACKWARD_COST_RATIO, Work
 
 
 class ScheduleDeadlock(RuntimeError):
     """The lists wait for one another."""
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """When one action ran, in the unit of the costs."""
 
     action: Action
@@ -77,103 +77,160 @@ def simulate(
     Raises:
         ScheduleDeadlock: names the action at which each stage is stuck.
     """
-    replay = _Replay(schedule, works, latency_s, bytes_per_s)
-    timings: list[list[Timing]] = [[] for _ in schedule]
-    position = [0] * len(schedule)
-    clock = [0.0] * len(schedule)
-    progress = True
-    while progress:
-        progress = False
-        for stage_index, actions in enumerate(schedule):
-            while position[stage_index] < len(actions):
-                action = actions[position[stage_index]]
-                ready = replay.ready_at(action)
-                if ready is None:
-                    break
-                position[stage_index] += 1
-                progress = True
-                if action.kind not in COMPUTE_KINDS:
-                    replay.transferred(action, clock[stage_index])
-                    continue
-                segment, _ = replay.segment(action)
-                start = max(clock[stage_index], ready)
-                end = clock[stage_index] = start + cost(action, segment)
-                timings[stage_index].append(Timing(action, start, end))
-                replay.finished(action, end)
-    stuck = [str(actions[i]) for actions, i in zip(schedule, position, strict=True) if i < len(actions)]
+    replay = _Replay(schedule, works, cost, latency_s, bytes_per_s)
+    waiting = list(range(len(schedule)))
+    while waiting:
+        waiting += replay.go_on(waiting.pop())
+    stuck = [
+        str(actions[i]) for actions, i in zip(schedule, replay.position, strict=True) if i < len(actions)
+    ]
     if stuck:
         raise ScheduleDeadlock(f"the schedule cannot end: stages wait at {', '.join(stuck)}")
     return Simulation(
-        timings=tuple(tuple(stage) for stage in timings),
-        makespan=max(clock, default=0.0),
-        busy=tuple(sum(t.end - t.start for t in stage) for stage in timings),
+        timings=tuple(tuple(stage) for stage in replay.timings),
+        makespan=max(replay.clock, default=0.0),
+        busy=tuple(sum(end - start for _, start, end in stage) for stage in replay.timings),
     )
 
 
-class _Replay:
-    """What has finished and what has arrived."""
+class _Events:
+    """What happens in a microbatch as numbers; the same for each microbatch with one graph.
 
-    def __init__(
-        self, schedule: Schedule, works: Sequence[Work], latency_s: float, bytes_per_s: float
-    ) -> None:
-        self.latency_s, self.bytes_per_s = latency_s, bytes_per_s
-        self.graphs: Mapping[int, SegmentGraph] = {w.microbatch_index: w.graph for w in works}
-        self.segments = {
-            (w.microbatch_index, s.stage_index, s.visit): s for w in works for s in w.graph.segments
-        }
-        self.done: dict[tuple[ActionKind, int, int], float] = {
-            (ActionKind.FORWARD, w.microbatch_index, i): 0.0 for w in works for i in w.forward_done
-        }
-        self.arrived: dict[tuple[ActionKind, int, int, int], float] = {}
-        # A value that travelled in an earlier batch of work is there from the start.
-        self.travels = {
-            (ActionKind.RECV_FORWARD, a.microbatch_index, a.value, a.stage_index)
-            for actions in schedule
-            for a in actions
-            if a.kind is ActionKind.RECV_FORWARD
-        }
+    Events are the ends of forwards and backwards, and the arrivals of values and gradients.
 
-    def segment(self, action: Action) -> tuple[Segment, SegmentGraph]:
-        m = action.microbatch_index
-        return self.segments[m, action.stage_index, action.visit], self.graphs[m]
+    Attributes:
+        number: of events.
+        runs: for each forward and backward, by (kind, stage, visit): its event, its segment, and the events
+            that it waits for: (event, the event instead where the value does not travel).
+        forward: of each segment, the event of its forward.
+        arrivals: by (a receive's kind, value, stage that imports the value), the event.
+    """
 
-    def ready_at(self, action: Action) -> float | None:
-        """When the action's needs are met; None if not yet known."""
-        if action.kind not in COMPUTE_KINDS:
-            return 0.0
-        m, stage = action.microbatch_index, action.stage_index
-        segment, graph = self.segment(action)
-        times: list[float | None] = []
-        if action.kind is ActionKind.FORWARD:
+    def __init__(self, graph: SegmentGraph) -> None:
+        num_segments = len(graph.segments)
+        self.number = 2 * num_segments
+        self.arrivals: dict[tuple[ActionKind, int, int], int] = {}
+        self.runs: dict[tuple[ActionKind, int, int], tuple[int, Segment, tuple[tuple[int, int], ...]]] = {}
+        for segment in graph.segments:
+            index, stage = segment.index, segment.stage_index
+            needs = []
             for value in segment.imports:
                 source = graph.segments[graph.producer[value]]
-                key = (ActionKind.RECV_FORWARD, m, value, stage)
-                if source.stage_index == stage or key not in self.travels:
-                    times.append(self.done.get((ActionKind.FORWARD, m, source.index)))
-                else:
-                    times.append(self.arrived.get(key))
-        else:
-            times.append(self.done.get((ActionKind.FORWARD, m, segment.index)))
+                arrival = source.index
+                if source.stage_index != stage:
+                    arrival = self._arrival(ActionKind.RECV_FORWARD, value, stage)
+                needs.append((arrival, source.index))
+            self.runs[ActionKind.FORWARD, stage, segment.visit] = (index, segment, tuple(needs))
+            needs = [(index, index)]
             for value in segment.gradient_exports:
                 for consumer in graph.gradient_consumers(value):
                     home = graph.segments[consumer].stage_index
-                    if home == stage:
-                        times.append(self.done.get((ActionKind.BACKWARD, m, consumer)))
-                    else:
-                        times.append(self.arrived.get((ActionKind.RECV_BACKWARD, m, value, home)))
-        known = [time for time in times if time is not None]
-        return max(known, default=0.0) if len(known) == len(times) else None
+                    event = num_segments + consumer
+                    if home != stage:
+                        event = self._arrival(ActionKind.RECV_BACKWARD, value, home)
+                    needs.append((event, event))
+            run = (num_segments + index, segment, tuple(needs))
+            self.runs[ActionKind.BACKWARD, stage, segment.visit] = run
 
-    def transferred(self, action: Action, now: float) -> None:
-        m, value, peer = action.microbatch_index, action.value, action.peer
+    def _arrival(self, kind: ActionKind, value: int, stage: int) -> int:
+        event = self.arrivals.setdefault((kind, value, stage), self.number)
+        self.number += event == self.number
+        return event
+
+
+class _Replay:
+    """How far each stage has come, and when what has happened did."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        works: Sequence[Work],
+        cost: Callable[[Action, Segment], float],
+        latency_s: float,
+        bytes_per_s: float,
+    ) -> None:
+        self.schedule, self.cost = schedule, cost
+        self.latency_s, self.bytes_per_s = latency_s, bytes_per_s
+        self.timings: list[list[Timing]] = [[] for _ in schedule]
+        self.position = [0] * len(schedule)
+        self.clock = [0.0] * len(schedule)
+        self._of_graph: dict[int, _Events] = {}
+        self._events: dict[int, tuple[int, _Events, SegmentGraph]] = {}  # by microbatch, with its first one
+        self._when: list[float | None] = []
+        for work in works:
+            graph = work.graph
+            if id(graph) not in self._of_graph:
+                self._of_graph[id(graph)] = _Events(graph)
+            events = self._of_graph[id(graph)]
+            first = len(self._when)
+            self._events[work.microbatch_index] = (first, events, graph)
+            self._when += [None] * events.number
+            for index in work.forward_done:
+                self._when[first + index] = 0.0
+        # A value that travelled in an earlier batch of work is there from the start.
+        self._travels = bytearray(len(self._when))
+        for actions in schedule:
+            for stage, kind, m, _, value, _ in actions:
+                if kind is ActionKind.RECV_FORWARD:
+                    first, events, _ = self._events[m]
+                    event = events.arrivals.get((kind, value, stage))
+                    if event is not None:
+                        self._travels[first + event] = 1
+        self._blocked: dict[int, list[int]] = {}  # by event, the stages that wait for it
+        self._begun: list[tuple[int, float]] = [(0, 0.0)] * len(schedule)  # needs that are met, and when
+
+    def go_on(self, stage: int) -> list[int]:
+        """Runs the stage's actions as far as they can; returns the stages that may go on for it."""
+        actions, position, now = self.schedule[stage], self.position[stage], self.clock[stage]
+        freed: list[int] = []
+        when, timings = self._when, self.timings[stage]
+        while position < len(actions):
+            action = actions[position]
+            kind, m = action.kind, action.microbatch_index
+            first, events, _ = self._events[m]
+            if kind not in COMPUTE_KINDS:
+                if kind in SEND_KINDS:
+                    self._transferred(action, now, freed)
+                position += 1
+                continue
+            event, segment, needs = events.runs[kind, stage, action.visit]
+            ready = self._ready_at(stage, first, needs)
+            if ready is None:
+                break
+            position += 1
+            start = max(now, ready)
+            now = start + self.cost(action, segment)
+            timings.append(Timing(action, start, now))
+            when[first + event] = now
+            freed += self._blocked.pop(first + event, ())
+        self.position[stage], self.clock[stage] = position, now
+        return freed
+
+    def _ready_at(self, stage: int, first: int, needs: tuple[tuple[int, int], ...]) -> float | None:
+        """When the needs of the stage's next action are met; None if not yet known: the stage is woken."""
+        met, ready = self._begun[stage]
+        for arrival, made in needs[met:] if met else needs:
+            event = first + (arrival if arrival == made or self._travels[first + arrival] else made)
+            time = self._when[event]
+            if time is None:
+                self._begun[stage] = (met, ready)
+                self._blocked.setdefault(event, []).append(stage)
+                return None
+            met += 1
+            if time > ready:
+                ready = time
+        self._begun[stage] = (0, 0.0)
+        return ready
+
+    def _transferred(self, action: Action, now: float, freed: list[int]) -> None:
+        here, kind, m, _, value, peer = action
         assert value is not None and peer is not None
-        size = self.graphs[m].value_bytes.get(value, 0)
-        arrival = now + self.latency_s + size / self.bytes_per_s
-        if action.kind is ActionKind.SEND_FORWARD:
-            self.arrived[ActionKind.RECV_FORWARD, m, value, peer] = arrival
-        elif action.kind is ActionKind.SEND_BACKWARD:
-            self.arrived[ActionKind.RECV_BACKWARD, m, value, action.stage_index] = arrival
-
-    def finished(self, action: Action, end: float) -> None:
-        segment, _ = self.segment(action)
-        self.done[action.kind, action.microbatch_index, segment.index] = end
+        first, events, graph = self._events[m]
+        if kind is ActionKind.SEND_FORWARD:
+            event = events.arrivals.get((ActionKind.RECV_FORWARD, value, peer))
+        else:
+            event = events.arrivals.get((ActionKind.RECV_BACKWARD, value, here))
+        if event is not None:
+            size = graph.value_bytes.get(value, 0)
+            self._when[first + event] = now + self.latency_s + size / self.bytes_per_s
+            freed += self._blocked.pop(first + event, ())

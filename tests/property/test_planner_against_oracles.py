@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from smp_lite.plan import simulate as new_replay
+from smp_lite.plan.actions import Action, ActionKind
+from smp_lite.plan.lowering import Schedule, lower
 from smp_lite.plan.schedules import Policy, Work, compute_order
-from smp_lite.plan.segments import SegmentGraph
+from smp_lite.plan.segments import CommandNode, Segment, SegmentGraph, build_graph
+from smp_lite.plan.simulate import ScheduleDeadlock, simulate
 from tests.planning import chain
-from tests.planning_strategies import graphs, partly_done
-from tests.property.oracles import order as rescanning
+from tests.planning_strategies import RandomRecording, graphs, partly_done, recordings
+from tests.property.oracles import lowering as old_lowering
+from tests.property.oracles import order as old_order
+from tests.property.oracles import segments as old_segments
+from tests.property.oracles import simulate as old_replay
+
+NUM_STAGES = 6
 
 policies = st.builds(
     Policy,
@@ -33,19 +43,93 @@ def chains(draw: st.DrawFn) -> SegmentGraph:
     return chain(stages, costs)
 
 
-@settings(max_examples=300, deadline=None)
+def check_plan(works: Sequence[Work], policy: Policy, sent: Mapping[int, frozenset[tuple[int, int]]]) -> None:
+    """Order, lists and replay are the old ones."""
+    order = compute_order(works, policy)
+    assert order == old_order.compute_order(works, policy)
+    schedule = lower(order, works, NUM_STAGES, sent=sent)
+    assert schedule == old_lowering.lower(order, works, NUM_STAGES, sent=sent)
+    for latency_s, bytes_per_s in ((0.0, float("inf")), (0.3, 7.0)):
+        times = {"latency_s": latency_s, "bytes_per_s": bytes_per_s}
+        found = simulate(schedule, works, **times)
+        assert found == old_replay.simulate(schedule, works, **times)
+
+        def cost(action: Action, segment: Segment) -> float:
+            return action.microbatch_index % 3 + (action.kind is ActionKind.BACKWARD) * segment.index
+
+        assert simulate(schedule, works, cost=cost) == old_replay.simulate(schedule, works, cost=cost)
+
+
+@settings(max_examples=150, deadline=None)
 @given(graphs() | chains(), st.integers(1, 9), policies)
-def test_order_of_equal_microbatches(graph: SegmentGraph, num_microbatches: int, policy: Policy) -> None:
-    works = [Work(m, graph) for m in range(num_microbatches)]
-    assert compute_order(works, policy) == rescanning.compute_order(works, policy)
+def test_equal_microbatches(graph: SegmentGraph, num_microbatches: int, policy: Policy) -> None:
+    check_plan([Work(m, graph) for m in range(num_microbatches)], policy, {})
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.lists(partly_done() | chains().map(lambda g: Work(0, g)), min_size=1, max_size=7), policies, st.data())
-def test_order_of_different_and_partly_done_microbatches(
-    parts: list[Work], policy: Policy, data: st.DataObject
+@st.composite
+def works_and_sent(draw: st.DrawFn) -> tuple[list[Work], dict[int, frozenset[tuple[int, int]]]]:
+    """Microbatches of a few kinds in any order; some values have travelled."""
+    kinds = draw(st.lists(partly_done() | chains().map(lambda graph: Work(0, graph)), min_size=1, max_size=4))
+    repeated = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=8))
+    numbers = draw(st.permutations(range(len(repeated))))
+    works = renumbered(repeated, [2 * number for number in numbers])
+    sent = {
+        work.microbatch_index: frozenset(
+            (value, work.graph.segments[consumer].stage_index)
+            for value, consumers in work.graph.consumers.items()
+            for consumer in consumers
+            if consumer in work.forward_done
+        )
+        for work in works
+        if draw(st.booleans())
+    }
+    return works, sent
+
+
+@settings(max_examples=150, deadline=None)
+@given(works_and_sent(), policies)
+def test_different_and_partly_done_microbatches(
+    case: tuple[list[Work], dict[int, frozenset[tuple[int, int]]]], policy: Policy
 ) -> None:
-    repeated = data.draw(st.lists(st.sampled_from(parts), min_size=1, max_size=9))
-    numbers = data.draw(st.permutations(range(len(repeated))))
-    works = renumbered(repeated, [2 * n for n in numbers])
-    assert compute_order(works, policy) == rescanning.compute_order(works, policy)
+    works, sent = case
+    check_plan(works, policy, sent)
+
+
+def replayed(module: object, schedule: Schedule, works: Sequence[Work]) -> object:
+    try:
+        return module.simulate(schedule, works)  # type: ignore[attr-defined]
+    except (ScheduleDeadlock, KeyError) as error:
+        return str(error)
+
+
+@settings(max_examples=100, deadline=None)
+@given(chains(), st.integers(1, 4), policies, st.data())
+def test_lists_out_of_order_get_stuck_at_the_same_actions(
+    graph: SegmentGraph, num_microbatches: int, policy: Policy, data: st.DataObject
+) -> None:
+    works = [Work(m, graph) for m in range(num_microbatches)]
+    lists = [list(actions) for actions in lower(compute_order(works, policy), works, NUM_STAGES)]
+    for _ in range(data.draw(st.integers(1, 3))):
+        actions = data.draw(st.sampled_from([actions for actions in lists if actions]))
+        one, other = (data.draw(st.integers(0, len(actions) - 1)) for _ in range(2))
+        actions[one], actions[other] = actions[other], actions[one]
+    schedule = tuple(map(tuple, lists))
+    assert replayed(new_replay, schedule, works) == replayed(old_replay, schedule, works)
+
+
+@st.composite
+def annotated(draw: st.DrawFn, recording: RandomRecording) -> list[CommandNode]:
+    """The commands with state that they touch and units of parameters."""
+    touches = st.sets(st.integers(0, 2), max_size=2).map(sorted).map(tuple)
+    return [
+        replace(command, touches=draw(touches), unit=draw(st.integers(0, 1)))
+        for command in recording.commands
+    ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(recordings(max_commands=16), st.data())
+def test_segments(recording: RandomRecording, data: st.DataObject) -> None:
+    commands = data.draw(st.just(recording.commands) | annotated(recording))
+    given = {"roots": recording.roots, "needed": recording.needed, "value_bytes": dict.fromkeys(range(9), 8)}
+    assert build_graph(commands, **given) == old_segments.build_graph(commands, **given)
