@@ -26,15 +26,15 @@ class _Pool:
 
     __slots__ = ("begun", "cap", "future", "now")
 
-    def __init__(self, begun: bool, cap: int) -> None:
+    def __init__(self, begun: bool = True, cap: float = _NEVER) -> None:
         self.now: list[int] = []
         self.future: list[tuple[float, int]] = []
         self.begun = begun  # whether the microbatches are in flight
-        self.cap = cap  # how many may be in flight on the stage
+        self.cap = cap  # as many may be in flight on the stage; without one they are always admitted
 
 
 class _Stage:
-    __slots__ = ("backwards", "forwards_left", "free_at", "here", "open", "pools", "start", "task")
+    __slots__ = ("backwards", "bounded", "forwards_left", "free_at", "here", "open", "pools", "start", "task")
 
     def __init__(self) -> None:
         self.free_at = 0.0
@@ -43,9 +43,10 @@ class _Stage:
         self.task = -1
         self.here = 0  # microbatches in flight on this stage
         self.forwards_left = 0
-        self.open = _Pool(True, 0)  # always admitted
-        self.backwards = _Pool(True, 0)  # of `simple`: admitted after all forwards
-        self.pools: dict[tuple[bool, int], _Pool] = {}
+        self.open = _Pool()
+        self.backwards = _Pool()  # of `simple`: among the pools after all forwards
+        self.bounded: dict[tuple[bool, int], _Pool] = {}
+        self.pools = [self.open]
 
 
 class _Machines:
@@ -74,23 +75,25 @@ class _Machines:
         here = dict(zip(table.group, table.stage, strict=True))
         for group, stage in here.items():
             stages[stage].here += table.started[group]
+        for stage in stages if self.backwards_last else ():
+            if not stage.forwards_left:
+                stage.pools.append(stage.backwards)
         self._find_oldest()
         for task, missing in enumerate(table.missing):
             if not missing:
                 self._put(task)
         self._look_again()
-        order: list[Action] = []
+        order: list[int] = []
         while queue:
             start, number = heappop(queue)
             stage = stages[number]
-            if stage.start != start:
-                continue
-            order.append(table.action(stage.task))
-            self._place(start, number, stage)
-            self._look_again()
+            if stage.start == start:
+                order.append(stage.task)
+                self._place(start, number, stage)
+                self._look_again()
         if len(order) < table.num_tasks:
             raise ValueError(f"{table.num_tasks - len(order)} tasks need what nobody makes")
-        return order
+        return table.actions(order)
 
     def _place(self, start: float, number: int, stage: _Stage) -> None:
         table, task = self.table, stage.task
@@ -106,6 +109,8 @@ class _Machines:
         work, group = table.work[task], table.group[task]
         if task >= table.num_backwards:
             stage.forwards_left -= 1
+            if self.backwards_last and not stage.forwards_left:
+                stage.pools.append(stage.backwards)
         left_here = table.left_here[group] = table.left_here[group] - 1
         table.left[work] -= 1
         if not table.started[group]:
@@ -119,12 +124,11 @@ class _Machines:
             self._leave(work)
         self.changed.append(number)
         ready_at, missing = self.ready_at, table.missing
-        follower = table.next_in_lane[task]
-        for other in table.followers(task) if follower < 0 else (*table.followers(task), follower):
+        for other in table.followers(task):
             if end > ready_at[other]:
                 ready_at[other] = end
-            missing[other] -= 1
-            if not missing[other]:
+            left = missing[other] = missing[other] - 1
+            if not left:
                 self._put(other)
 
     # Microbatches in flight -------------------------------------------------------------------------------
@@ -189,12 +193,13 @@ class _Machines:
         number = table.stage[task]
         begun = table.begun[table.work[task]]
         cap = min(self.active, table.depth[table.group[task]]) if self.by_depth else self.active
-        pools = self.stages[number].pools
-        pool = pools.get((begun, cap))
+        stage = self.stages[number]
+        pool = stage.bounded.get((begun, cap))
         if pool is None:
-            pool = pools[begun, cap] = _Pool(begun, cap)
-        if not begun:
-            self.gates.add(number)
+            pool = stage.bounded[begun, cap] = _Pool(begun, cap)
+            stage.pools.append(pool)
+            if not begun:
+                self.gates.add(number)
         return pool
 
     def _move(self, task: int, pool: _Pool) -> None:
@@ -221,39 +226,30 @@ class _Machines:
         self.changed.clear()
 
     def _choose(self, stage: _Stage) -> None:
-        now = later = None
-        for pool in self._admitted(stage):
-            self._advance(pool, stage.free_at)
-            if pool.now and (now is None or pool.now[0] < now):
-                now = pool.now[0]
-            elif pool.future and (later is None or pool.future[0] < later):
-                later = pool.future[0]
+        now: int | None = None
+        later: tuple[float, int] | None = None
+        pool_of, free_at, here = self.pool_of, stage.free_at, stage.here
+        for pool in stage.pools:
+            if here >= pool.cap or not (pool.begun or self.in_flight < self.active):
+                continue
+            ready, future = pool.now, pool.future
+            # What has left the pool is dropped, what can start by now is sorted by rank.
+            while future and (future[0][0] <= free_at or pool_of[future[0][1]] is not pool):
+                task = heappop(future)[1]
+                if pool_of[task] is pool:
+                    heappush(ready, task)
+            while ready and pool_of[ready[0]] is not pool:
+                heappop(ready)
+            if ready and (now is None or ready[0] < now):
+                now = ready[0]
+            if future and (later is None or future[0] < later):
+                later = future[0]
         if now is not None:
-            stage.start, stage.task = stage.free_at, now
+            stage.start, stage.task = free_at, now
         elif later is not None:
             stage.start, stage.task = later
         else:
             stage.start = _NEVER
-
-    def _admitted(self, stage: _Stage) -> list[_Pool]:
-        admitted = [stage.open]
-        if self.backwards_last and not stage.forwards_left:
-            admitted.append(stage.backwards)
-        for pool in stage.pools.values():
-            if stage.here < pool.cap and (pool.begun or self.in_flight < self.active):
-                admitted.append(pool)
-        return admitted
-
-    def _advance(self, pool: _Pool, time: float) -> None:
-        """Drops what has left the pool and sorts what can start by now."""
-        pool_of = self.pool_of
-        future, now = pool.future, pool.now
-        while future and (future[0][0] <= time or pool_of[future[0][1]] is not pool):
-            _, task = heappop(future)
-            if pool_of[task] is pool:
-                heappush(now, task)
-        while now and pool_of[now[0]] is not pool:
-            heappop(now)
 
 
 def run_machines(table: TaskTable, policy: Policy) -> list[Action]:

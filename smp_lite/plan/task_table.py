@@ -7,7 +7,7 @@ then by microbatch, then by segment. So the best of several ready tasks is the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from .actions import Action, ActionKind
 from .segments import Segment, SegmentGraph
@@ -35,6 +35,7 @@ class _Kind:
     Attributes:
         num_backwards: how many of the tasks are backwards.
         segments: of each task.
+        names: of each task its stage, what it does there, and the visit.
         chain_order: the tasks in the order in which they come in their lanes.
         groups: of each task, its stage's number within the work.
         stages: of each group, the stage.
@@ -51,6 +52,10 @@ class _Kind:
         self.num_backwards = len(backwards)
         self.segments: list[Segment] = [*backwards, *forwards]
         num_tasks = len(self.segments)
+        self.names = [
+            (s.stage_index, ActionKind.BACKWARD if i < len(backwards) else ActionKind.FORWARD, s.visit)
+            for i, s in enumerate(self.segments)
+        ]
         self.chain_order = [*range(len(backwards), num_tasks), *reversed(range(len(backwards)))]
         self.stages = list(dict.fromkeys(s.stage_index for s in graph.segments))
         group_of = {stage: group for group, stage in enumerate(self.stages)}
@@ -173,21 +178,29 @@ class TaskTable:
                 last[lane] = task
 
     def followers(self, task: int) -> list[int]:
-        """The tasks of the same work that need this one."""
+        """The tasks that need this one."""
         number = self.work[task]
         kind = self.kinds[number]
         backward, forward = self.first_backward[number], self.first_forward[number]
         own = task - (backward if task < self.num_backwards else forward)
         split = kind.num_backwards
-        return [f + (backward if f < split else forward) for f in kind.followers[own]]
+        found = [f + (backward if f < split else forward) for f in kind.followers[own]]
+        if self.next_in_lane[task] >= 0:
+            found.append(self.next_in_lane[task])
+        return found
 
-    def action(self, task: int) -> Action:
-        number = self.work[task]
-        is_backward = task < self.num_backwards
-        first = (self.first_backward if is_backward else self.first_forward)[number]
-        segment = self.kinds[number].segments[task - first]
-        kind = ActionKind.BACKWARD if is_backward else ActionKind.FORWARD
-        return Action(segment.stage_index, kind, self.works[number].microbatch_index, segment.visit)
+    def actions(self, tasks: Iterable[int]) -> list[Action]:
+        """The tasks as the schedule names them."""
+        numbers = [work.microbatch_index for work in self.works]
+        names = [kind.names for kind in self.kinds]
+        first_backward, first_forward, of_task = self.first_backward, self.first_forward, self.work
+        found = []
+        for task in tasks:
+            work = of_task[task]
+            first = first_backward if task < self.num_backwards else first_forward
+            stage, kind, visit = names[work][task - first[work]]
+            found.append(Action(stage, kind, numbers[work], visit))
+        return found
 
 
 def _lane(kind: _Kind, task: int, same_visits: bool, ordered: frozenset[int]) -> tuple[bool, int, int]:
