@@ -7,9 +7,9 @@ fewer empty stages, a smaller largest stage, fewer bytes cut, a smaller sum of s
 
 Contiguous: the smallest possible largest stage is found by bisection (the classical linear
 partition problem: is there a split with no part above this bound?), then a dynamic programme picks,
-among all splits within that bound, the one with the fewest bytes and the least squares. Both are
-exact. SMP's own scheme (its paper's d'Hondt allocation of devices to segments) is not used: a
-single huge module can win several seats there that it then cannot share out.
+among all splits within that bound, the one with the fewest bytes and the least squares
+(`line_split`). Both are exact. SMP's own scheme (its paper's d'Hondt allocation of devices to
+segments) is not used: a single huge module can win several seats there that it then cannot share out.
 
 Atoms that have to be together take one seat in the line, that of one of them; each possible seat is
 tried. Not contiguous: exact search over the line for a few atoms; for more, moves and swaps that
@@ -18,10 +18,13 @@ start from the contiguous answer, so that what need not be torn apart stays adja
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
+from typing import NamedTuple
+
+from .line_split import best_split, smallest_bound
 
 __all__ = ["Group", "Line", "Score", "balance", "score"]
 
@@ -50,11 +53,11 @@ class Line:
     groups: tuple[Group, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Slot:
+class _Slot(NamedTuple):
     """Atoms that move as one, at the seat of one of them."""
 
     atoms: tuple[int, ...]
+    seat: int
     cost: int
     entry_bytes: int
 
@@ -65,7 +68,16 @@ def balance(line: Line, num_stages: int, *, contiguous: bool = True) -> tuple[in
     With `contiguous=False` the stages need not be intervals of the line, but only where that makes
     the largest stage smaller.
     """
-    splits = (_spread(slots, _cut(slots, num_stages), len(line.costs)) for slots in _seatings(line))
+    bounds: list[int] = []
+    for slots in _seatings(line):
+        num_parts = min(num_stages, len(slots))
+        bounds.append(smallest_bound([0, *accumulate(slot.cost for slot in slots)], num_parts))
+    # The largest stage decides first: where it is larger, nothing else need be known of a seating.
+    splits = (
+        _spread(slots, _cut(slots, num_parts, bound), len(line.costs))
+        for slots, bound in zip(_seatings(line), bounds, strict=True)
+        if bound == min(bounds)
+    )
     best = min(splits, key=lambda stages: score(line, stages, num_stages))
     if contiguous:
         return best
@@ -94,59 +106,31 @@ def _seatings(line: Line) -> Iterator[list[_Slot]]:
         options.append(group.seats if fits else group.seats[:1])
         num_seatings *= len(options[-1])
     grouped = {atom for group in groups for atom in group.atoms}
+    singles = [
+        _Slot((atom,), atom, cost, size)
+        for atom, (cost, size) in enumerate(zip(line.costs, line.entry_bytes))
+        if atom not in grouped
+    ]
+    costs = [sum(line.costs[atom] for atom in group.atoms) for group in groups]
     for seats in product(*options):
-        atoms_at = {atom: (atom,) for atom in range(len(line.costs)) if atom not in grouped}
-        atoms_at.update((seat, group.atoms) for seat, group in zip(seats, groups))
-        yield [
-            _Slot(atoms, sum(line.costs[atom] for atom in atoms), line.entry_bytes[seat])
-            for seat, atoms in sorted(atoms_at.items())
-        ]
+        slots = singles.copy()
+        for group, seat, cost in zip(groups, seats, costs):
+            insort(slots, _Slot(group.atoms, seat, cost, line.entry_bytes[seat]), key=_seat)
+        yield slots
 
 
-def _cut(slots: Sequence[_Slot], num_stages: int) -> list[int]:
+def _seat(slot: _Slot) -> int:
+    return slot.seat
+
+
+def _cut(slots: Sequence[_Slot], num_parts: int, bound: int) -> list[int]:
     """The best contiguous split: the stage of each slot."""
-    num_parts = min(num_stages, len(slots))
     ends = [0, *accumulate(slot.cost for slot in slots)]
-    bound = _smallest_bound(ends, num_parts)
-    # best[end]: (bytes cut, squares, start of the last part), over splits of slots[:end] into the
-    # number of parts reached so far.
-    best: dict[int, tuple[int, int, int]] = {0: (0, 0, 0)}
-    starts: list[dict[int, int]] = []
-    for part in range(1, num_parts + 1):
-        longer: dict[int, tuple[int, int, int]] = {}
-        for end in range(part, len(slots) - num_parts + part + 1):
-            for start in range(end - 1, part - 2, -1):
-                load = ends[end] - ends[start]
-                if load > bound:
-                    break
-                if start in best:
-                    cut_bytes = best[start][0] + (slots[start].entry_bytes if start else 0)
-                    candidate = (cut_bytes, best[start][1] + load**2, start)
-                    longer[end] = min(longer.get(end, candidate), candidate)
-        best = longer
-        starts.append({end: start for end, (_, _, start) in best.items()})
-    stages = [0] * len(slots)
-    end = len(slots)
-    for part in reversed(range(num_parts)):
-        start = starts[part][end]
-        stages[start:end] = [part] * (end - start)
-        end = start
+    starts = best_split(ends, [slot.entry_bytes for slot in slots], num_parts, bound)
+    stages: list[int] = []
+    for part, (start, end) in enumerate(pairwise([*starts, len(slots)])):
+        stages += [part] * (end - start)
     return stages
-
-
-def _smallest_bound(ends: Sequence[int], num_parts: int) -> int:
-    """The smallest largest part of any split into at most `num_parts` contiguous parts, for the
-    running totals `ends` (0 first).
-    """
-    low = -(-ends[-1] // num_parts)
-    high = ends[-1]
-    while low < high:
-        middle = (low + high) // 2
-        start = 0
-        for _ in range(num_parts):
-            start = bisect_right(ends, ends[start] + middle) - 1
-        low, high = (low, middle) if start == len(ends) - 1 else (middle + 1, high)
-    return high
 
 
 def _scatter(line: Line, stages: Sequence[int], num_stages: int) -> tuple[int, ...]:

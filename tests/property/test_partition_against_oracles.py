@@ -1,0 +1,55 @@
+"""The partitioner against the one whose dynamic programme looks at every window: the same decision."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smp_lite.plan.partition_balance import Group, Line, balance
+from tests.property.oracles import balance as old
+
+COSTS = [
+    st.integers(0, 3),
+    st.integers(0, 100),
+    st.sampled_from([0, 0, 1, 1000]),
+    st.integers(10**40, 10**40 + 1000),
+]
+
+
+@st.composite
+def lines(draw: st.DrawFn, *, max_size: int = 60) -> Line:
+    costs = draw(st.lists(draw(st.sampled_from(COSTS)), min_size=1, max_size=max_size))
+    sizes = draw(st.sampled_from([st.just(0), st.integers(0, 2), st.integers(0, 10**12)]))
+    entry_bytes = draw(st.lists(sizes, min_size=len(costs), max_size=len(costs)))
+    return Line(tuple(costs), tuple(entry_bytes))
+
+
+@st.composite
+def grouped_lines(draw: st.DrawFn) -> Line:
+    line = draw(lines(max_size=16))
+    left = draw(st.permutations(range(len(line.costs))))
+    groups = []
+    for _ in range(draw(st.integers(0, 4))):
+        size = draw(st.integers(2, 5))
+        atoms, left = tuple(sorted(left[:size])), left[size:]
+        if len(atoms) > 1:
+            groups.append(Group(atoms, draw(st.sampled_from([atoms, atoms[:1]]))))
+    return Line(line.costs, line.entry_bytes, tuple(groups))
+
+
+@settings(max_examples=400, deadline=None)
+@given(lines(), st.integers(1, 12))
+def test_contiguous(line: Line, num_stages: int) -> None:
+    assert balance(line, num_stages) == old.balance(line, num_stages)
+
+
+@settings(max_examples=150, deadline=None)
+@given(grouped_lines(), st.integers(1, 6))
+def test_groups(line: Line, num_stages: int) -> None:
+    assert balance(line, num_stages) == old.balance(line, num_stages)
+
+
+@settings(max_examples=60, deadline=None)
+@given(grouped_lines() | lines(max_size=24), st.integers(1, 6))
+def test_scattered(line: Line, num_stages: int) -> None:
+    assert balance(line, num_stages, contiguous=False) == old.balance(line, num_stages, contiguous=False)
