@@ -30,7 +30,7 @@ from fractions import Fraction
 
 from .partition import ModuleCost, Partition
 from .partition_balance import Group, Line, Score, balance, score
-from .partition_tree import ModuleTree
+from .partition_tree import ModuleTree, joined
 
 __all__ = ["solve_partition"]
 
@@ -150,17 +150,13 @@ def _solve(
 def _groups(tree: ModuleTree, atoms: Sequence[_Atom]) -> tuple[Group, ...]:
     """Atoms that hold the same parameter. What the root itself holds stays on stage 0."""
     atom_of = {holder: i for i, atom in enumerate(atoms) for holder in atom.holders(tree)}
-    merged: list[set[int]] = []
-    for sharing in tree.sharing:
-        group = {atom_of[holder] for holder in sharing}
-        for other in [other for other in merged if other & group]:
-            merged.remove(other)
-            group |= other
-        merged.append(group)
+    sets = [[atom_of[holder] for holder in sharing] for sharing in tree.sharing]
+    last = {atom: index for index, atoms in enumerate(sets) for atom in atoms}
+    merged = sorted(joined(sets), key=lambda group: max(last[atom] for atom in group))
     root_itself = {i for i, atom in enumerate(atoms) if atom == _Atom(tree.root.name, whole=False)}
     return tuple(
         Group(atoms=tuple(sorted(group)), seats=tuple(sorted(root_itself & group or group)))
-        for group in merged
+        for group in map(set, merged)
         if len(group) > 1
     )
 
@@ -195,15 +191,13 @@ def _closed(tree: ModuleTree, solution: _Solution, opened: Sequence[str], solve:
     that lie on one stage at once, the others one by one.
     """
 
-    def close(name: str, atoms: Sequence[_Atom]) -> Sequence[_Atom]:
-        inside = set(tree.holders[name])
-        kept = [atom for atom in atoms if not inside.issuperset(atom.holders(tree))]
-        return [*kept, _Atom(name)] if len(kept) < len(atoms) else atoms
-
     def attempt(names: Sequence[str], present: _Solution) -> _Solution:
-        atoms: Sequence[_Atom] = present.atoms
+        atom_of = {holder: atom for atom in present.atoms for holder in atom.holders(tree)}
         for name in names:
-            atoms = close(name, atoms)
+            inside = tree.holders[name]
+            if len(atom_of[inside[0]].holders(tree)) <= len(inside):
+                atom_of.update(dict.fromkeys(inside, _Atom(name)))
+        atoms = list(dict.fromkeys(atom_of.values()))
         candidate = solve(atoms)
         return candidate if candidate.score[:2] <= present.score[:2] else present
 

@@ -15,13 +15,16 @@ table shown to the user cannot differ:
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .partition import ModuleCost
 
-__all__ = ["Load", "ModuleTree"]
+__all__ = ["Load", "ModuleTree", "joined"]
+
+_Item = TypeVar("_Item", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,8 @@ class ModuleTree:
         call that ended last before it. 0 where nothing was traced.
         """
         start = bisect_right(self._called, (self.position[name][0], chr(0x10FFFF)))
-        for _, before in reversed(self._called[:start]):
+        for place in reversed(range(start)):
+            before = self._called[place][1]
             if _inside(name, before) or _inside(before, name):
                 continue
             ended = self.parents[before]
@@ -130,15 +134,14 @@ class ModuleTree:
         place(self.root, root_span[0] if root_span else -1)
 
     def _sharing(self) -> tuple[tuple[str, ...], ...]:
-        group_of: dict[str, set[str]] = {}
+        pairs: list[tuple[str, str]] = []
         first_holder: dict[str, str] = {}
         for module in self.modules.values():
             for parameter in module.parameter_ids:
                 one = first_holder.setdefault(parameter, module.name)
                 if one != module.name:
-                    merged = group_of.get(one, {one}) | group_of.get(module.name, {module.name})
-                    group_of.update(dict.fromkeys(merged, merged))
-        return tuple(dict.fromkeys(self._in_order(group) for group in group_of.values()))
+                    pairs.append((one, module.name))
+        return tuple(self._in_order(group) for group in joined(pairs))
 
     def _home(self, name: str) -> str:
         if self.holders[name]:
@@ -148,8 +151,9 @@ class ModuleTree:
         parent = self.parents[name]
         if not self.holders[parent]:
             return self.home[parent]
-        earlier = [c for c in self.children[parent] if self.position[c] < self.position[name]]
-        return self.holders[earlier[-1]][-1] if earlier else self.holders[parent][0]
+        siblings = self.children[parent]
+        place = bisect_left(siblings, self.position[name], key=self.position.__getitem__)
+        return self.holders[siblings[place - 1]][-1] if place else self.holders[parent][0]
 
     def _own_loads(self) -> dict[str, Load]:
         elements = self._parameter_elements()
@@ -187,6 +191,22 @@ class ModuleTree:
                     candidate = (num_parameters, module.parameter_count // num_parameters)
                 known[parameter] = min(known.get(parameter, candidate), candidate)
         return {parameter: size for parameter, (_, size) in known.items()}
+
+
+def joined(sets: Iterable[Sequence[_Item]]) -> list[list[_Item]]:
+    """Joins sets that have something in common, in the order of the first of each."""
+    group_of: dict[_Item, list[_Item]] = {}
+    for items in sets:
+        group: list[_Item] = []
+        for item in items:
+            other = group_of.get(item, [item])
+            if other is not group:
+                # The smaller one goes into the larger, so each item moves only now and then.
+                small, group = sorted((group, other), key=len)
+                group += small
+                group_of.update(dict.fromkeys(small, group))
+                group_of[item] = group
+    return list({id(group): group for group in group_of.values()}.values())
 
 
 def _scaled(num_bytes: int, part: int, whole: int) -> int:

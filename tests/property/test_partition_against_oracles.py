@@ -5,8 +5,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from smp_lite.plan.partition import ModuleCost
 from smp_lite.plan.partition_balance import Group, Line, balance
+from smp_lite.plan.partition_solver import solve_partition
+from tests.planning_strategies import module_trees
 from tests.property.oracles import balance as old
+from tests.property.oracles import solver as old_solver
 
 COSTS = [
     st.integers(0, 3),
@@ -53,3 +57,11 @@ def test_groups(line: Line, num_stages: int) -> None:
 @given(grouped_lines() | lines(max_size=24), st.integers(1, 6))
 def test_scattered(line: Line, num_stages: int) -> None:
     assert balance(line, num_stages, contiguous=False) == old.balance(line, num_stages, contiguous=False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(module_trees(max_leaves=30), st.integers(1, 8), st.sampled_from([0.0, 0.2, 0.8, 1.0]), st.booleans())
+def test_modules(root: ModuleCost, num_stages: int, memory_weight: float, contiguous: bool) -> None:
+    options = {"memory_weight": memory_weight, "contiguous": contiguous}
+    found = solve_partition(root, num_stages, **options)
+    assert found == old_solver.solve_partition(root, num_stages, **options)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from smp_lite.plan.partition import ModuleCost, Partition
 from smp_lite.plan.partition_report import stage_summaries
 from smp_lite.plan.partition_solver import solve_partition
+from tests.planning_strategies import module_trees as trees
 
 
 def _stages(partition: Partition, *names: str) -> list[int]:
@@ -24,46 +25,6 @@ def _largest_share(root: ModuleCost, partition: Partition, memory_weight: float)
 
 def _holders(module: ModuleCost) -> list[ModuleCost]:
     return [each for each in module.walk() if each.parameter_ids]
-
-
-@st.composite
-def trees(draw: st.DrawFn, *, shared: bool = True, max_leaves: int = 12) -> ModuleCost:
-    """Nested trees of up to `max_leaves` parameter-holding leaves, called in tree order; some
-    containers hold parameters too, some modules none, and some parameters are shared.
-    """
-    num_calls = 0
-    budget = draw(st.integers(1, max_leaves))
-    names: list[str] = []
-
-    def grow(name: str, depth: int) -> ModuleCost:
-        nonlocal num_calls, budget
-        order = num_calls
-        num_calls += 1
-        children: list[ModuleCost] = []
-        if depth < 3 and (depth == 0 or draw(st.booleans())):
-            numbered = draw(st.booleans())
-            for i in range(draw(st.integers(1, 4))):
-                part = str(i) if numbered else "abcd"[i]
-                children.append(grow(f"{name}.{part}" if name else part, depth + 1))
-        holds = budget > 0 and (not children or draw(st.integers(0, 4)) == 0)
-        parameter_ids: tuple[str, ...] = ()
-        if holds:
-            budget -= 1
-            tied = shared and names and draw(st.integers(0, 5)) == 0
-            parameter_ids = (draw(st.sampled_from(names)) if tied else f"{name}.weight",)
-            names.extend(parameter_ids)
-        return ModuleCost(
-            name=name,
-            parameter_ids=parameter_ids,
-            parameter_count=holds * 5,
-            state_bytes=holds * draw(st.integers(0, 20)),
-            compute=float(draw(st.integers(0, 20))),
-            output_bytes=draw(st.integers(0, 3)),
-            order=order,
-            children=tuple(children),
-        )
-
-    return grow("", 0)
 
 
 weights = st.sampled_from([0.0, 0.2, 0.8, 1.0])
