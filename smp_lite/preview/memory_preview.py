@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -110,14 +110,14 @@ def _step_peak(
 ) -> StagePeak:
     def memory_of(action: Action) -> ActionMemory:
         kind, first = kind_of[action.microbatch_index]
-        return played.memory[kind, first, replace(action, microbatch_index=0)]
+        return played.memory[kind, first, action._replace(microbatch_index=0)]
 
     listed = set(actions)
-    everything = [
-        replace(action, microbatch_index=m)
+    everything = (
+        action._replace(microbatch_index=m)
         for m, (kind, _) in kind_of.items()
         for action in played.lists[kind][stage]
-    ]
+    )
     # What is not in the list has run while the step was recorded.
     done = [memory_of(action) for action in everything if action not in listed]
     return step_peak(
