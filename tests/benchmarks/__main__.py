@@ -14,6 +14,7 @@ PARTS = {
     "recording": "recording_overhead",
     "memory": "peak_memory",
     "planned": "planned_memory",
+    "planning": "planning_time",
     "tensor": "tensor_modes",
     "dtensor": "against_dtensor",
     "features": "memory_features",
