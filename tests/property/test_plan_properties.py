@@ -214,6 +214,8 @@ actions = st.builds(
     kind=st.sampled_from(sorted(COMPUTE_KINDS)),
     microbatch_index=st.integers(0, 999),
     visit=st.integers(0, 9),
+    value=st.none(),
+    peer=st.none(),
 ) | st.builds(
     Action,
     stage_index=st.integers(0, 99),
