@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from .actions import Action, ActionKind
+from .collecting import without_gc
 from .segments import Segment
 from .work import Work
 
@@ -23,6 +24,7 @@ Schedule = tuple[tuple[Action, ...], ...]
 """For each stage its ordered list of actions."""
 
 
+@without_gc()
 def lower(
     order: Sequence[Action],
     works: Sequence[Work],

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .actions import Action
+from .collecting import without_gc
 from .stage_machines import run_machines
 from .task_table import TaskTable, forward_depth
 from .work import BACKWARD_COST_RATIO, PIPELINES, Policy, Work
@@ -35,6 +36,7 @@ from .work import BACKWARD_COST_RATIO, PIPELINES, Policy, Work
 __all__ = ["BACKWARD_COST_RATIO", "PIPELINES", "Policy", "Work", "compute_order", "forward_depth"]
 
 
+@without_gc()
 def compute_order(works: Sequence[Work], policy: Policy) -> list[Action]:
     """Orders all pending forwards and backwards.
 

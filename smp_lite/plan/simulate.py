@@ -12,10 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .actions import COMPUTE_KINDS, SEND_KINDS, Action, ActionKind
+from .actions import Action, ActionKind
+from .collecting import without_gc
 from .lowering import Schedule
 from .segments import Segment, SegmentGraph
 from .work import BACKWARD_COST_RATIO, Work
+
+_Arrival = tuple[ActionKind, int | None, int | None]
+"""A receive's kind, the value, the stage that imports the value."""
 
 
 class ScheduleDeadlock(RuntimeError):
@@ -64,6 +68,7 @@ def segment_cost(action: Action, segment: Segment) -> float:
     return segment.forward_cost * (BACKWARD_COST_RATIO if action.kind is ActionKind.BACKWARD else 1.0)
 
 
+@without_gc()
 def simulate(
     schedule: Schedule,
     works: Sequence[Work],
@@ -109,7 +114,7 @@ class _Events:
     def __init__(self, graph: SegmentGraph) -> None:
         num_segments = len(graph.segments)
         self.number = 2 * num_segments
-        self.arrivals: dict[tuple[ActionKind, int, int], int] = {}
+        self.arrivals: dict[_Arrival, int] = {}
         self.runs: dict[tuple[ActionKind, int, int], tuple[int, Segment, tuple[tuple[int, int], ...]]] = {}
         for segment in graph.segments:
             index, stage = segment.index, segment.stage_index
@@ -177,38 +182,40 @@ class _Replay:
                     if event is not None:
                         self._travels[first + event] = 1
         self._blocked: dict[int, list[int]] = {}  # by event, the stages that wait for it
-        self._begun: list[tuple[int, float]] = [(0, 0.0)] * len(schedule)  # needs that are met, and when
+        self._begun: dict[int, tuple[int, float]] = {}  # by waiting stage: needs that are met, and when
 
     def go_on(self, stage: int) -> list[int]:
         """Runs the stage's actions as far as they can; returns the stages that may go on for it."""
         actions, position, now = self.schedule[stage], self.position[stage], self.clock[stage]
         freed: list[int] = []
-        when, timings = self._when, self.timings[stage]
+        when, timings, blocked = self._when, self.timings[stage], self._blocked
+        forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
         while position < len(actions):
             action = actions[position]
-            kind, m = action.kind, action.microbatch_index
-            first, events, _ = self._events[m]
-            if kind not in COMPUTE_KINDS:
-                if kind in SEND_KINDS:
-                    self._transferred(action, now, freed)
-                position += 1
-                continue
-            event, segment, needs = events.runs[kind, stage, action.visit]
-            ready = self._ready_at(stage, first, needs)
-            if ready is None:
-                break
+            _, kind, m, visit, value, peer = action
+            if kind is forward or kind is backward:
+                first, events, _ = self._events[m]
+                event, segment, needs = events.runs[kind, stage, visit]
+                ready = self._ready_at(stage, first, needs)
+                if ready is None:
+                    break
+                start = max(now, ready)
+                now = start + self.cost(action, segment)
+                timings.append(Timing(action, start, now))
+                when[first + event] = now
+                if first + event in blocked:
+                    freed += blocked.pop(first + event)
+            elif kind is ActionKind.SEND_FORWARD:
+                self._sent(m, value, (ActionKind.RECV_FORWARD, value, peer), now, freed)
+            elif kind is ActionKind.SEND_BACKWARD:
+                self._sent(m, value, (ActionKind.RECV_BACKWARD, value, stage), now, freed)
             position += 1
-            start = max(now, ready)
-            now = start + self.cost(action, segment)
-            timings.append(Timing(action, start, now))
-            when[first + event] = now
-            freed += self._blocked.pop(first + event, ())
         self.position[stage], self.clock[stage] = position, now
         return freed
 
     def _ready_at(self, stage: int, first: int, needs: tuple[tuple[int, int], ...]) -> float | None:
         """When the needs of the stage's next action are met; None if not yet known: the stage is woken."""
-        met, ready = self._begun[stage]
+        met, ready = self._begun.pop(stage, (0, 0.0))
         for arrival, made in needs[met:] if met else needs:
             event = first + (arrival if arrival == made or self._travels[first + arrival] else made)
             time = self._when[event]
@@ -219,18 +226,14 @@ class _Replay:
             met += 1
             if time > ready:
                 ready = time
-        self._begun[stage] = (0, 0.0)
         return ready
 
-    def _transferred(self, action: Action, now: float, freed: list[int]) -> None:
-        here, kind, m, _, value, peer = action
-        assert value is not None and peer is not None
+    def _sent(self, m: int, value: int | None, arrival: _Arrival, now: float, freed: list[int]) -> None:
         first, events, graph = self._events[m]
-        if kind is ActionKind.SEND_FORWARD:
-            event = events.arrivals.get((ActionKind.RECV_FORWARD, value, peer))
-        else:
-            event = events.arrivals.get((ActionKind.RECV_BACKWARD, value, here))
+        event = events.arrivals.get(arrival)
         if event is not None:
             size = graph.value_bytes.get(value, 0)
-            self._when[first + event] = now + self.latency_s + size / self.bytes_per_s
-            freed += self._blocked.pop(first + event, ())
+            event += first
+            self._when[event] = now + self.latency_s + size / self.bytes_per_s
+            if event in self._blocked:
+                freed += self._blocked.pop(event)

@@ -13,14 +13,13 @@ it keeps is not known: something stands in for it (:mod:`.fake_step`), and it is
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..plan.actions import Action
+from ..plan.collecting import without_gc
 from ..plan.lowering import lower
 from ..plan.memory import ActionMemory
 from ..plan.schedules import Policy, Work, compute_order
@@ -81,7 +80,7 @@ def play(placement: Placement, kinds: Sequence[Sequence[Recording]]) -> Played:
         untouched(placement.root, whatever=True),
         fake_parameters(placement.root, inference),
         streams.executing(),
-        _without_gc(),
+        without_gc(),  # nothing is collected in the middle of an action and counted as what it has freed
     ):
         for stage in range(placement.num_stages):
             player = _Player(stage, placement, inference, streams)
@@ -153,15 +152,3 @@ class _Player:
             if parameter.grad is not None and parameter.grad.layout is torch.strided
         ]
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-
-@contextlib.contextmanager
-def _without_gc() -> Iterator[None]:
-    """Nothing is collected in the middle of an action and counted as what the action has freed."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
