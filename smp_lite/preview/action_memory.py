@@ -3,8 +3,9 @@
 The executor that runs real steps runs here too, with the same lists and the same books of gradients, but on
 fake parameters and with a wire that carries nothing: what keeps a tensor alive there keeps it alive here.
 Each kind of microbatch (those with one graph are of one kind) is played twice, since its first backward
-makes the gradients that later ones add to. The cost is that of the forward and backward of two microbatches
-on fake tensors, some 50 us an operator, whatever the number of microbatches and their size.
+makes the gradients that later ones add to. Of stages that are alike (:mod:`.alike_stages`) one plays for all.
+The cost is that of the forward and backward of two microbatches on fake tensors, some 50 us an operator,
+whatever the number of microbatches and their size.
 
 A call that fake tensors cannot run (it looks at data) was run for real when the step was recorded, and what
 it keeps is not known: something stands in for it (:mod:`.fake_step`), and it is named in
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -33,6 +35,7 @@ from ..runtime.executor import StageExecutor
 from ..runtime.gradients import GradientBooks
 from ..runtime.microbatch import MicrobatchState
 from ..runtime.random_streams import RandomStreams
+from .alike_stages import Likeness, alike
 from .fake_step import FakeCommands, FakeWire, fake_parameters
 
 __all__ = ["CannotPlay", "Played", "play"]
@@ -58,6 +61,15 @@ class Played:
     with_gradient: set[str]
     not_counted: list[tuple[str, ...]]
 
+    def repeat(self, twin: int, stage: int) -> None:
+        """What one stage's actions have shown holds for those of a stage like it."""
+        for kind, lists in enumerate(self.lists):
+            for played, action in zip(lists[twin], lists[stage], strict=True):
+                for first in (True, False):
+                    if (kind, first, played) in self.memory:
+                        self.memory[kind, first, action] = self.memory[kind, first, played]
+        self.not_counted.append(())
+
 
 def play(placement: Placement, kinds: Sequence[Sequence[Recording]]) -> Played:
     """Plays microbatches on every stage.
@@ -75,6 +87,7 @@ def play(placement: Placement, kinds: Sequence[Sequence[Recording]]) -> Played:
     works = [Work(0, recordings[0].graph()) for recordings in kinds]
     policy = Policy(active_microbatches=1)
     played.lists = [lower(compute_order([work], policy), [work], placement.num_stages) for work in works]
+    descriptions, parameters = _descriptions(placement, works, kinds, played)
     with (
         without_hooks(placement.root),
         untouched(placement.root, whatever=True),
@@ -83,6 +96,15 @@ def play(placement: Placement, kinds: Sequence[Sequence[Recording]]) -> Played:
         without_gc(),  # nothing is collected in the middle of an action and counted as what it has freed
     ):
         for stage in range(placement.num_stages):
+            twin = next((i for i in range(stage) if alike(descriptions[i], descriptions[stage])), None)
+            if twin is not None and not played.not_counted[twin]:
+                played.repeat(twin, stage)
+                played.with_gradient |= {
+                    name
+                    for other, name in zip(parameters[twin], parameters[stage], strict=True)
+                    if other in played.with_gradient
+                }
+                continue
             player = _Player(stage, placement, inference, streams)
             for kind, (work, recordings) in enumerate(zip(works, kinds, strict=True)):
                 for first in (True, False)[: len(recordings)]:
@@ -91,6 +113,21 @@ def play(placement: Placement, kinds: Sequence[Sequence[Recording]]) -> Played:
             played.not_counted.append(tuple(player.commands.stand_ins))
             played.with_gradient |= player.with_gradient()
     return played
+
+
+def _descriptions(
+    placement: Placement, works: Sequence[Work], kinds: Sequence[Sequence[Recording]], played: Played
+) -> tuple[list[Any], list[list[str]]]:
+    """Of each stage what it must have in common with those like it, and the parameters that it calls."""
+    likenesses = [Likeness(stage, placement) for stage in range(placement.num_stages)]
+    descriptions = [
+        [
+            likeness.of(recordings[0], work.graph, played.lists[kind][likeness.stage])
+            for kind, (work, recordings) in enumerate(zip(works, kinds, strict=True))
+        ]
+        for likeness in likenesses
+    ]
+    return descriptions, [list(likeness.parameters) for likeness in likenesses]
 
 
 class _Player:

@@ -29,6 +29,7 @@ from ..plan.memory import ActionMemory, StageMemory, StagePeak, step_peak
 from ..plan.units import human_bytes
 from ..record.parameters.placement import Placement
 from ..record.recording import Recording
+from ..record.values.placed import TensorMeta
 from ..runtime.batches import Batch
 from ..runtime.reduction.reductions import rule_of
 from ..session import Session
@@ -78,11 +79,15 @@ def preview_memory(
     on_every_rank = _ordinary_bytes(recordings.values(), inputs)
     results = [_result_bytes(recordings.values(), stage) for stage in range(session.num_stages)]
     notes: dict[str, None] = {}
+    optimizers: dict[Any, OptimizerMemory] = {}  # by what a stage's parameters are like
     stages = []
     for stage in range(session.num_stages):
         own = [name for name, home in placement.parameter_stage.items() if home == stage]
         trained = [placement.parameter(name) for name in own if name in played.with_gradient]
-        optimizer = _optimizer_memory(session.optimizer, trained, notes)
+        form = _form_for_optimizer(session.optimizer, trained)
+        if form not in optimizers:
+            optimizers[form] = _optimizer_memory(session.optimizer, trained, notes)
+        optimizer = optimizers[form]
         peak = _step_peak(batch.schedule[stage], stage, played, kind_of)
         reduced = _reduced_bytes(session, trained)
         moment = _largest_moment(session, peak, optimizer, reduced, results[stage], sum(results))
@@ -189,6 +194,16 @@ def _reduced_bytes(session: Session, trained: Sequence[torch.Tensor]) -> int:
 def _replicas_are_assumed(session: Session) -> bool:
     """SMP's parameters say whether gradients are averaged, and not over how many replicas."""
     return session.plan is None and (session.cfg.ddp or session.cfg.horovod)
+
+
+def _form_for_optimizer(optimizer: Any, trained: Sequence[torch.Tensor]) -> Any:
+    """Equal where an optimizer needs the same for these parameters."""
+    if optimizer is None:
+        return tuple(map(TensorMeta.of, trained))
+    groups = {id(p): i for i, group in enumerate(optimizer.optimizer.param_groups) for p in group["params"]}
+    return tuple(
+        (TensorMeta.of(p), TensorMeta.of(optimizer.stand_in_of(p)), groups.get(id(p))) for p in trained
+    )
 
 
 def _optimizer_memory(
