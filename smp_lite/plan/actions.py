@@ -6,6 +6,10 @@ in a step, so printing the lists is reading the program. The notation follows
 ``torch.distributed.pipelining``: ``2F0`` is stage 2, forward, microbatch 0. A stage that a microbatch
 visits more than once has several segments, and the later visits carry their number: ``0F3.1``.
 A transfer names the value and the other stage: ``0SEND_F3:v12>1``, ``1RECV_F3:v12<0``.
+
+``W`` is the part of a backward that nobody waits for: the gradients of parameters, of those modules that can
+give them later than the gradients of their inputs (zero bubble: Qi et al., "Zero Bubble Pipeline
+Parallelism", 2023). A list that has a ``W`` for a backward has it after that backward.
 """
 
 from __future__ import annotations
@@ -16,10 +20,11 @@ from typing import NamedTuple
 
 
 class ActionKind(StrEnum):
-    """The six things a stage can do."""
+    """The seven things a stage can do."""
 
     FORWARD = "F"
     BACKWARD = "B"
+    WEIGHT = "W"  # gradients of parameters that the backward has left for later
     SEND_FORWARD = "SEND_F"  # an activation leaves
     RECV_FORWARD = "RECV_F"  # the receive of an activation is posted
     SEND_BACKWARD = "SEND_B"  # the gradient of a received activation leaves
@@ -29,12 +34,12 @@ class ActionKind(StrEnum):
     __hash__ = str.__hash__
 
 
-COMPUTE_KINDS = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD})
+COMPUTE_KINDS = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT})
 SEND_KINDS = frozenset({ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD})
 RECV_KINDS = frozenset({ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD})
 
 _PATTERN = re.compile(
-    r"(?P<stage>\d+)(?P<kind>SEND_F|RECV_F|SEND_B|RECV_B|F|B)(?P<microbatch>\d+)"
+    r"(?P<stage>\d+)(?P<kind>SEND_F|RECV_F|SEND_B|RECV_B|F|B|W)(?P<microbatch>\d+)"
     r"(?:\.(?P<visit>\d+))?(?::v(?P<value>\d+)[<>](?P<peer>\d+))?"
 )
 

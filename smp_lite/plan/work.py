@@ -8,7 +8,10 @@ from .segments import Segment, SegmentGraph
 
 __all__ = ["BACKWARD_COST_RATIO", "PIPELINES", "Policy", "Work"]
 
-PIPELINES = ("simple", "interleaved", "_only_forward")
+PIPELINES = ("simple", "interleaved", "zero_bubble", "interleaved_virtual", "zero_bubble_v", "_only_forward")
+
+SPLITTING = frozenset({"zero_bubble", "zero_bubble_v"})
+"""Pipelines in which gradients of parameters are actions of their own."""
 
 # A backward computes two products where the forward computes one.
 BACKWARD_COST_RATIO = 2.0
@@ -21,6 +24,11 @@ class Policy:
     pipeline: str = "interleaved"
     optimize: str = "memory"
     active_microbatches: int = 4
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether every backward is followed, some time later, by a ``W``."""
+        return self.pipeline in SPLITTING
 
     def __post_init__(self) -> None:
         if self.pipeline not in PIPELINES:
