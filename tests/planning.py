@@ -45,18 +45,32 @@ class Planned:
 
 
 def command(
-    stage_index: int, inputs: Sequence[int], output: int, *, cost: float = 1.0, epoch: int = 0
+    stage_index: int,
+    inputs: Sequence[int],
+    output: int,
+    *,
+    cost: float = 1.0,
+    epoch: int = 0,
+    weight_cost: float = 0.0,
 ) -> CommandNode:
     """A command with one output, through which gradients flow to all inputs."""
     links = (tuple(inputs),)
-    return CommandNode(stage_index, tuple(inputs), (output,), links, cost=cost, epoch=epoch)
+    return CommandNode(
+        stage_index, tuple(inputs), (output,), links, cost=cost, epoch=epoch, weight_cost=weight_cost
+    )
 
 
-def chain(stages: Sequence[int], costs: Sequence[float] | None = None) -> SegmentGraph:
-    """Commands in a row, command ``i`` making value ``i``; the last one is the loss."""
+def chain(
+    stages: Sequence[int], costs: Sequence[float] | None = None, *, weight_share: float = 0.0
+) -> SegmentGraph:
+    """Commands in a row, command ``i`` making value ``i``; the last one is the loss.
+
+    A ``W`` costs ``weight_share`` of the forward.
+    """
+    costs = costs or [1.0] * len(stages)
     return build_graph(
         [
-            command(stage_index, [i - 1] if i else [], i, cost=costs[i] if costs else 1.0)
+            command(stage_index, [i - 1] if i else [], i, cost=costs[i], weight_cost=weight_share * costs[i])
             for i, stage_index in enumerate(stages)
         ],
         roots=[len(stages) - 1],

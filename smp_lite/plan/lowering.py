@@ -7,7 +7,7 @@ for each other, whatever the wire does (the argument of ``torch.distributed.pipe
 pass). A receive only *posts* the transfer; the consumer waits for it when it runs.
 
 Each cut value travels once to each stage that needs it, and its gradient once back from each such stage,
-after the last of that stage's consumers has run backward.
+after the last of that stage's consumers has run backward. A ``W`` sends nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def lower(
     """Returns for each stage its list, transfers included.
 
     Args:
-        order: forwards and backwards in one global order, from
+        order: forwards, backwards and ``W`` in one global order, from
             :func:`smp_lite.plan.schedules.compute_order`.
         works: the same works.
         num_stages: number of lists.
@@ -62,7 +62,7 @@ def lower(
         if action_kind is ActionKind.FORWARD:
             for value, stage in kind.forward[here, visit]:
                 _send(lists, ActionKind.SEND_FORWARD, m, value, here, stage, visit)
-        else:
+        elif action_kind is ActionKind.BACKWARD:
             for value, producer, num_consumers in kind.backward[here, visit]:
                 if num_consumers > 1:
                     key = (m, value, here)

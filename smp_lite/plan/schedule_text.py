@@ -15,6 +15,7 @@ A drawing wider than the terminal continues below, as a score of music does.
 
 from __future__ import annotations
 
+from .actions import ActionKind
 from .lowering import Schedule
 from .simulate import Simulation, Timing
 
@@ -54,7 +55,7 @@ def schedule_text(simulation: Simulation, width: int | None = None, *, time_unit
 
 
 def compute_lists(schedule: Schedule) -> str:
-    """For each stage, on one line, the forwards and backwards of its list: ``0F0 0F1 0B0 0B1``."""
+    """For each stage, on one line, what it computes: ``0F0 0F1 0B0 0B1``."""
     return "\n".join(
         " ".join(str(action) for action in actions if action.value is None) for actions in schedule
     )
@@ -125,9 +126,13 @@ def _summary(simulation: Simulation, scale: float, time_unit: str) -> str:
     figures = step_figures(simulation, time_unit)
     name_width, value_width = (max(len(figure[column]) for figure in figures) for column in (0, 1))
     lines = [f"{name:<{name_width}}  {value:<{value_width}}  {meaning}" for name, value, meaning in figures]
-    num_unnamed = sum(
-        _label(timing, scale) != short_name(timing) for stage in simulation.timings for timing in stage
-    )
-    if num_unnamed:
-        lines.append(f"too short for their name: {num_unnamed} actions, drawn as F or B")
+    unnamed = [
+        timing.action.kind
+        for stage in simulation.timings
+        for timing in stage
+        if _label(timing, scale) != short_name(timing)
+    ]
+    if unnamed:
+        letters = "F, B or W" if ActionKind.WEIGHT in unnamed else "F or B"
+        lines.append(f"too short for their name: {len(unnamed)} actions, drawn as {letters}")
     return "\n".join(lines)

@@ -38,16 +38,16 @@ __all__ = ["BACKWARD_COST_RATIO", "PIPELINES", "Policy", "Work", "compute_order"
 
 @without_gc()
 def compute_order(works: Sequence[Work], policy: Policy) -> list[Action]:
-    """Orders all pending forwards and backwards.
+    """Orders all pending forwards and backwards, and ``W`` where the policy splits backwards.
 
     Returns:
-        Forward and backward actions of all stages in order of their simulated start; the entries of one
+        These actions of all stages in order of their simulated start; the entries of one
         stage, in this order, are that stage's list.
 
     Raises:
         ValueError: ``_only_forward`` was asked for and a microbatch has a backward.
     """
-    table = TaskTable(works)
+    table = TaskTable(works, splits=policy.splits_backward)
     if policy.pipeline == "_only_forward" and table.num_backwards:
         raise ValueError(
             "pipeline is '_only_forward', but the step calls model.backward(): "

@@ -40,6 +40,8 @@ class CommandNode:
             runs in recorded order.
         unit: commands of different units never share a segment: their parameters are brought together, and
             let go of, unit by unit.
+        weight_cost: the part of its backward, in the unit of ``cost``, that gives gradients of parameters
+            and can run later than the rest.
     """
 
     stage_index: int
@@ -50,6 +52,7 @@ class CommandNode:
     epoch: int = 0
     touches: tuple[int, ...] = ()
     unit: int = 0
+    weight_cost: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class Segment:
     forward_cost: float
     epoch: int
     after: tuple[int, ...] = ()  # segments that change state which this one changes too
+    weight_cost: float = 0.0  # of its backward, what may run later
 
     @property
     def has_backward(self) -> bool:
@@ -185,6 +189,7 @@ def build_graph(
                 forward_cost=sum(commands[i].cost for i in members),
                 epoch=commands[members[0]].epoch,
                 after=tuple(sorted({group_of_command[e] for i in members for e in earlier[i]} - {index})),
+                weight_cost=sum(commands[i].weight_cost for i in members),
             )
         )
     sizes = value_bytes or {}

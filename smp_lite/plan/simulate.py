@@ -2,8 +2,8 @@
 
 The model: a stage runs its list in order, one action at a time. Sending and posting a receive take no time
 on the stage; a message arrives ``latency_s + bytes / bytes_per_s`` after its send. A forward or backward
-starts when the stage is free and everything it needs has arrived. Memory depends on the order of a stage's
-actions alone, not on their times: see :mod:`smp_lite.plan.memory`.
+starts when the stage is free and everything it needs has arrived, a ``W`` after its backward. Memory depends
+on the order of a stage's actions alone, not on their times: see :mod:`smp_lite.plan.memory`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .actions import Action, ActionKind
+from .actions import COMPUTE_KINDS, Action, ActionKind
 from .collecting import without_gc
 from .lowering import Schedule
 from .segments import Segment, SegmentGraph
-from .work import BACKWARD_COST_RATIO, Work
+from .work import Work, compute_cost
 
 _Arrival = tuple[ActionKind, int | None, int | None]
 """A receive's kind, the value, the stage that imports the value."""
@@ -39,7 +39,7 @@ class Simulation:
     """What the replay found, times in the unit of the costs.
 
     Args:
-        timings: forwards and backwards, by stage.
+        timings: forwards, backwards and ``W``, by stage.
         makespan: from the start of the first action to the end of the last one, over all stages.
         busy: how long each stage computes; together the work of the step.
     """
@@ -63,9 +63,20 @@ class Simulation:
         return 1 - self.work / total if total else 0.0
 
 
-def segment_cost(action: Action, segment: Segment) -> float:
-    """The default cost: the recorded one, a backward twice the forward."""
-    return segment.forward_cost * (BACKWARD_COST_RATIO if action.kind is ActionKind.BACKWARD else 1.0)
+def recorded_cost(schedule: Schedule) -> Callable[[Action, Segment], float]:
+    """The default cost: the recorded one, a backward twice the forward, or what its ``W`` leaves of that."""
+    split = {
+        (stage, m, visit)
+        for actions in schedule
+        for stage, kind, m, visit, _, _ in actions
+        if kind is ActionKind.WEIGHT
+    }
+
+    def cost(action: Action, segment: Segment) -> float:
+        stage, kind, m, visit, _, _ = action
+        return compute_cost(kind, segment, split=bool(split) and (stage, m, visit) in split)
+
+    return cost
 
 
 @without_gc()
@@ -73,16 +84,19 @@ def simulate(
     schedule: Schedule,
     works: Sequence[Work],
     *,
-    cost: Callable[[Action, Segment], float] = segment_cost,
+    cost: Callable[[Action, Segment], float] | None = None,
     latency_s: float = 0.0,
     bytes_per_s: float = float("inf"),
 ) -> Simulation:
     """Replays a lowered schedule of complete microbatches.
 
+    Args:
+        cost: of each forward, backward and ``W``; None: see :func:`recorded_cost`.
+
     Raises:
         ScheduleDeadlock: names the action at which each stage is stuck.
     """
-    replay = _Replay(schedule, works, cost, latency_s, bytes_per_s)
+    replay = _Replay(schedule, works, cost or recorded_cost(schedule), latency_s, bytes_per_s)
     waiting = list(range(len(schedule)))
     while waiting:
         waiting += replay.go_on(waiting.pop())
@@ -101,19 +115,19 @@ def simulate(
 class _Events:
     """What happens in a microbatch as numbers; the same for each microbatch with one graph.
 
-    Events are the ends of forwards and backwards, and the arrivals of values and gradients.
+    Events are the ends of forwards, backwards and ``W``, and the arrivals of values and gradients.
 
     Attributes:
         number: of events.
-        runs: for each forward and backward, by (kind, stage, visit): its event, its segment, and the events
-            that it waits for: (event, the event instead where the value does not travel).
+        runs: for each forward, backward and ``W``, by (kind, stage, visit): its event, its segment, and the
+            events that it waits for: (event, the event instead where the value does not travel).
         forward: of each segment, the event of its forward.
         arrivals: by (a receive's kind, value, stage that imports the value), the event.
     """
 
     def __init__(self, graph: SegmentGraph) -> None:
         num_segments = len(graph.segments)
-        self.number = 2 * num_segments
+        self.number = 3 * num_segments
         self.arrivals: dict[_Arrival, int] = {}
         self.runs: dict[tuple[ActionKind, int, int], tuple[int, Segment, tuple[tuple[int, int], ...]]] = {}
         for segment in graph.segments:
@@ -136,6 +150,9 @@ class _Events:
                     needs.append((event, event))
             run = (num_segments + index, segment, tuple(needs))
             self.runs[ActionKind.BACKWARD, stage, segment.visit] = run
+            backward = num_segments + index
+            run = (num_segments + backward, segment, ((backward, backward),))
+            self.runs[ActionKind.WEIGHT, stage, segment.visit] = run
 
     def _arrival(self, kind: ActionKind, value: int, stage: int) -> int:
         event = self.arrivals.setdefault((kind, value, stage), self.number)
@@ -189,11 +206,10 @@ class _Replay:
         actions, position, now = self.schedule[stage], self.position[stage], self.clock[stage]
         freed: list[int] = []
         when, timings, blocked = self._when, self.timings[stage], self._blocked
-        forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
         while position < len(actions):
             action = actions[position]
             _, kind, m, visit, value, peer = action
-            if kind is forward or kind is backward:
+            if kind in COMPUTE_KINDS:
                 first, events, _ = self._events[m]
                 event, segment, needs = events.runs[kind, stage, visit]
                 ready = self._ready_at(stage, first, needs)

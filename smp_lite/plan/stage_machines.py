@@ -6,6 +6,11 @@ always run, and, where the number of microbatches is bounded, one pool for each 
 for whether the microbatch is in flight anywhere. A microbatch that starts, or becomes the oldest, takes its
 tasks from one pool to another. A pool is two heaps: what can start now, by rank, and what can start later,
 by time. A stage is looked at again when something of that has changed for it, so n tasks take O(n log n).
+
+Where backwards leave a ``W`` behind, a stage has two bounds: microbatches whose backwards are still to come,
+and microbatches of which anything is still to come, ``W`` too. The first one makes the order of 1F1B, the
+second one lets ``W`` wait for as long as the first stage of 1F1B would hold that many anyway (ZB-H1 of Qi et
+al. 2023). ``W`` themselves are never held back.
 """
 
 from __future__ import annotations
@@ -34,7 +39,10 @@ class _Pool:
 
 
 class _Stage:
-    __slots__ = ("backwards", "bounded", "forwards_left", "free_at", "here", "open", "pools", "start", "task")
+    __slots__ = (
+        *("backwards", "bounded", "forwards_left", "free_at", "held", "here", "open", "pools", "start"),
+        "task",
+    )
 
     def __init__(self) -> None:
         self.free_at = 0.0
@@ -42,6 +50,7 @@ class _Stage:
         """Of the next task; it is the stage's entry in the queue."""
         self.task = -1
         self.here = 0  # microbatches in flight on this stage
+        self.held = 0  # those, and the ones of which there are still W to come
         self.forwards_left = 0
         self.open = _Pool()
         self.backwards = _Pool()  # of `simple`: among the pools after all forwards
@@ -54,10 +63,11 @@ class _Machines:
 
     def __init__(self, table: TaskTable, policy: Policy) -> None:
         self.table = table
-        self.bounded = policy.pipeline == "interleaved"
+        self.bounded = policy.pipeline not in ("simple", "_only_forward")
         self.backwards_last = policy.pipeline == "simple"
         self.by_depth = policy.optimize == "memory"
         self.active = policy.active_microbatches
+        self.most_held = min(self.active, max(table.depth, default=1)) if self.by_depth else self.active
         self.stages = [_Stage() for _ in table.stages]
         self.ready_at = [0.0] * table.num_tasks
         self.pool_of: list[_Pool | None] = [None] * table.num_tasks
@@ -70,11 +80,12 @@ class _Machines:
 
     def run(self) -> list[Action]:
         table, stages, queue = self.table, self.stages, self.queue
-        for task in range(table.num_backwards, table.num_tasks):
+        for task in range(table.num_backwards, table.first_weight):
             stages[table.stage[task]].forwards_left += 1
         here = dict(zip(table.group, table.stage, strict=True))
         for group, stage in here.items():
             stages[stage].here += table.started[group]
+            stages[stage].held += table.started[group]
         for stage in stages if self.backwards_last else ():
             if not stage.forwards_left:
                 stage.pools.append(stage.backwards)
@@ -107,21 +118,27 @@ class _Machines:
         self.pool_of[task] = None
         end = stage.free_at = start + table.cost[task]
         work, group = table.work[task], table.group[task]
-        if task >= table.num_backwards:
-            stage.forwards_left -= 1
-            if self.backwards_last and not stage.forwards_left:
-                stage.pools.append(stage.backwards)
-        left_here = table.left_here[group] = table.left_here[group] - 1
-        table.left[work] -= 1
-        if not table.started[group]:
-            table.started[group] = 1
-            stage.here += left_here > 0
-            if self.bounded:
-                self._start(work, group)
-        elif not left_here:
-            stage.here -= 1
-        if not table.left[work]:
-            self._leave(work)
+        if task >= table.first_weight:
+            weights_left = table.weights_left[group] = table.weights_left[group] - 1
+            stage.held -= not weights_left and not table.left_here[group]
+        else:
+            if task >= table.num_backwards:
+                stage.forwards_left -= 1
+                if self.backwards_last and not stage.forwards_left:
+                    stage.pools.append(stage.backwards)
+            left_here = table.left_here[group] = table.left_here[group] - 1
+            table.left[work] -= 1
+            if not table.started[group]:
+                table.started[group] = 1
+                stage.here += left_here > 0
+                stage.held += left_here > 0 or table.weights_left[group] > 0
+                if self.bounded:
+                    self._start(work, group)
+            elif not left_here:
+                stage.here -= 1
+                stage.held -= not table.weights_left[group]
+            if not table.left[work]:
+                self._leave(work)
         self.changed.append(number)
         ready_at, missing = self.ready_at, table.missing
         for other in table.followers(task):
@@ -181,6 +198,9 @@ class _Machines:
         if task < table.num_backwards:
             self._move(task, stage.backwards if self.backwards_last else stage.open)
             return
+        if task >= table.first_weight:
+            self._move(task, stage.open)
+            return
         work, group = table.work[task], table.group[task]
         if not self.bounded or work == self.oldest or table.started[group]:
             self._move(task, stage.open)
@@ -229,8 +249,11 @@ class _Machines:
         now: int | None = None
         later: tuple[float, int] | None = None
         pool_of, free_at, here = self.pool_of, stage.free_at, stage.here
+        full = stage.held >= self.most_held
         for pool in stage.pools:
             if here >= pool.cap or not (pool.begun or self.in_flight < self.active):
+                continue
+            if full and pool.cap < _NEVER:
                 continue
             ready, future = pool.now, pool.future
             # What has left the pool is dropped, what can start by now is sorted by rank.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .actions import ActionKind
 from .segments import Segment, SegmentGraph
 
-__all__ = ["BACKWARD_COST_RATIO", "PIPELINES", "Policy", "Work"]
+__all__ = ["BACKWARD_COST_RATIO", "PIPELINES", "Policy", "Work", "compute_cost"]
 
 PIPELINES = ("simple", "interleaved", "zero_bubble", "interleaved_virtual", "zero_bubble_v", "_only_forward")
 
@@ -15,6 +16,22 @@ SPLITTING = frozenset({"zero_bubble", "zero_bubble_v"})
 
 # A backward computes two products where the forward computes one.
 BACKWARD_COST_RATIO = 2.0
+
+_LEAST_COST = 1e-12
+
+
+def compute_cost(kind: ActionKind, segment: Segment, *, split: bool) -> float:
+    """What a forward, backward or ``W`` of the segment costs, in the unit of the recorded costs.
+
+    Args:
+        split: whether the backward leaves its ``weight_cost`` to a ``W``.
+    """
+    if kind is ActionKind.FORWARD:
+        return segment.forward_cost
+    if kind is ActionKind.WEIGHT:
+        return segment.weight_cost
+    whole = BACKWARD_COST_RATIO * segment.forward_cost
+    return max(whole - segment.weight_cost, _LEAST_COST) if split and segment.weight_cost else whole
 
 
 @dataclass(frozen=True)
@@ -61,6 +78,10 @@ class Work:
         if not self.complete:
             return []
         return [s for s in self.graph.segments if s.has_backward and s.index not in self.backward_done]
+
+    def pending_weights(self) -> list[Segment]:
+        """Pending backwards that, under a policy that splits them, are each followed by a ``W``."""
+        return [s for s in self.pending_backwards() if s.weight_cost > 0]
 
     @property
     def kind(self) -> tuple[int, frozenset[int], frozenset[int], bool]:

@@ -71,12 +71,14 @@ class Played:
         self.not_counted.append(())
 
 
-def play(placement: Placement, kinds: Sequence[Sequence[Recording]]) -> Played:
+def play(placement: Placement, kinds: Sequence[Sequence[Recording]], *, splits: bool = False) -> Played:
     """Plays microbatches on every stage.
 
     Args:
         placement: the partitioned model; parameters and buffers may be on the meta device.
         kinds: complete recordings, those with one graph together, in the order of their microbatches.
+        splits: whether backwards leave gradients of parameters to a ``W``; what a backward keeps until then
+            is seen as all else is, by running both.
 
     Raises:
         CannotPlay: names the action.
@@ -85,7 +87,7 @@ def play(placement: Placement, kinds: Sequence[Sequence[Recording]]) -> Played:
     streams = RandomStreams()
     played = Played({}, [], set(), [])
     works = [Work(0, recordings[0].graph()) for recordings in kinds]
-    policy = Policy(active_microbatches=1)
+    policy = Policy("zero_bubble" if splits else "interleaved", active_microbatches=1)
     played.lists = [lower(compute_order([work], policy), [work], placement.num_stages) for work in works]
     descriptions, parameters = _descriptions(placement, works, kinds, played)
     with (

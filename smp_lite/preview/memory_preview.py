@@ -24,7 +24,7 @@ import torch
 from ..comm.ranks import Ranks
 from ..deferred import is_deferred
 from ..nn.layout import layout_of
-from ..plan.actions import Action
+from ..plan.actions import Action, ActionKind
 from ..plan.memory import ActionMemory, StageMemory, StagePeak, step_peak
 from ..plan.units import human_bytes
 from ..record.parameters.placement import Placement
@@ -70,7 +70,8 @@ def preview_memory(
     kinds: dict[tuple[int, ...], list[Recording]] = {}
     for recording in recordings.values():
         kinds.setdefault(recording.plan_key(), []).append(recording)
-    played = play(placement, list(kinds.values()))
+    splits = any(action.kind is ActionKind.WEIGHT for actions in batch.schedule for action in actions)
+    played = play(placement, list(kinds.values()), splits=splits)
     kind_of = {
         recording.microbatch_index: (kind, recording is members[0])
         for kind, members in enumerate(kinds.values())

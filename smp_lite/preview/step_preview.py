@@ -39,7 +39,7 @@ from ..plan.actions import Action
 from ..plan.memory import format_memory_table
 from ..plan.schedule_text import compute_lists, schedule_text
 from ..plan.segments import Segment
-from ..plan.simulate import Simulation, segment_cost, simulate
+from ..plan.simulate import Simulation, recorded_cost, simulate
 from ..record.recording import Recording
 from ..record.values.placed import PlacedTensor
 from ..record.values.structure import flatten
@@ -254,8 +254,10 @@ def described_inputs(texts: list[str]) -> tuple[tuple[Any, ...], dict[str, Any]]
 def simulate_batch(batch: Batch) -> Simulation:
     """Replays a planned step; its times are in GFLOP."""
 
+    flops = recorded_cost(batch.schedule)
+
     def cost(action: Action, segment: Segment) -> float:
-        return segment_cost(action, segment) / FLOPS_UNIT
+        return flops(action, segment) / FLOPS_UNIT
 
     return simulate(batch.schedule, batch.works, cost=cost)
 

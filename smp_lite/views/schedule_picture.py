@@ -1,7 +1,8 @@
 """A simulated step as a picture: a row for each stage, a block for each action, time to the right.
 
 The reader compares blocks, so the encoding is one thing at a time: colour family says forward
-(blue) or backward (orange: colour-blind readers tell the two apart), shade says early or late
+(blue), backward (orange: colour-blind readers tell the two apart) or, where they run apart from it,
+gradients of parameters (grey-green, the dullest, since nobody waits for them); shade says early or late
 microbatch, the number in the block says which. Idle time is the white that is left. Numbers that
 do not fit into their block are left out, not shrunk beyond reading.
 
@@ -26,11 +27,16 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_schedule"]
 
-_FAMILIES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward"}
+_FAMILIES = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.WEIGHT: "gradients of parameters",
+}
 # The ends of each ramp, first microbatch to last, as red, green, blue.
 _RAMPS = {
     ActionKind.FORWARD: ((0.78, 0.88, 0.97), (0.06, 0.30, 0.58)),
     ActionKind.BACKWARD: ((1.00, 0.87, 0.66), (0.78, 0.33, 0.02)),
+    ActionKind.WEIGHT: ((0.86, 0.92, 0.84), (0.24, 0.42, 0.30)),
 }
 _BLOCK_HEIGHT = 0.86  # of a row
 _ROW_IN, _MIN_ROW_IN = 0.5, 0.3
@@ -98,7 +104,8 @@ def draw_schedule(
         _draw_stage(axes, stage_index, timings, num_microbatches, points_per_unit, 72 * row_in)
     _draw_axes(axes, simulation, time_unit, num_ticks=int(width_in / _INCHES_PER_TICK))
     _draw_margin(axes, simulation, title, time_unit, memory)
-    _draw_legend(figure, num_microbatches)
+    drawn = {t.action.kind for stage in simulation.timings for t in stage}
+    _draw_legend(figure, num_microbatches, [k for k in _FAMILIES if k is not ActionKind.WEIGHT or k in drawn])
     figure.savefig(path)
     return Path(path)
 
@@ -211,7 +218,7 @@ def _idle_share(simulation: Simulation, busy: float) -> float:
     return 1 - busy / simulation.makespan if simulation.makespan else 0.0
 
 
-def _draw_legend(figure: Figure, num_microbatches: int) -> None:
+def _draw_legend(figure: Figure, num_microbatches: int, kinds: Sequence[ActionKind]) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
@@ -219,9 +226,9 @@ def _draw_legend(figure: Figure, num_microbatches: int) -> None:
     span = f"microbatches 0 to {last}" if last else "microbatch 0"
     # Any: matplotlib's own types do not know that a handle may be a tuple.
     handles: list[Any] = [
-        tuple(Patch(color=_shade(kind, share)) for share in (0, 0.25, 0.5, 0.75, 1)) for kind in _FAMILIES
+        tuple(Patch(color=_shade(kind, share)) for share in (0, 0.25, 0.5, 0.75, 1)) for kind in kinds
     ]
-    labels = [f"{name}, {span}" for name in _FAMILIES.values()]
+    labels = [f"{_FAMILIES[kind]}, {span}" for kind in kinds]
     handles.append((Patch(facecolor="white", edgecolor="0.6"),))
     labels.append("idle")
     figure.legend(

@@ -32,6 +32,7 @@ __all__ = ["TimedAction", "TimedCollective", "TimelineWriter", "merge_timelines"
 _KIND_NAMES = {
     ActionKind.FORWARD: "forward",
     ActionKind.BACKWARD: "backward",
+    ActionKind.WEIGHT: "gradients of parameters",
     ActionKind.SEND_FORWARD: "send forward",
     ActionKind.RECV_FORWARD: "receive forward",
     ActionKind.SEND_BACKWARD: "send backward",

@@ -181,8 +181,8 @@ def test_a_returned_loss_keeps_what_was_received_and_not_its_gradient(
     """Its graph's leaves live as long as it does, until the step ends; what they got has been sent."""
     seen: list[Played] = []
 
-    def listened(*args: Any) -> Played:
-        seen.append(play(*args))
+    def listened(*args: Any, **kwargs: Any) -> Played:
+        seen.append(play(*args, **kwargs))
         return seen[-1]
 
     monkeypatch.setattr(memory_preview, "play", listened)

@@ -8,7 +8,12 @@ from smp_lite.plan.actions import COMPUTE_KINDS, Action, ActionKind
 from smp_lite.plan.lowering import Schedule
 from smp_lite.plan.schedules import Work
 from smp_lite.plan.segments import Segment, SegmentGraph
-from smp_lite.plan.simulate import ScheduleDeadlock, Simulation, Timing, segment_cost
+from smp_lite.plan.simulate import ScheduleDeadlock, Simulation, Timing
+
+
+def segment_cost(action: Action, segment: Segment) -> float:
+    """The recorded cost, a backward twice the forward."""
+    return segment.forward_cost * (2.0 if action.kind is ActionKind.BACKWARD else 1.0)
 
 
 def simulate(
