@@ -29,7 +29,7 @@ class Parameters(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
-    pipeline: Literal["simple", "interleaved", "_only_forward"] = Field(
+    pipeline: Literal["simple", "interleaved", "zero_bubble", "_only_forward"] = Field(
         "interleaved",
         description="Pipeline schedule. interleaved: a backward runs as soon as one is ready; "
         "simple: all forwards, then all backwards; _only_forward: forwards alone.",

@@ -79,6 +79,10 @@ class Command:
         """Values that it reads."""
         return [source for source in self.sources if source >= 0]
 
+    def is_trained(self) -> bool:
+        """Whether parameters get gradients by it. A product with a weight has one for each operand."""
+        return self.module is not None and any(p.requires_grad for p in self.module.parameters())
+
     def carry(self, state: list[tuple[Place, Any]]) -> None:
         """Runs with this state, unless what is there by then was noted before: the earlier word counts."""
         known = {place.identity for place, _ in self.carried or ()}
@@ -156,13 +160,15 @@ class Recording:
             read.update(dict.fromkeys(old for old, _ in command.changes))
             if command.unit is not None:
                 units[command.stage_index] = command.unit
+            cost = COMMAND_FLOPS + (command.meta.flops if command.meta else 0.0)
             nodes.append(
                 CommandNode(
                     stage_index=command.stage_index,
                     inputs=tuple(read),
                     outputs=command.outputs,
                     links=links,
-                    cost=COMMAND_FLOPS + (command.meta.flops if command.meta else 0.0),
+                    cost=cost,
+                    weight_cost=cost if command.is_trained() else 0.0,
                     epoch=command.epoch,
                     touches=command.touches,
                     unit=units.get(command.stage_index, 0),

@@ -32,6 +32,7 @@ from .microbatch import MicrobatchState, edge_of
 from .offloading.offload import ActivationOffload
 from .random_streams import RandomStreams
 from .sharded.parameters import ShardedParameters
+from .weights.deferral import WeightGradients
 
 _NO_SPAN = contextlib.nullcontext()
 
@@ -53,11 +54,12 @@ class StageExecutor:
         placement: where the live parameters are.
         wire: to the other stages.
         streams: random seeds.
-        before_backward, after_backward: called around each backward with (microbatch, segment); gradient
-            reduction listens here.
+        before_backward, before_weights, after_backward: called around each backward, and around what it has
+            left for later, with (microbatch, segment); gradient reduction listens here.
         on_failure: called when an action has failed.
         sharded: parameters that must be brought together before an action; None: all are here.
         offload: takes what checkpointed calls keep out of memory; None: it stays.
+        weights: gives gradients of parameters in actions of their own, where the list has them.
     """
 
     def __init__(
@@ -68,10 +70,12 @@ class StageExecutor:
         streams: RandomStreams,
         *,
         before_backward: Callable[[int, Segment], None] | None = None,
+        before_weights: Callable[[int, Segment], None] | None = None,
         after_backward: Callable[[int, Segment], None] | None = None,
         on_failure: Callable[[], None] | None = None,
         sharded: ShardedParameters | None = None,
         offload: ActivationOffload | None = None,
+        weights: WeightGradients | None = None,
     ) -> None:
         self.stage_index = stage_index
         self.wire = wire
@@ -83,8 +87,10 @@ class StageExecutor:
         self._commands = CommandRunner(placement, streams)
         self._commands.sharded = self._sharded = sharded
         self.offload = offload
+        self._weights = weights
         self._placement = placement
         self._before_backward = before_backward
+        self._before_weights = before_weights
         self._after_backward = after_backward
         self._on_failure = on_failure
         self._sends: list[tuple[Action, Transfer]] = []
@@ -92,6 +98,7 @@ class StageExecutor:
         self._table: dict[ActionKind, Callable[[Action, MicrobatchState], None]] = {
             ActionKind.FORWARD: self._forward,
             ActionKind.BACKWARD: self._backward,
+            ActionKind.WEIGHT: self._weight,
             ActionKind.SEND_FORWARD: self._send_forward,
             ActionKind.RECV_FORWARD: self._receive_forward,
             ActionKind.SEND_BACKWARD: self._send_backward,
@@ -114,6 +121,8 @@ class StageExecutor:
         offload = self.offload
         if offload is not None:
             offload.begin(actions)
+        if self._weights is not None:
+            self._weights.begin(actions, self.states)
         for number, action in enumerate(actions):
             state = self.states[action.microbatch_index]
             if action.kind in COMPUTE_KINDS:
@@ -159,6 +168,8 @@ class StageExecutor:
             self._sharded.end()
         if self.offload is not None:
             self.offload.end()
+        if self._weights is not None:
+            self._weights.end()
 
     def _uses(self, actions: Sequence[Action]) -> list[tuple[int, ...]]:
         """For each forward and backward the groups of sharded parameters that it needs."""
@@ -244,6 +255,8 @@ class StageExecutor:
 
     def _needs(self, action: Action, state: MicrobatchState) -> Iterator[tuple[Transfer, int, int]]:
         """(transfer, value, stage that sends it) of each thing that the action waits for."""
+        if action.kind is ActionKind.WEIGHT:
+            return  # its own backward comes before it
         segment = state.by_visit[action.visit]
         graph = state.graph
         if action.kind is ActionKind.FORWARD:
@@ -266,7 +279,8 @@ class StageExecutor:
             local[value] = self._imported(state, value)
         leaves = {value: local[value] for value in segment.imports}
         if self.offload is None:
-            self._commands.run_segment(recording, segment, local, state.data)
+            with self._splitting(action, segment, state):
+                self._commands.run_segment(recording, segment, local, state.data)
         else:
             local = {value: self.offload.leaf_for(leaf) for value, leaf in leaves.items()}
             with self.offload.during(action):
@@ -318,7 +332,11 @@ class StageExecutor:
             self._before_backward(m, segment)
         with state.recording.around_backward(self.stage_index):
             try:
-                torch.autograd.backward(starts, gradients)
+                if self._weights is None:
+                    torch.autograd.backward(starts, gradients)
+                else:
+                    with self._weights.backward(m, segment, state, starts):
+                        torch.autograd.backward(starts, gradients)
             except RuntimeError as error:
                 if self._sharded is not None and "invalid gradient" in str(error):
                     raise SMPError(
@@ -338,6 +356,24 @@ class StageExecutor:
             home = state.graph.segments[state.graph.producer[value]].stage_index
             waiting = state.gradients if home == self.stage_index else state.outgoing
             waiting.setdefault(value, {})[segment.index] = gradient
+
+    def _splitting(
+        self, action: Action, segment: Segment, state: MicrobatchState
+    ) -> contextlib.AbstractContextManager[object]:
+        if self._weights is None:
+            return _NO_SPAN
+        return self._weights.forward(action.microbatch_index, segment, state)
+
+    def _weight(self, action: Action, state: MicrobatchState) -> None:
+        if self._weights is None:
+            return  # the backward has left nothing
+        m, segment = action.microbatch_index, state.by_visit[action.visit]
+        if self._before_weights is not None:
+            self._before_weights(m, segment)
+        with state.recording.around_backward(self.stage_index):
+            self._weights.run(m, segment.visit)
+        if self._after_backward is not None:
+            self._after_backward(m, segment)
 
     def _starts(
         self, state: MicrobatchState, segment: Segment

@@ -28,11 +28,18 @@ class GradientBooks:
     Args:
         placement: finds live parameters.
         on_final: called with each parameter as soon as its gradient is whole.
+        deferred: ids of the parameters of which backwards leave the gradients for later, in this list.
     """
 
-    def __init__(self, placement: Placement, on_final: Callable[[nn.Parameter], None] | None = None) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        on_final: Callable[[nn.Parameter], None] | None = None,
+        deferred: Callable[[], frozenset[int]] = frozenset,
+    ) -> None:
         self.placement = placement
         self.on_final = on_final
+        self._deferred = deferred
         self._module_parameters: dict[int, list[nn.Parameter]] = {}
         self._shared: dict[tuple[int, int], list[nn.Parameter]] = {}
         self._final: dict[tuple[int, int], list[nn.Parameter]] = {}
@@ -68,7 +75,7 @@ class GradientBooks:
             # Most microbatches run the same modules: those look their parameters up together.
             owners = _owners(recordings[m], segment)
             if owners not in same:
-                same[owners] = self._touched(recordings[m], segment)
+                same[owners] = self.touched(recordings[m], segment)
             touched[m, segment.commands[0]] = same[owners]
         visits = Counter(m for m, _ in touched)
         for (m, _), parameters in touched.items():
@@ -88,7 +95,8 @@ class GradientBooks:
                     self._final[key] = new
                     seen.update(map(id, new))
 
-    def _touched(self, recording: Recording, segment: Segment) -> list[nn.Parameter]:
+    def touched(self, recording: Recording, segment: Segment) -> list[nn.Parameter]:
+        """The parameters that the segment may use, as far as they want a gradient."""
         found: dict[int, nn.Parameter] = {}
         for index in segment.commands:
             command = recording.commands[index]
@@ -110,13 +118,19 @@ class GradientBooks:
             self._aside.append((parameter, parameter.grad))
             parameter.grad = self._partial.pop((microbatch_index, id(parameter)), None)
         if key in self._final:
-            assert self.on_final is not None
             shared = {id(parameter) for parameter, _ in self._aside}
-            self._handles = [
-                parameter.register_post_accumulate_grad_hook(self.on_final)
-                for parameter in self._final[key]
-                if id(parameter) not in shared
-            ]
+            others = self._deferred() | shared
+            self._listen([p for p in self._final[key] if id(p) not in others])
+
+    def before_weights(self, microbatch_index: int, segment: Segment) -> None:
+        """What the segment's backward has left for later comes now; :meth:`after` follows."""
+        final = self._final.get((microbatch_index, segment.commands[0]), ())
+        self._listen([parameter for parameter in final if id(parameter) in self._deferred()])
+
+    def _listen(self, parameters: Sequence[nn.Parameter]) -> None:
+        if parameters:
+            assert self.on_final is not None
+            self._handles = [p.register_post_accumulate_grad_hook(self.on_final) for p in parameters]
 
     def after(self, microbatch_index: int, segment: Segment) -> None:
         key = (microbatch_index, segment.commands[0])

@@ -37,6 +37,13 @@ from .reduction.replicated_gradients import check_replicated_gradients, check_re
 from .sharded.parameters import ShardedParameters
 from .sharded.units import Sharding, shard
 from .step_runner import StepRunner
+from .weights.deferral import WeightGradients
+
+
+def _deferred(weights: dict[int, WeightGradients | None], stage: int) -> frozenset[int]:
+    """Ids of the parameters of which the stage's backwards leave the gradients for later."""
+    found = weights.get(stage)
+    return frozenset() if found is None else found.deferred
 
 
 @dataclass(frozen=True)
@@ -144,7 +151,12 @@ class ModelRuntime:
             waiting.forget()
         on_final = self._on_final if self.reducer is not None else None
         queues: dict[tuple[int, int], deque[torch.Tensor]] = {}
-        self.books = {stage: GradientBooks(placement, on_final) for stage in sorted(peers.stages)}
+        self.books = {}
+        weights: dict[int, WeightGradients | None] = {}
+        for stage in sorted(peers.stages):
+            books = self.books[stage] = GradientBooks(placement, on_final, partial(_deferred, weights, stage))
+            splits = policy.splits_backward and sharding is None and activation_horizon is None
+            weights[stage] = WeightGradients(books.touched, placement.alias) if splits else None
         self.executors = {
             stage: StageExecutor(
                 stage,
@@ -152,10 +164,12 @@ class ModelRuntime:
                 wire if wire is not None else MemoryWire(stage, queues),
                 self.streams,
                 before_backward=books.before,
+                before_weights=books.before_weights,
                 after_backward=books.after,
                 on_failure=stage_peers.announce_failure if stage_peers is not None else None,
                 sharded=self.sharded,
                 offload=None if activation_horizon is None else ActivationOffload(activation_horizon),
+                weights=weights[stage],
             )
             for stage, books in self.books.items()
         }

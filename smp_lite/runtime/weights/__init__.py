@@ -1,0 +1,1 @@
+"""Gradients of parameters as actions of their own (``W``)."""

@@ -1,0 +1,267 @@
+"""Gradients of parameters that a backward leaves for a later action (``W``).
+
+The heart of zero bubble (Qi et al., "Zero Bubble Pipeline Parallelism", 2023), for unmodified modules: while
+a segment runs forward, a function mode splits the calls of functions that :mod:`.rules` knows
+(:mod:`.splitting`). Autograd then gives the gradient of the input only, and ``W`` makes the gradients of the
+parameters and hands them to autograd as it would have got them itself: sums, hooks on parameters and buckets
+of replicas see no difference but the time.
+
+What is split is *learned*: the first time that a segment of some form runs, all its calls stay whole, and
+where a parameter was used by just one call that has a rule, the gradient that the rule makes is compared with
+the one that autograd has made. Only where every bit is the same the parameter is split from then on. So what
+a rule cannot know (a hook, a second use in code that is not seen, another kernel) keeps a parameter whole. A
+list of actions splits a parameter in all microbatches or in none, in one segment of each: sums over
+microbatches keep their order, and results their bits.
+
+Whole stay also: calls under autocast, in checkpointed or offloaded modules and wherever else what autograd
+saves is hooked, in function transforms (``torch.func``) and in code that is being compiled.
+
+Input and output gradient of a split call are held until its ``W``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import SMPError
+from ...plan.actions import Action, ActionKind
+from ...plan.segments import Segment
+from ...record.recording import Recording
+from ..microbatch import MicrobatchState
+from .rules import Call
+from .splitting import SplitCalls, Use
+
+__all__ = ["WeightGradients"]
+
+_Place = tuple[int, int]
+"""(microbatch, visit)"""
+
+_NOTHING: frozenset[int] = frozenset()
+_NO_MODE = contextlib.nullcontext()
+
+
+class WeightGradients:
+    """The split calls of one stage.
+
+    Args:
+        parameters_of: the parameters that a segment of a recording may use.
+        name_of: of a parameter, for errors.
+    """
+
+    def __init__(
+        self,
+        parameters_of: Callable[[Recording, Segment], Sequence[nn.Parameter]],
+        name_of: Callable[[nn.Parameter], str | None],
+    ) -> None:
+        self._parameters_of = parameters_of
+        self._name_of = name_of
+        self._mode = SplitCalls(self)
+        self._learned: dict[Any, frozenset[int]] = {}  # by form of a segment, parameters to split
+        self._touched: dict[Any, dict[int, nn.Parameter]] = {}
+        self._places: frozenset[_Place] = frozenset()  # those of this list that have a W
+        self.deferred: frozenset[int] = _NOTHING
+        """Ids of the parameters that this list splits."""
+        self._learning: dict[Any, _Place] = {}  # forms that this list learns, and where
+        self._watched: list[Use] = []  # of the learning segment whose backward runs
+        self._uses: dict[_Place, list[Use]] = {}  # what their W will find
+        self._grads: dict[int, tuple[Tensor | None, int]] = {}
+        self._learns = False  # the segment that runs forward
+        self._backward: _Place | None = None
+
+    # Lists ------------------------------------------------------------------------------------------------
+
+    def begin(self, actions: Sequence[Action], states: Mapping[int, MicrobatchState]) -> None:
+        """A list begins: decides which parameters it splits."""
+        self.end()
+        later = frozenset([(a.microbatch_index, a.visit) for a in actions if a.kind is ActionKind.WEIGHT])
+        if not later:
+            return
+        split: dict[int, nn.Parameter] = {}
+        whole: set[int] = set()
+        for m in dict.fromkeys([action.microbatch_index for action in actions]):
+            state = states[m]
+            before: set[int] = set()  # touched in earlier visits of this microbatch
+            for visit, segment in state.by_visit.items():
+                touched = self._touched_by(state, segment)
+                learned = _NOTHING
+                if (m, visit) in later and segment.commands[0] not in state.forward_done:
+                    learned = self._learned.get(_form(state, segment), _NOTHING)
+                split.update((key, touched[key]) for key in learned)
+                whole.update(touched.keys() - learned)
+                whole |= touched.keys() & before  # tied over segments: their sum has an order of its own
+                before |= touched.keys()
+        self._places = later
+        self.deferred = frozenset(split.keys() - whole)
+        self._grads = {key: _state_of(split[key]) for key in self.deferred}
+
+    def _touched_by(self, state: MicrobatchState, segment: Segment) -> dict[int, nn.Parameter]:
+        form = _form(state, segment)
+        if form not in self._touched:
+            self._touched[form] = {id(p): p for p in self._parameters_of(state.recording, segment)}
+        return self._touched[form]
+
+    def end(self) -> None:
+        """A list has ended, or was given up."""
+        self._places, self.deferred = frozenset(), _NOTHING
+        self._learning.clear()
+        self._watched.clear()
+        self._uses.clear()
+        self._grads.clear()
+        self._learns, self._backward = False, None
+
+    # Forward ----------------------------------------------------------------------------------------------
+
+    def forward(
+        self, m: int, segment: Segment, state: MicrobatchState
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Around the forward of a segment."""
+        place = (m, segment.visit)
+        if place not in self._places:
+            return _NO_MODE
+        form = _form(state, segment)
+        self._learns = form not in self._learned and form not in self._learning
+        if self._learns:
+            self._learning[form] = place
+        return self._mode if self._learns or self.deferred else _NO_MODE
+
+    def splits(self, call: Call) -> bool:
+        return not self._learns and all(id(p) in self.deferred for p in call.parameters)
+
+    def watches(self, call: Call) -> bool:
+        return self._learns
+
+    # Backward ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def backward(
+        self, m: int, segment: Segment, state: MicrobatchState, starts: Sequence[Any]
+    ) -> Iterator[None]:
+        """Around the backward of a segment, which begins at ``starts``."""
+        place = (m, segment.visit)
+        form = _form(state, segment)
+        self._backward = place
+        try:
+            if self._learning.get(form) == place:
+                with self._comparing(self._touched_by(state, segment), starts) as agreeing:
+                    yield
+                self._learned[form] = frozenset(agreeing)
+                del self._learning[form]
+            else:
+                yield
+        finally:
+            self._backward = None
+
+    def took(self, use: Use, gradient: Tensor, split: bool) -> None:
+        if not split:
+            if use.gradient is None and self._backward is not None:
+                self._watched.append(use)
+        elif self._backward is None or use.gradient is not None:
+            raise SMPError(
+                f"the gradient of a call with {self._names(use.call.parameters)} was asked for outside of "
+                "its backward (torch.autograd.grad in a module's forward?), which it was not in the first "
+                "step, so gradients of parameters cannot be given later: set pipeline to 'interleaved'"
+            )
+        else:
+            self._uses.setdefault(self._backward, []).append(use)
+        use.gradient = gradient
+        use.task = torch._C._current_graph_task_id()
+
+    @contextlib.contextmanager
+    def _comparing(self, touched: Mapping[int, nn.Parameter], starts: Sequence[Any]) -> Iterator[set[int]]:
+        """Around a backward; afterwards the set holds the parameters of which rules make the same."""
+        arrived: dict[int, Tensor] = {}
+        task: list[int] = []
+        handles = [
+            parameter.register_hook(_into(arrived, key))
+            for key, parameter in touched.items()
+            if not parameter._backward_hooks  # others change it on its way
+        ]
+        nodes = [getattr(start, "node", None) or getattr(start, "grad_fn", None) for start in starts]
+        handles += [node.register_prehook(_note_task(task)) for node in nodes if node is not None]
+        found: set[int] = set()
+        self._watched.clear()
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
+        counts: dict[int, int] = {}
+        for use in self._watched:
+            for parameter in use.call.parameters:
+                counts[id(parameter)] = counts.get(id(parameter), 0) + 1
+        for use in self._watched:
+            keys = [id(parameter) for parameter in use.call.parameters]
+            # A backward inside the backward (somebody's own autograd.grad) has another number.
+            if use.task not in task or not use.is_as_it_was() or any(counts[key] > 1 for key in keys):
+                continue
+            if all(_same(arrived.get(k), gradient) for k, gradient in zip(keys, use.made(), strict=True)):
+                found.update(keys)
+        self._watched.clear()
+
+    # Gradients of parameters ------------------------------------------------------------------------------
+
+    def run(self, m: int, visit: int) -> None:
+        """The action itself: gives what the backward of the segment has left."""
+        gradients: dict[int, Tensor] = {}
+        parameters: list[nn.Parameter] = []
+        for use in self._uses.pop((m, visit), ()):
+            if not use.is_as_it_was():
+                raise SMPError(
+                    f"what a call with {self._names(use.call.parameters)} has read was changed in place "
+                    "before their gradients were made: clone() it before the change, or set pipeline to "
+                    "'interleaved'"
+                )
+            for parameter, gradient in zip(use.call.parameters, use.made(), strict=True):
+                if id(parameter) in gradients or not _same_state(parameter, self._grads[id(parameter)]):
+                    raise SMPError(
+                        f"the gradient of {self._names([parameter])} has come from more calls than in the "
+                        "first step: where gradients of parameters are given later, how often a module uses "
+                        "a parameter must not depend on data; set pipeline to 'interleaved'"
+                    )
+                gradients[id(parameter)] = gradient
+                parameters.append(parameter)
+            use.gradient = None
+        if parameters:
+            torch.autograd.backward(parameters, list(gradients.values()))
+            self._grads.update({id(p): _state_of(p) for p in parameters})
+
+    def _names(self, parameters: Iterable[nn.Parameter]) -> str:
+        return "parameter " + ", ".join([repr(self._name_of(p)) for p in parameters])
+
+
+def _form(state: MicrobatchState, segment: Segment) -> Any:
+    """Segments of one form make the same calls on tensors of the same shapes."""
+    return state.recording.plan_key(), segment.stage_index, segment.visit
+
+
+def _into(arrived: dict[int, Tensor], key: int) -> Callable[[Tensor], None]:
+    def note(gradient: Tensor) -> None:
+        arrived[key] = gradient
+
+    return note
+
+
+def _note_task(task: list[int]) -> Callable[[Any], None]:
+    def note(gradients: Any) -> None:
+        task.append(torch._C._current_graph_task_id())
+
+    return note
+
+
+def _same(one: Tensor | None, other: Tensor) -> bool:
+    return one is not None and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _state_of(parameter: nn.Parameter) -> tuple[Tensor | None, int]:
+    gradient = parameter.grad
+    return gradient, -1 if gradient is None else gradient._version
+
+
+def _same_state(parameter: nn.Parameter, before: tuple[Tensor | None, int]) -> bool:
+    now = _state_of(parameter)
+    return now[0] is before[0] and now[1] == before[1]
