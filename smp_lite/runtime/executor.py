@@ -87,7 +87,7 @@ class StageExecutor:
         self._commands = CommandRunner(placement, streams)
         self._commands.sharded = self._sharded = sharded
         self.offload = offload
-        self._weights = weights
+        self.weights = weights
         self._placement = placement
         self._before_backward = before_backward
         self._before_weights = before_weights
@@ -121,8 +121,8 @@ class StageExecutor:
         offload = self.offload
         if offload is not None:
             offload.begin(actions)
-        if self._weights is not None:
-            self._weights.begin(actions, self.states)
+        if self.weights is not None:
+            self.weights.begin(actions, self.states)
         for number, action in enumerate(actions):
             state = self.states[action.microbatch_index]
             if action.kind in COMPUTE_KINDS:
@@ -168,8 +168,8 @@ class StageExecutor:
             self._sharded.end()
         if self.offload is not None:
             self.offload.end()
-        if self._weights is not None:
-            self._weights.end()
+        if self.weights is not None:
+            self.weights.end()
 
     def _uses(self, actions: Sequence[Action]) -> list[tuple[int, ...]]:
         """For each forward and backward the groups of sharded parameters that it needs."""
@@ -332,10 +332,10 @@ class StageExecutor:
             self._before_backward(m, segment)
         with state.recording.around_backward(self.stage_index):
             try:
-                if self._weights is None:
+                if self.weights is None:
                     torch.autograd.backward(starts, gradients)
                 else:
-                    with self._weights.backward(m, segment, state, starts):
+                    with self.weights.backward(m, segment, state, starts):
                         torch.autograd.backward(starts, gradients)
             except RuntimeError as error:
                 if self._sharded is not None and "invalid gradient" in str(error):
@@ -360,18 +360,18 @@ class StageExecutor:
     def _splitting(
         self, action: Action, segment: Segment, state: MicrobatchState
     ) -> contextlib.AbstractContextManager[object]:
-        if self._weights is None:
+        if self.weights is None:
             return _NO_SPAN
-        return self._weights.forward(action.microbatch_index, segment, state)
+        return self.weights.forward(action.microbatch_index, segment, state)
 
     def _weight(self, action: Action, state: MicrobatchState) -> None:
-        if self._weights is None:
+        if self.weights is None:
             return  # the backward has left nothing
         m, segment = action.microbatch_index, state.by_visit[action.visit]
         if self._before_weights is not None:
             self._before_weights(m, segment)
         with state.recording.around_backward(self.stage_index):
-            self._weights.run(m, segment.visit)
+            self.weights.run(m, segment.visit)
         if self._after_backward is not None:
             self._after_backward(m, segment)
 

@@ -99,6 +99,13 @@ class WeightGradients:
         self.deferred = frozenset(split.keys() - whole)
         self._grads = {key: _state_of(split[key]) for key in self.deferred}
 
+    @property
+    def learned(self) -> list[nn.Parameter]:
+        """The parameters that lists may split, by what has been seen so far."""
+        return [
+            p for form, keys in self._learned.items() for key, p in self._touched[form].items() if key in keys
+        ]
+
     def _touched_by(self, state: MicrobatchState, segment: Segment) -> dict[int, nn.Parameter]:
         form = _form(state, segment)
         if form not in self._touched:

@@ -1,0 +1,401 @@
+"""Gradients of parameters as actions of their own: what is split, what stays whole, and every bit of both."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import smp_lite as smp
+from smp_lite.errors import SMPError
+from tests.models import Batch
+from tests.models.layers import WIDTH, Chain, MLPBlock, regression_batch
+from tests.transparency.conftest import OpenSession
+from tests.transparency.rounds import Round, assert_rounds_equal
+
+BATCH = regression_batch(8)
+
+
+def train(model: Any, batch: Batch, backward: Callable[..., None]) -> Any:
+    loss = F.mse_loss(model(batch["x"]), batch["target"])
+    backward(loss)
+    return loss
+
+
+def split_names(model: smp.DistributedModel) -> set[str]:
+    """The parameters that this process splits."""
+    assert model.runtime is not None
+    found = set()
+    for executor in model.runtime.executors.values():
+        assert executor.weights is not None
+        found |= {model.runtime.placement.alias(p) for p in executor.weights.learned}
+    return found
+
+
+@pytest.fixture
+def check(open_session: OpenSession) -> Callable[..., set[str]]:
+    """``check(build)`` compares three steps with plain torch, and gives the names of what was split."""
+
+    def run(
+        build: Callable[[], nn.Module],
+        *rounds: Round,
+        batch: Batch = BATCH,
+        function: Callable[..., Any] = train,
+        **parameters: Any,
+    ) -> set[str]:
+        open_session(2, "zigzag", pipeline="zero_bubble", **parameters)
+        assert_rounds_equal(build, rounds or [Round(function, batch)] * 3)
+        return split_names(smp.state.model)
+
+    return run
+
+
+def all_names(build: Callable[[], nn.Module]) -> set[str]:
+    return {name for name, _ in build().named_parameters()}
+
+
+def test_linear_and_norm_are_split(check: Callable[..., set[str]]) -> None:
+    assert check(Chain) == all_names(Chain)
+
+
+class Around(nn.Module):
+    """Blocks of one kind in the chain's places."""
+
+    def __init__(self, block: Callable[[], nn.Module], num_blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.two = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.one = nn.Conv1d(4, 2, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.two(x.view(len(x), 1, 4, -1)))
+        return self.one(y.flatten(2)).mean(1).view(x.shape)
+
+
+def test_convolutions_are_split(check: Callable[..., set[str]]) -> None:
+    found = check(lambda: Around(Convolutions))
+    assert {name.split(".", 2)[2] for name in found} == {"two.weight", "two.bias", "one.weight"}
+
+
+class Addmm(nn.Module):
+    """As the linear layers of GPT-2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.reshape(-1, WIDTH), self.weight).view(x.shape)
+
+
+def test_addmm_is_split(check: Callable[..., set[str]]) -> None:
+    def build() -> nn.Module:
+        return Around(Addmm)
+
+    assert check(build) == all_names(build)
+
+
+class Words(nn.Module):
+    """An embedding, whose input wants no gradient, and a head that may be tied to it."""
+
+    def __init__(self, tied: bool = False, sparse: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH, padding_idx=0, sparse=sparse)
+        self.blocks = nn.ModuleList(MLPBlock() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x += 1  # what an embedding gives may be changed in place
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def words() -> Batch:
+    return {"x": torch.arange(8 * 6).view(8, 6) % 11, "target": torch.arange(8 * 6).view(8, 6) % 7}
+
+
+def train_words(model: Any, batch: Batch, backward: Callable[..., None]) -> Any:
+    loss = F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["target"].flatten())
+    backward(loss)
+    return loss
+
+
+def test_embedding_is_split(check: Callable[..., set[str]]) -> None:
+    assert check(Words, batch=words(), function=train_words) == all_names(Words)
+
+
+def test_tied_weights_stay_whole(check: Callable[..., set[str]]) -> None:
+    def build() -> nn.Module:
+        return Words(tied=True)
+
+    found = check(build, batch=words(), function=train_words)
+    assert smp.state.model.runtime is not None
+    # Each visit could be split by itself; in a list they are not.
+    assert all_names(build) - {"embedding.weight"} <= found
+    spy = [set(e.weights.deferred) for e in smp.state.model.runtime.executors.values() if e.weights]
+    assert spy == [set(), set()]  # nothing between lists
+
+
+def test_sparse_embedding_stays_whole(check: Callable[..., set[str]]) -> None:
+    def densify(weight: Tensor) -> None:
+        weight.grad = weight.grad.to_dense()  # what can be compared
+
+    def build() -> nn.Module:
+        model = Words(sparse=True)
+        model.embedding.weight.register_post_accumulate_grad_hook(densify)
+        return model
+
+    assert "embedding.weight" not in check(build, batch=words(), function=train_words)
+
+
+class Twice(nn.Module):
+    """One linear layer called twice, and another whose weight is also used by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = nn.Linear(WIDTH, WIDTH)
+        self.beside = nn.Linear(WIDTH, WIDTH)
+        self.plain = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(F.gelu(self.twice(x)))
+        return self.plain(self.beside(x) + self.beside.weight.sum(0))
+
+
+def test_parameters_used_twice_stay_whole(check: Callable[..., set[str]]) -> None:
+    found = check(lambda: Around(Twice))
+    assert {name.split(".", 2)[2] for name in found} == {"plain.weight", "plain.bias"}
+
+
+class Unseen(torch.autograd.Function):
+    """Uses a weight where no function mode looks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight.sum(), (gradient * x).sum().expand_as(weight)
+
+
+class WithUnseen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Unseen.apply(self.linear(x), self.linear.weight)
+
+
+def test_a_second_use_that_is_not_seen(check: Callable[..., set[str]]) -> None:
+    found = check(lambda: Around(WithUnseen))
+    assert all("weight" not in name for name in found)
+
+
+class Late(nn.Module):
+    """Uses its weight in a second way where something says so of which no recording knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return Unseen.apply(y, self.linear.weight) if "MORE" in os.environ else y
+
+
+def test_a_second_use_that_comes_later_is_an_error(
+    open_session: OpenSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_session(2, "zigzag", pipeline="zero_bubble")
+    module = Around(Late)
+    model = smp.DistributedModel(module)
+    for index, block in enumerate(module.blocks):
+        smp.set_partition(block, index % 2)
+
+    @smp.step
+    def step(model: Any, batch: Batch) -> Any:
+        return train(model, batch, model.backward)
+
+    step(model, BATCH)
+    monkeypatch.setenv("MORE", "1")
+    with pytest.raises(SMPError, match=r"linear\.weight.*set pipeline to 'interleaved'"):
+        step(model, BATCH)
+
+
+class Hooked(Chain):
+    """Hooks on parameters and on what a linear layer gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].expand.weight.register_hook(lambda gradient: 2 * gradient)
+        for block in self.blocks:
+            block.contract.register_forward_hook(self._double)
+        for parameter in self.blocks[1].parameters():
+            parameter.register_post_accumulate_grad_hook(self._halve)
+
+    @staticmethod
+    def _double(module: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: 2 * gradient)
+
+    @staticmethod
+    def _halve(parameter: Tensor) -> None:
+        parameter.grad.mul_(0.5)
+
+
+def test_hooks_see_what_they_always_see(check: Callable[..., set[str]]) -> None:
+    found = check(Hooked)
+    assert "blocks.0.expand.weight" not in found
+    assert "blocks.1.expand.weight" in found
+
+
+def test_a_hook_that_comes_later(check: Callable[..., set[str]]) -> None:
+    def hook(model: nn.Module) -> None:
+        model.blocks[2].expand.weight.register_hook(lambda gradient: gradient * 3)
+
+    rounds = [Round(train, BATCH), Round(train, BATCH), Round(train, BATCH, before=hook), Round(train, BATCH)]
+    assert check(Chain, *rounds) == all_names(Chain)
+
+
+def test_frozen_and_trained_again(check: Callable[..., set[str]]) -> None:
+    def freeze(flag: bool) -> Callable[[nn.Module], None]:
+        def change(model: nn.Module) -> None:
+            model.blocks[1].requires_grad_(flag)
+            model.blocks[3].expand.weight.requires_grad_(flag)
+            model.blocks[2].norm.bias.requires_grad_(not flag)
+
+        return change
+
+    flags = (True, True, False, False, True, True)
+    check(Chain, *[Round(train, BATCH, before=freeze(flag)) for flag in flags])
+
+
+def test_autocast_stays_whole(check: Callable[..., set[str]]) -> None:
+    def function(model: Any, batch: Batch, backward: Callable[..., None]) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(batch["x"])
+        loss = F.mse_loss(output.float(), batch["target"])
+        backward(loss)
+        return loss
+
+    assert check(Chain, function=function) == set()
+
+
+def test_autocast_from_the_second_step_on(check: Callable[..., set[str]]) -> None:
+    def function(model: Any, batch: Batch, backward: Callable[..., None]) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(batch["x"])
+        loss = F.mse_loss(output.float(), batch["target"])
+        backward(loss)
+        return loss
+
+    check(Chain, *[Round(f, BATCH) for f in (train, train, function, train, function)])
+
+
+class Checkpointed(MLPBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Reentrant(MLPBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.clone().requires_grad_()
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("block", [Checkpointed, Reentrant])
+def test_checkpointed_stays_whole(block: type[nn.Module], check: Callable[..., set[str]]) -> None:
+    assert check(lambda: Around(block)) == set()
+
+
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(self.linear)(x)
+
+
+def test_function_transforms(check: Callable[..., set[str]]) -> None:
+    check(lambda: Around(Mapped))
+
+
+class Reused(nn.Module):
+    """Changes in place what its linear layer has read, when the backward of that is over for others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        z = self.linear(y)
+        y.mul_(3)
+        return z
+
+
+def test_changed_inputs_are_an_error(open_session: OpenSession) -> None:
+    plain = Around(Reused)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        plain(BATCH["x"]).sum().backward()
+    open_session(2, "zigzag", pipeline="zero_bubble")
+    with pytest.raises((RuntimeError, SMPError), match="in ?place"):
+        assert_rounds_equal(lambda: copy.deepcopy(plain), [Round(train, BATCH)])
+
+
+class Branching(nn.Module):
+    """Goes another way for some microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) if x.mean() > 0 else self.other(self.one(x))
+
+
+def test_branches_on_data(check: Callable[..., set[str]]) -> None:
+    turned = [{**BATCH, "x": BATCH["x"].roll(step, 0) - 0.02 * step} for step in range(4)]
+    check(lambda: Around(Branching), *[Round(train, batch) for batch in turned])
+
+
+def test_replicas_and_buckets() -> None:
+    from tests.harness import run_distributed
+
+    found = run_distributed(
+        "tests.transparency.ranks:compare_replicas",
+        4,
+        kwargs={"name": "gpt", "num_steps": 3},
+        parameters={"partitions": 2, "microbatches": 4, "ddp": True, "pipeline": "zero_bubble"},
+    )
+    assert [wrong for _, wrong, _ in found] == [[]] * 4
+    assert all(started for _, _, started in found)
