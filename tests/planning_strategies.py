@@ -14,7 +14,9 @@ MAX_STAGES = 4
 
 policies = st.builds(
     Policy,
-    pipeline=st.sampled_from(["simple", "interleaved"]),
+    pipeline=st.sampled_from(
+        ["simple", "interleaved", "zero_bubble", "interleaved_virtual", "zero_bubble_v"]
+    ),
     optimize=st.sampled_from(["memory", "speed"]),
     active_microbatches=st.integers(1, 4),
 )
@@ -52,6 +54,7 @@ def recordings(draw: st.DrawFn, *, max_commands: int = 12) -> RandomRecording:
                 outputs=tuple(outputs),
                 links=tuple(tuple(draw(linked)) for _ in outputs),
                 cost=float(draw(st.integers(0, 3))),
+                weight_cost=float(draw(st.sampled_from([0.0, 1.0, 2.5]))),
                 epoch=epoch,
             )
         )

@@ -99,6 +99,8 @@ def _settle(parameters: Mapping[str, Any], supported: Mapping[str, Any]) -> dict
     settled.setdefault("partitions", settled.get("pipeline_parallel_degree"))
     settled.setdefault("pipeline_parallel_degree", settled["partitions"])
     if isinstance(settled["partitions"], int):
-        settled.setdefault("active_microbatches", settled["partitions"] + 2)
+        # Stages that are visited v times hold up to P + (P-1)/v microbatches.
+        least = 2 * settled["partitions"] if settled.get("pipeline") == "interleaved_virtual" else 0
+        settled.setdefault("active_microbatches", max(settled["partitions"] + 2, least))
     settled.setdefault("memory_weight", 0.2 if settled.get("optimize") == "speed" else 0.8)
     return settled

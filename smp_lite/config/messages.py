@@ -21,7 +21,7 @@ __all__ = ["default_text", "explain", "type_text"]
 _DEPENDENT_DEFAULTS = {
     "partitions": "required",
     "pipeline_parallel_degree": "partitions",
-    "active_microbatches": "partitions + 2",
+    "active_microbatches": "partitions + 2; interleaved_virtual: at least 2 x partitions",
     "memory_weight": '0.2 if optimize is "speed", else 0.8',
 }
 

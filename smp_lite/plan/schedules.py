@@ -29,11 +29,20 @@ from collections.abc import Sequence
 
 from .actions import Action
 from .collecting import without_gc
+from .orders.choose import chosen_order
 from .stage_machines import run_machines
 from .task_table import TaskTable, forward_depth
 from .work import BACKWARD_COST_RATIO, PIPELINES, Policy, Work
 
-__all__ = ["BACKWARD_COST_RATIO", "PIPELINES", "Policy", "Work", "compute_order", "forward_depth"]
+__all__ = [
+    "BACKWARD_COST_RATIO",
+    "PIPELINES",
+    "Policy",
+    "Work",
+    "compute_order",
+    "forward_depth",
+    "greedy_order",
+]
 
 
 @without_gc()
@@ -47,10 +56,17 @@ def compute_order(works: Sequence[Work], policy: Policy) -> list[Action]:
     Raises:
         ValueError: ``_only_forward`` was asked for and a microbatch has a backward.
     """
+    chosen = chosen_order(works, policy)
+    return greedy_order(works, policy) if chosen is None else chosen
+
+
+@without_gc()
+def greedy_order(works: Sequence[Work], policy: Policy) -> list[Action]:
+    """What the machines of :mod:`.stage_machines` make of it; the same as :func:`compute_order` otherwise."""
     table = TaskTable(works, splits=policy.splits_backward)
     if policy.pipeline == "_only_forward" and table.num_backwards:
         raise ValueError(
             "pipeline is '_only_forward', but the step calls model.backward(): "
             "remove the call, or set pipeline to 'interleaved' or 'simple'"
         )
-    return run_machines(table, policy)
+    return table.actions(run_machines(table, policy))

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from .actions import Action
 from .task_table import TaskTable
 from .work import Policy
 
@@ -78,7 +77,7 @@ class _Machines:
         self.gates: set[int] = set()  # stages where works that are not in flight wait
         self.queue: list[tuple[float, int]] = []
 
-    def run(self) -> list[Action]:
+    def run(self) -> list[int]:
         table, stages, queue = self.table, self.stages, self.queue
         for task in range(table.num_backwards, table.first_weight):
             stages[table.stage[task]].forwards_left += 1
@@ -104,7 +103,7 @@ class _Machines:
                 self._look_again()
         if len(order) < table.num_tasks:
             raise ValueError(f"{table.num_tasks - len(order)} tasks need what nobody makes")
-        return table.actions(order)
+        return order
 
     def _place(self, start: float, number: int, stage: _Stage) -> None:
         table, task = self.table, stage.task
@@ -275,6 +274,6 @@ class _Machines:
             stage.start = _NEVER
 
 
-def run_machines(table: TaskTable, policy: Policy) -> list[Action]:
+def run_machines(table: TaskTable, policy: Policy) -> list[int]:
     """All tasks in the order of their simulated start, see :func:`smp_lite.plan.schedules.compute_order`."""
     return _Machines(table, policy).run()

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from smp_lite.plan import simulate as new_replay
 from smp_lite.plan.actions import Action, ActionKind
 from smp_lite.plan.lowering import Schedule, lower
-from smp_lite.plan.schedules import Policy, Work, compute_order
+from smp_lite.plan.orders.shapes import shape_of
+from smp_lite.plan.schedules import Policy, Work, compute_order, greedy_order
 from smp_lite.plan.segments import CommandNode, Segment, SegmentGraph, build_graph
 from smp_lite.plan.simulate import ScheduleDeadlock, simulate
 from tests.planning import chain
@@ -45,8 +46,11 @@ def chains(draw: st.DrawFn) -> SegmentGraph:
 
 def check_plan(works: Sequence[Work], policy: Policy, sent: Mapping[int, frozenset[tuple[int, int]]]) -> None:
     """Order, lists and replay are the old ones."""
-    order = compute_order(works, policy)
+    order = greedy_order(works, policy)
     assert order == old_order.compute_order(works, policy)
+    shapes = [shape_of(work.graph) for work in works]
+    if not any(shape and shape.num_visits > 1 for shape in shapes):
+        assert compute_order(works, policy) == order
     schedule = lower(order, works, NUM_STAGES, sent=sent)
     assert schedule == old_lowering.lower(order, works, NUM_STAGES, sent=sent)
     for latency_s, bytes_per_s in ((0.0, float("inf")), (0.3, 7.0)):

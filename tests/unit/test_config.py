@@ -120,7 +120,9 @@ BOOLS = (
 )
 COUNTS = ("microbatches", "partitions", "pipeline_parallel_degree", "active_microbatches")
 CHOICES = {
-    "pipeline": "['simple', 'interleaved', '_only_forward']",
+    "pipeline": (
+        "['simple', 'interleaved', 'zero_bubble', 'interleaved_virtual', 'zero_bubble_v', '_only_forward']"
+    ),
     "placement_strategy": "['spread', 'cluster']",
     "optimize": "['speed', 'memory']",
     "ddp_dist_backend": "['auto', 'gloo', 'nccl', 'mpi']",
@@ -291,8 +293,14 @@ def test_the_description_has_every_parameter() -> None:
     assert set(rows) == set(DEFAULTS_OF_TWO_PARTITIONS) < set(Config.model_fields)
     assert Config.describe()[0][0] == "partitions"
     assert rows["partitions"][:2] == ["int >= 1", "required"]
-    assert rows["active_microbatches"][:2] == ["int >= 1", "partitions + 2"]
-    assert rows["pipeline"][:2] == ['"simple", "interleaved", "_only_forward"', '"interleaved"']
+    assert rows["active_microbatches"][:2] == [
+        "int >= 1",
+        "partitions + 2; interleaved_virtual: at least 2 x partitions",
+    ]
+    pipelines = (
+        '"simple", "interleaved", "zero_bubble", "interleaved_virtual", "zero_bubble_v", "_only_forward"'
+    )
+    assert rows["pipeline"][:2] == [pipelines, '"interleaved"']
     assert rows["memory_weight"][:2] == ["float", '0.2 if optimize is "speed", else 0.8']
     assert rows["ddp_port"][:2] == ["int", "none"]
     assert rows["ddp"][:2] == ["bool", "False"]

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from ...config import Config, ConfigError
 from ...config.v1_parameters import PRIVATE_HINTS
 from ...plan.topology import Topology
-from ..plan.parallel_plan import DataParallel, Microbatches, ParallelPlan, Said, Schedule, TensorMode
+from ..plan.parallel_plan import (
+    DataParallel,
+    Microbatches,
+    ParallelPlan,
+    Said,
+    Schedule,
+    ScheduleName,
+    TensorMode,
+)
 from ..plan.stage_assignment import StageRule
 from ..reading.written import Written, unknown_key
 
 __all__ = ["SCHEDULES", "compile_plan", "path_of"]
 
 DIALECT = "sagemaker"
-SCHEDULES: dict[str, Literal["1f1b", "gpipe", "forward"]] = {
+SCHEDULES: dict[str, ScheduleName] = {
     "interleaved": "1f1b",
+    "zero_bubble": "zero_bubble",
+    "interleaved_virtual": "interleaved_virtual",
+    "zero_bubble_v": "zero_bubble_v",
     "simple": "gpipe",
     "_only_forward": "forward",
 }

@@ -21,6 +21,7 @@ __all__ = ["CONFIG_VARIABLE", "config_of", "given_plan", "variable_for"]
 CONFIG_VARIABLE = "SMP_LITE_CONFIG"
 
 _PIPELINES = {"sequential": "interleaved", "gpipe": "simple", "1f1b": "interleaved", "virtual": "interleaved"}
+_PIPELINES |= {name: name for name in ("zero_bubble", "interleaved_virtual", "zero_bubble_v")}
 
 
 def variable_for(path: str, dialect: str | None, overrides: Sequence[str]) -> str:

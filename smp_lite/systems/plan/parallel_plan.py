@@ -110,18 +110,25 @@ class Microbatches:
     global_batch_size: int | None = None
 
 
+ScheduleName = Literal[
+    "sequential", "gpipe", "1f1b", "virtual", "forward", "zero_bubble", "interleaved_virtual", "zero_bubble_v"
+]
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Order of a step's actions.
 
     Attributes:
         name: ``sequential``: one stage works at a time; ``gpipe``: all forwards, then all backwards;
-            ``1f1b``: backward first; ``virtual``: 1f1b over several chunks a rank; ``forward``: no backwards.
+            ``1f1b``: backward first; ``virtual``: 1f1b over several chunks a rank; ``forward``: no backwards;
+            ``zero_bubble``, ``interleaved_virtual``, ``zero_bubble_v``: as :mod:`smp_lite.plan.schedules` has
+            them.
         max_in_flight: most microbatches between forward and backward on a stage; None: not said.
         strict: a microbatch waits until an earlier one has left; None: not said.
     """
 
-    name: Literal["sequential", "gpipe", "1f1b", "virtual", "forward"] = "sequential"
+    name: ScheduleName = "sequential"
     max_in_flight: int | None = None
     strict: bool | None = None
 

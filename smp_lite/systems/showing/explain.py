@@ -39,6 +39,9 @@ _SCHEDULES = {
     "sequential": "none: one stage works at a time",
     "gpipe": "all forwards, then all backwards (GPipe)",
     "1f1b": "backward first, as soon as one is ready (1F1B)",
+    "zero_bubble": "1F1B with gradients of parameters where a stage would wait (ZB-H1)",
+    "interleaved_virtual": "1F1B over several pieces of each stage (Megatron-LM)",
+    "zero_bubble_v": "gradients of parameters where a stage would wait, stages visited there and back (ZB-V)",
     "virtual": "1F1B over the chunks of each rank (virtual stages)",
     "forward": "forwards only",
 }

@@ -38,6 +38,8 @@ def write_sagemaker(plan: ParallelPlan, model: ModelPlacement | None, layers: tu
     parameters: dict[str, Any] = {"partitions": plan.pp_size, "microbatches": plan.microbatches.count}
     if plan.pp_size > 1 and plan.schedule.name in ("gpipe", "forward"):
         parameters["pipeline"] = "simple" if plan.schedule.name == "gpipe" else "_only_forward"
+    if plan.pp_size > 1 and plan.schedule.name in ("zero_bubble", "interleaved_virtual", "zero_bubble_v"):
+        parameters["pipeline"] = plan.schedule.name
     if plan.schedule.strict is False:
         parameters["optimize"] = "speed"
     strategy = _strategy(plan)

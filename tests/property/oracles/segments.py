@@ -57,6 +57,7 @@ def build_graph(
                 gradient_imports=tuple(v for v in imports[index] if (v, index) in gradients.returned),
                 roots=tuple(v for v in outputs if v in roots),
                 forward_cost=sum(commands[i].cost for i in members),
+                weight_cost=sum(commands[i].weight_cost for i in members),
                 epoch=commands[members[0]].epoch,
                 after=tuple(sorted({group_of_command[e] for i in members for e in earlier[i]} - {index})),
             )

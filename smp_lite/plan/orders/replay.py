@@ -1,0 +1,174 @@
+"""Lists of what each stage runs, played in simulated time: one global order, what it takes, what it holds.
+
+Messages take no time here. ``W`` that the lists leave out run where a stage would wait, the oldest first, and
+where a forward would hold more than allowed. An order that exists (each task after all that it needs) is
+proof that the lists do not wait for one another.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from ..task_table import TaskTable
+
+__all__ = ["Played", "play", "shares_of"]
+
+_EPSILON = 1e-9
+
+
+@dataclass(frozen=True)
+class Played:
+    """An order of all tasks.
+
+    Args:
+        tasks: in order of their simulated start.
+        makespan: in the unit of the costs.
+        peaks: of each stage the most that it held, in microbatches.
+    """
+
+    tasks: list[int]
+    makespan: float
+    peaks: tuple[float, ...]
+
+
+def shares_of(table: TaskTable, *, by_cost: bool = False) -> list[float]:
+    """How much of a microbatch each task's forward leaves on its stage, all visits together leaving 1.
+
+    Works are of one kind. A forward without a backward leaves nothing.
+
+    Args:
+        by_cost: a visit leaves its share of the stage's forwards; else all leave as much.
+    """
+    kind = table.kinds[0]
+    split, last, _ = kind.ends
+    with_backward = {segment.index for segment in kind.segments[:split]}
+    totals = [0.0] * len(kind.stages)
+    numbers = [0] * len(kind.stages)
+    for task in range(split, last):
+        if kind.segments[task].index in with_backward:
+            totals[kind.groups[task]] += kind.segments[task].forward_cost
+            numbers[kind.groups[task]] += 1
+    found = []
+    for task, segment in enumerate(kind.segments):
+        group = kind.groups[task]
+        if segment.index not in with_backward:
+            found.append(0.0)
+        elif by_cost and totals[group] > 0:
+            found.append(segment.forward_cost / totals[group])
+        else:
+            found.append(1 / numbers[group])
+    return found
+
+
+def play(
+    table: TaskTable,
+    lists: Sequence[Sequence[int]],
+    shares: Sequence[float],
+    *,
+    patience: float = 1.0,
+    most_held: float = float("inf"),
+) -> Played | None:
+    """Plays the lists; None if they wait for one another.
+
+    Args:
+        table: works of one kind, of which nothing has run.
+        lists: tasks by stage; of those that are not there all must be ``W``.
+        shares: see :func:`shares_of`.
+        patience: a ``W`` of which at least this share fits runs where the next task is not there yet.
+        most_held: before a forward that would make a stage hold more, ``W`` run.
+    """
+    return _Player(table, lists, shares, patience, most_held).run()
+
+
+class _Player:
+    def __init__(
+        self,
+        table: TaskTable,
+        lists: Sequence[Sequence[int]],
+        shares: Sequence[float],
+        patience: float,
+        most_held: float,
+    ) -> None:
+        self.table, self.lists, self.patience, self.most_held = table, lists, patience, most_held + _EPSILON
+        self.missing = list(table.missing)
+        self.ready_at = [0.0] * table.num_tasks
+        kind = table.kinds[0]
+        split, last, end = kind.ends
+        weighted = {kind.segments[task].index for task in range(last, end)}
+        # What a task adds to what its stage holds, by its number within the kind.
+        self.change = [
+            shares[task] * (split <= task < last)
+            - shares[task] * (task >= last or (task < split and segment.index not in weighted))
+            for task, segment in enumerate(kind.segments)
+        ]
+        self.heads = [0] * len(lists)
+        self.free_at = [0.0] * len(lists)
+        self.held = [0.0] * len(lists)
+        self.peaks = [0.0] * len(lists)
+        self.weights: list[deque[int]] = [deque() for _ in lists]
+        self.floating = bytearray(b"\1") * table.num_tasks
+        for tasks in lists:
+            for task in tasks:
+                self.floating[task] = 0
+        self.queue: list[tuple[float, int]] = []
+        self.done: list[int] = []
+
+    def run(self) -> Played | None:
+        table, queue = self.table, self.queue
+        queue += [(0.0, stage) for stage in range(len(self.lists))]
+        while queue:
+            now, stage = heappop(queue)
+            if self.free_at[stage] <= now:
+                self._decide(stage, now)
+        if len(self.done) < table.num_tasks:
+            return None
+        return Played(self.done, max(self.free_at, default=0.0), tuple(self.peaks))
+
+    def _decide(self, stage: int, now: float) -> None:
+        """The stage is free: its next task, a ``W``, or nothing for now."""
+        tasks, head, weights = self.lists[stage], self.heads[stage], self.weights[stage]
+        if head < len(tasks):
+            task = tasks[head]
+            full = bool(weights) and self.held[stage] + self._change(task) > self.most_held
+            if not full:
+                known = not self.missing[task]
+                ready = self.ready_at[task]
+                if known and ready <= now:
+                    self.heads[stage] = head + 1
+                    self._place(stage, task, now)
+                    return
+                if known:
+                    fits = weights and self.table.cost[weights[0]] * self.patience <= ready - now + _EPSILON
+                    if not fits:
+                        heappush(self.queue, (ready, stage))
+                        return
+        if weights:
+            self._place(stage, weights.popleft(), now)
+
+    def _change(self, task: int) -> float:
+        table = self.table
+        part = 0 if task < table.num_backwards else 1 if task < table.first_weight else 2
+        return self.change[task - table.offsets[table.work[task]][part]]
+
+    def _place(self, stage: int, task: int, now: float) -> None:
+        table = self.table
+        end = self.free_at[stage] = now + table.cost[task]
+        self.done.append(task)
+        held = self.held[stage] = self.held[stage] + self._change(task)
+        if held > self.peaks[stage]:
+            self.peaks[stage] = held
+        heappush(self.queue, (end, stage))
+        missing, ready_at = self.missing, self.ready_at
+        for other in table.followers(task):
+            if end > ready_at[other]:
+                ready_at[other] = end
+            left = missing[other] = missing[other] - 1
+            if not left:
+                there = table.stage[other]
+                if self.floating[other]:
+                    self.weights[there].append(other)
+                elif there != stage:
+                    heappush(self.queue, (max(ready_at[other], self.free_at[there]), there))
