@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from ...errors import SMPError
 from ...plan.actions import Action, ActionKind
 from ...plan.segments import Segment
 from ...record.recording import Recording
-from ..microbatch import MicrobatchState
 from .rules import Call
 from .splitting import SplitCalls, Use
 
@@ -43,6 +42,15 @@ _Place = tuple[int, int]
 
 _NOTHING: frozenset[int] = frozenset()
 _NO_MODE = contextlib.nullcontext()
+
+
+class Microbatch(Protocol):
+    """What a stage knows of one microbatch."""
+
+    recording: Recording
+    by_visit: dict[int, Segment]
+    forward_done: set[int]
+    """First commands of segments."""
 
 
 class WeightGradients:
@@ -75,7 +83,7 @@ class WeightGradients:
 
     # Lists ------------------------------------------------------------------------------------------------
 
-    def begin(self, actions: Sequence[Action], states: Mapping[int, MicrobatchState]) -> None:
+    def begin(self, actions: Sequence[Action], states: Mapping[int, Microbatch]) -> None:
         """A list begins: decides which parameters it splits."""
         self.end()
         later = frozenset([(a.microbatch_index, a.visit) for a in actions if a.kind is ActionKind.WEIGHT])
@@ -106,7 +114,7 @@ class WeightGradients:
             p for form, keys in self._learned.items() for key, p in self._touched[form].items() if key in keys
         ]
 
-    def _touched_by(self, state: MicrobatchState, segment: Segment) -> dict[int, nn.Parameter]:
+    def _touched_by(self, state: Microbatch, segment: Segment) -> dict[int, nn.Parameter]:
         form = _form(state, segment)
         if form not in self._touched:
             self._touched[form] = {id(p): p for p in self._parameters_of(state.recording, segment)}
@@ -123,9 +131,7 @@ class WeightGradients:
 
     # Forward ----------------------------------------------------------------------------------------------
 
-    def forward(
-        self, m: int, segment: Segment, state: MicrobatchState
-    ) -> contextlib.AbstractContextManager[Any]:
+    def forward(self, m: int, segment: Segment, state: Microbatch) -> contextlib.AbstractContextManager[Any]:
         """Around the forward of a segment."""
         place = (m, segment.visit)
         if place not in self._places:
@@ -145,9 +151,7 @@ class WeightGradients:
     # Backward ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def backward(
-        self, m: int, segment: Segment, state: MicrobatchState, starts: Sequence[Any]
-    ) -> Iterator[None]:
+    def backward(self, m: int, segment: Segment, state: Microbatch, starts: Sequence[Any]) -> Iterator[None]:
         """Around the backward of a segment, which begins at ``starts``."""
         place = (m, segment.visit)
         form = _form(state, segment)
@@ -241,7 +245,7 @@ class WeightGradients:
         return "parameter " + ", ".join([repr(self._name_of(p)) for p in parameters])
 
 
-def _form(state: MicrobatchState, segment: Segment) -> Any:
+def _form(state: Microbatch, segment: Segment) -> Any:
     """Segments of one form make the same calls on tensors of the same shapes."""
     return state.recording.plan_key(), segment.stage_index, segment.visit
 
