@@ -17,7 +17,7 @@ from smp_lite.config.errors import ConfigError, complaint
 from smp_lite.config.keys import is_private_hint, refuse_v2_keys, unknown_keys_text
 from smp_lite.config.messages import default_text, explain, type_text
 from smp_lite.config.parameters import Parameters
-from smp_lite.config.rules import check_across_fields, check_world_size
+from smp_lite.config.rules import SHAPES, check_across_fields, check_world_size
 from smp_lite.config.v1_parameters import HINTS, SINCE_1_6, LaterParameters
 
 __all__ = ["Config"]
@@ -102,5 +102,8 @@ def _settle(parameters: Mapping[str, Any], supported: Mapping[str, Any]) -> dict
         # Stages that are visited v times hold up to P + (P-1)/v microbatches.
         least = 2 * settled["partitions"] if settled.get("pipeline") == "interleaved_virtual" else 0
         settled.setdefault("active_microbatches", max(settled["partitions"] + 2, least))
+    is_cut_here = settled.get("auto_partition", True) and not settled.get("load_partition")
+    if is_cut_here and settled["partitions"] != 1:
+        settled.setdefault("virtual_stages", SHAPES.get(str(settled.get("pipeline")), 1))
     settled.setdefault("memory_weight", 0.2 if settled.get("optimize") == "speed" else 0.8)
     return settled

@@ -6,8 +6,8 @@ Only the few fields with a text of their own are listed by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, Union, get_args, get_origin
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge
 from pydantic import ValidationError
@@ -22,6 +22,7 @@ _DEPENDENT_DEFAULTS = {
     "partitions": "required",
     "pipeline_parallel_degree": "partitions",
     "active_microbatches": "partitions + 2; interleaved_virtual: at least 2 x partitions",
+    "virtual_stages": '1; 2 if pipeline is "interleaved_virtual", "v" if "zero_bubble_v"',
     "memory_weight": '0.2 if optimize is "speed", else 0.8',
 }
 
@@ -31,6 +32,10 @@ _OWN_TEXTS = {
     "default_partition": (
         "default_partition must be an integer.",
         "write the index of a partition, without quotes",
+    ),
+    "virtual_stages": (
+        "virtual_stages must be a positive integer or 'v'.",
+        "write the number of pieces of a partition without quotes, or 'v' for two, there and back",
     ),
     "memory_weight": (
         "memory_weight must be between 0.0 and 1.0!",
@@ -90,12 +95,19 @@ def _text_and_way_out(name: str, value: object, field: FieldInfo) -> tuple[str, 
 
 def type_text(field: FieldInfo) -> str:
     """Returns the type of a field as a reader of the README wants it, for example ``int >= 1``."""
-    annotation: Any = field.annotation
+    return _type_text(field.annotation, field.metadata)
+
+
+def _type_text(annotation: Any, metadata: Sequence[Any]) -> str:
     if get_origin(annotation) is Literal:
         return ", ".join(f'"{choice}"' for choice in get_args(annotation))
     if get_origin(annotation) in (Union, type(int | None)):
-        annotation = next(kind for kind in get_args(annotation) if kind is not type(None))
-    bounds = "".join(f" >= {bound.ge}" for bound in field.metadata if isinstance(bound, Ge))
+        kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+        return ", ".join(_type_text(kind, metadata) for kind in kinds)
+    if get_origin(annotation) is Annotated:
+        annotation, *inner = get_args(annotation)
+        metadata = [*metadata, *(bound for info in inner for bound in getattr(info, "metadata", ()))]
+    bounds = "".join(f" >= {bound.ge}" for bound in metadata if isinstance(bound, Ge))
     return f"{annotation.__name__}{bounds}"
 
 

@@ -21,6 +21,7 @@ def _switch(value: object) -> object:
 
 Switch = Annotated[bool, BeforeValidator(_switch)]
 Count = Annotated[int, Field(ge=1)]
+Pieces = Annotated[int, Field(ge=1)] | Literal["v"]
 Placement = Literal["spread", "cluster", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"]
 
 
@@ -81,6 +82,12 @@ class Parameters(BaseModel):
         True,
         description="Each partition holds modules that are adjacent in execution order. False: "
         "its pieces may be apart where that balances better.",
+    )
+    virtual_stages: Pieces = Field(
+        1,
+        description="Pieces of the model on each partition, in turn: with 2, the line of modules is cut into "
+        '2 * partitions pieces, for partitions 0, 1, ..., 0, 1, ... "v": two pieces, there and back: 0, 1, '
+        "..., 1, 0. Only with auto_partition and contiguous; a stored partition is used as it is.",
     )
     load_partition: Switch = Field(
         False,

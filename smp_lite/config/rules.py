@@ -7,12 +7,17 @@ above the largest, and ``load_partition`` without a file.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from smp_lite.config.errors import ConfigError, complaint
 from smp_lite.config.v1_parameters import LaterParameters
 
-__all__ = ["check_across_fields", "check_world_size"]
+__all__ = ["SHAPES", "check_across_fields", "check_world_size"]
 
 _LARGEST_PORT = 65535
+
+#: Pipelines that are made for several pieces on each partition -> the virtual_stages that they mean.
+SHAPES: Mapping[str, int | str] = {"interleaved_virtual": 2, "zero_bubble_v": "v"}
 
 
 def check_across_fields(config: LaterParameters) -> None:
@@ -25,6 +30,7 @@ def check_across_fields(config: LaterParameters) -> None:
         )
     _check_partition_file(config)
     _check_default_partition(config)
+    _check_virtual_stages(config)
     if not 0.0 <= config.memory_weight <= 1.0:
         _fail(
             "memory_weight must be between 0.0 and 1.0!",
@@ -89,6 +95,37 @@ def _check_default_partition(config: LaterParameters) -> None:
             config,
             "default_partition",
             f"{way_out}, as partitions is {config.partitions}",
+        )
+
+
+def _check_virtual_stages(config: LaterParameters) -> None:
+    if config.virtual_stages != 1 and not config.auto_partition:
+        _fail(
+            "virtual_stages is for auto_partition, which is False.",
+            config,
+            "virtual_stages",
+            "leave it out: smp.partition and smp.set_partition may simply come to a partition again, as in "
+            "0, 1, 0, 1 for four pieces",
+        )
+    if config.virtual_stages != 1 and not config.contiguous:
+        _fail(
+            "virtual_stages and contiguous=False are two ways to give a partition several pieces.",
+            config,
+            "virtual_stages",
+            "leave one of them out",
+        )
+    decides = config.auto_partition and not config.load_partition and config.partitions > 1
+    wanted = SHAPES.get(config.pipeline)
+    if not decides or wanted is None:
+        return
+    fits = config.virtual_stages == wanted if wanted == "v" else config.virtual_stages != 1
+    if not fits:
+        has = "two pieces, there and back," if wanted == "v" else "several pieces"
+        _fail(
+            f"pipeline={config.pipeline!r} is for {has} on each partition.",
+            config,
+            "virtual_stages",
+            f"leave it out, which means {wanted!r}, or use another pipeline",
         )
 
 

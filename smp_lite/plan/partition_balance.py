@@ -26,13 +26,13 @@ from typing import NamedTuple
 
 from .line_split import best_split, smallest_bound
 
-__all__ = ["Group", "Line", "Score", "balance", "score"]
+__all__ = ["Group", "Line", "Score", "Slot", "balance", "score", "seatings", "spread"]
 
 _MAX_SEATINGS = 64
 _EXACT_SLOTS = 12
 _MAX_STATES = 20_000
 
-Score = tuple[int, int, int, int]
+Score = tuple[int, ...]
 """Empty stages, cost of the largest, bytes cut, sum of squared stage costs; less is better."""
 
 
@@ -53,7 +53,7 @@ class Line:
     groups: tuple[Group, ...] = ()
 
 
-class _Slot(NamedTuple):
+class Slot(NamedTuple):
     """Atoms that move as one, at the seat of one of them."""
 
     atoms: tuple[int, ...]
@@ -69,13 +69,13 @@ def balance(line: Line, num_stages: int, *, contiguous: bool = True) -> tuple[in
     the largest stage smaller.
     """
     bounds: list[int] = []
-    for slots in _seatings(line):
+    for slots in seatings(line):
         num_parts = min(num_stages, len(slots))
         bounds.append(smallest_bound([0, *accumulate(slot.cost for slot in slots)], num_parts))
     # The largest stage decides first: where it is larger, nothing else need be known of a seating.
     splits = (
-        _spread(slots, _cut(slots, num_parts, bound), len(line.costs))
-        for slots, bound in zip(_seatings(line), bounds, strict=True)
+        spread(slots, _cut(slots, num_parts, bound), len(line.costs))
+        for slots, bound in zip(seatings(line), bounds, strict=True)
         if bound == min(bounds)
     )
     best = min(splits, key=lambda stages: score(line, stages, num_stages))
@@ -94,36 +94,40 @@ def score(line: Line, stages: Sequence[int], num_stages: int) -> Score:
     return num_stages - len(set(stages)), max(loads), cut_bytes, sum(load**2 for load in loads)
 
 
-def _seatings(line: Line) -> Iterator[list[_Slot]]:
+def seatings(line: Line, *, may_stay: bool = False) -> Iterator[list[Slot]]:
     """Every way to seat the groups. Where there are too many, the lightest groups keep to their
-    first seat.
+    first seat. With `may_stay` the atoms of a group may also stay where they are.
     """
-    options: list[tuple[int, ...]] = []
+    options: list[tuple[int | None, ...]] = []
     groups = sorted(line.groups, key=lambda g: -sum(line.costs[atom] for atom in g.atoms))
     num_seatings = 1
     for group in groups:
-        fits = num_seatings * len(group.seats) <= _MAX_SEATINGS
-        options.append(group.seats if fits else group.seats[:1])
+        seats = (None, *group.seats) if may_stay else group.seats
+        fits = num_seatings * len(seats) <= _MAX_SEATINGS
+        options.append(seats if fits else group.seats[:1])
         num_seatings *= len(options[-1])
     grouped = {atom for group in groups for atom in group.atoms}
-    singles = [
-        _Slot((atom,), atom, cost, size)
-        for atom, (cost, size) in enumerate(zip(line.costs, line.entry_bytes))
-        if atom not in grouped
+    alone = [
+        Slot((atom,), atom, cost, size) for atom, (cost, size) in enumerate(zip(line.costs, line.entry_bytes))
     ]
+    singles = [slot for slot in alone if slot.seat not in grouped]
     costs = [sum(line.costs[atom] for atom in group.atoms) for group in groups]
     for seats in product(*options):
         slots = singles.copy()
         for group, seat, cost in zip(groups, seats, costs):
-            insort(slots, _Slot(group.atoms, seat, cost, line.entry_bytes[seat]), key=_seat)
+            if seat is None:
+                for atom in group.atoms:
+                    insort(slots, alone[atom], key=_seat)
+            else:
+                insort(slots, Slot(group.atoms, seat, cost, line.entry_bytes[seat]), key=_seat)
         yield slots
 
 
-def _seat(slot: _Slot) -> int:
+def _seat(slot: Slot) -> int:
     return slot.seat
 
 
-def _cut(slots: Sequence[_Slot], num_parts: int, bound: int) -> list[int]:
+def _cut(slots: Sequence[Slot], num_parts: int, bound: int) -> list[int]:
     """The best contiguous split: the stage of each slot."""
     ends = [0, *accumulate(slot.cost for slot in slots)]
     starts = best_split(ends, [slot.entry_bytes for slot in slots], num_parts, bound)
@@ -137,7 +141,7 @@ def _scatter(line: Line, stages: Sequence[int], num_stages: int) -> tuple[int, .
     """The best assignment found when stages need not be intervals, given the contiguous one.
     Stages are numbered by first use, so that the first atom is on stage 0.
     """
-    slots = next(_seatings(line))
+    slots = next(seatings(line))
     if not _can_shrink(slots, _loads(line.costs, stages, num_stages)):
         return tuple(stages)
     found: Sequence[int] | None = None
@@ -145,12 +149,12 @@ def _scatter(line: Line, stages: Sequence[int], num_stages: int) -> tuple[int, .
         found = _search(slots, num_stages, bound=score(line, stages, num_stages)[1] - 1)
     if found is None:
         found = _descend(line, slots, [stages[slot.atoms[0]] for slot in slots], num_stages)
-    scattered = _spread(slots, found, len(line.costs))
+    scattered = spread(slots, found, len(line.costs))
     numbers: dict[int, int] = {}
     return tuple(numbers.setdefault(stage, len(numbers)) for stage in scattered)
 
 
-def _search(slots: Sequence[_Slot], num_stages: int, *, bound: int) -> tuple[int, ...] | None:
+def _search(slots: Sequence[Slot], num_stages: int, *, bound: int) -> tuple[int, ...] | None:
     """Exact: all assignments that keep every stage within `bound`, slot by slot. Two partial ones
     with the same loads and the same load of the last slot's stage have the same future, so only the
     one with fewer bytes cut is kept. None where there is no assignment, or too many to follow.
@@ -179,7 +183,7 @@ def _search(slots: Sequence[_Slot], num_stages: int, *, bound: int) -> tuple[int
     return stages
 
 
-def _descend(line: Line, slots: Sequence[_Slot], start: Sequence[int], num_stages: int) -> list[int]:
+def _descend(line: Line, slots: Sequence[Slot], start: Sequence[int], num_stages: int) -> list[int]:
     """Local search: move a slot off the largest stage, or swap it with another, while that lowers
     the larger of the two stages; among equally good steps the one with the fewest bytes cut.
     """
@@ -195,12 +199,12 @@ def _descend(line: Line, slots: Sequence[_Slot], start: Sequence[int], num_stage
             for slot, stage in changes:
                 trial[slot] = stage
             trials.append(trial)
-        stages = min(trials, key=lambda t: score(line, _spread(slots, t, len(line.costs)), num_stages)[2])
+        stages = min(trials, key=lambda t: score(line, spread(slots, t, len(line.costs)), num_stages)[2])
     return stages
 
 
 def _steps(
-    slots: Sequence[_Slot], stages: Sequence[int], num_stages: int
+    slots: Sequence[Slot], stages: Sequence[int], num_stages: int
 ) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
     """Every move and swap that relieves the largest stage and empties none: the larger load of the
     two stages afterwards, and the changes as (slot, new stage).
@@ -228,11 +232,11 @@ def _loads(costs: Sequence[int], stages: Sequence[int], num_stages: int) -> list
     return loads
 
 
-def _can_shrink(slots: Sequence[_Slot], loads: Sequence[int]) -> bool:
+def _can_shrink(slots: Sequence[Slot], loads: Sequence[int]) -> bool:
     return max(loads) > max(max(slot.cost for slot in slots), -(-sum(loads) // len(loads)))
 
 
-def _spread(slots: Sequence[_Slot], slot_stages: Sequence[int], num_atoms: int) -> tuple[int, ...]:
+def spread(slots: Sequence[Slot], slot_stages: Sequence[int], num_atoms: int) -> tuple[int, ...]:
     stages = [0] * num_atoms
     for slot, stage in zip(slots, slot_stages):
         for atom in slot.atoms:

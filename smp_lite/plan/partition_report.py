@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
+from operator import itemgetter
 
 from .partition import ModuleCost, Partition
 from .partition_tree import Load, ModuleTree
@@ -24,19 +26,24 @@ _MAX_MODULES_SHOWN = 4
 
 @dataclass(frozen=True)
 class StageSummary:
-    """One stage of a partition. `modules` are the largest subtrees wholly on the stage, in
+    """One stage of a partition. Its modules are the largest subtrees wholly on the stage, in
     execution order, numbered siblings as a range (`blocks.0-3`); a split container's own parameters
-    appear as `name (own)`.
+    appear as `name (own)`. They are one piece of the model, or several with other stages between them.
     """
 
     stage_index: int
-    modules: tuple[str, ...]
+    pieces: tuple[tuple[str, ...], ...]
     parameter_count: int
     parameter_bytes: int
     state_bytes: int
     activation_bytes: int
     memory_share: float
     compute_share: float
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Of all pieces."""
+        return tuple(chain.from_iterable(self.pieces))
 
     def cost(self, memory_weight: float) -> float:
         """What the partitioner balances: the stage's share of the model, 0 to 1."""
@@ -53,14 +60,14 @@ def stage_summaries(root: ModuleCost, partition: Partition) -> tuple[StageSummar
     for home, load in tree.loads().items():
         loads[partition.stage_of[home]] += load
     total = sum(loads, Load())
-    modules: list[list[str]] = [[] for _ in loads]
+    pieces: list[list[tuple[str, ...]]] = [[] for _ in loads]
     if tree.holders[root.name]:
-        for stage_index, name in _top_names(tree, partition, root.name):
-            modules[stage_index].append(name)
+        for stage_index, piece in groupby(_top_names(tree, partition, root.name), key=itemgetter(0)):
+            pieces[stage_index].append(tuple(name for _, name in piece))
     return tuple(
         StageSummary(
             stage_index=stage_index,
-            modules=tuple(modules[stage_index]),
+            pieces=tuple(pieces[stage_index]),
             parameter_count=load.parameter_count,
             parameter_bytes=load.parameter_bytes,
             state_bytes=load.state_bytes,
@@ -97,7 +104,9 @@ def partition_warnings(summaries: Sequence[StageSummary], memory_weight: float) 
 
 
 def format_partition_table(summaries: Sequence[StageSummary]) -> str:
-    """A plain text table, one row a stage and a row of totals; no newline at the end."""
+    """A plain text table, one row a stage and a row of totals; no newline at the end. Pieces of a stage
+    are parted by `|`.
+    """
     header = ("stage", "modules", "parameters", "bytes", "state", "activations", "flops")
     rows = [
         (
@@ -152,6 +161,10 @@ def _label(name: str) -> str:
 
 
 def _module_text(summary: StageSummary) -> str:
-    shown = ", ".join(summary.modules[:_MAX_MODULES_SHOWN])
-    rest = len(summary.modules) - _MAX_MODULES_SHOWN
-    return f"{shown}, {rest} more" if rest > 0 else shown or "-"
+    return " | ".join(_piece_text(piece) for piece in summary.pieces) or "-"
+
+
+def _piece_text(modules: tuple[str, ...]) -> str:
+    shown = ", ".join(modules[:_MAX_MODULES_SHOWN])
+    rest = len(modules) - _MAX_MODULES_SHOWN
+    return f"{shown}, {rest} more" if rest > 0 else shown

@@ -19,6 +19,9 @@ container's own parameters in front,
   blocks that the answer does not need to cut are closed again afterwards.
 
 `keep_whole` modules are never opened.
+
+With several pieces a stage (`virtual_stages`) the same atoms are cut into more parts; they are opened for a
+missing part as for an empty stage.
 """
 
 from __future__ import annotations
@@ -31,23 +34,36 @@ from fractions import Fraction
 from .partition import ModuleCost, Partition
 from .partition_balance import Group, Line, Score, balance, score
 from .partition_tree import ModuleTree, joined
+from .virtual_stages import VirtualStages, balance_pieces, piece_stages, runs_of
 
-__all__ = ["solve_partition"]
+__all__ = ["TooFewModulesError", "solve_partition"]
 
 _GOOD_ENOUGH = Fraction(11, 10)
 _WORTH_OPENING = Fraction(9, 10)
 _TOO_SMALL_TO_MATTER = Fraction(1, 10)
 
 
+class TooFewModulesError(ValueError):
+    """There are fewer modules to cut apart than pieces are asked for."""
+
+
 def solve_partition(
-    root: ModuleCost, num_stages: int, *, memory_weight: float, contiguous: bool = True
+    root: ModuleCost,
+    num_stages: int,
+    *,
+    memory_weight: float,
+    contiguous: bool = True,
+    virtual_stages: VirtualStages = 1,
 ) -> Partition:
     """Places every module of `root` on one of `num_stages` stages.
 
     Contiguous in execution order, modules that share a parameter apart, unless
     `contiguous=False` allows a smaller largest stage. With fewer parameter-holding modules than
-    stages the last stages stay empty. Deterministic: equal input, equal partition. Raises
-    ValueError for a bad `num_stages` or `memory_weight`.
+    stages the last stages stay empty. Deterministic: equal input, equal partition.
+
+    With `virtual_stages` each stage has so many pieces of the line, in turn, or two, there and back
+    ("v"). Raises ValueError for a bad `num_stages`, `memory_weight` or `virtual_stages`, where pieces
+    have to be contiguous and apart at once, and where there are not enough modules for the pieces.
     """
     if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
         raise ValueError(f"the number of partitions is {num_stages!r}; it has to be an int >= 1.")
@@ -56,15 +72,29 @@ def solve_partition(
             f"memory_weight is {memory_weight!r}; it has to be from 0 (balance computation only) "
             "to 1 (balance memory only)."
         )
+    pieces = piece_stages(num_stages, virtual_stages)
+    is_virtual = len(runs_of(pieces)) > num_stages
+    if is_virtual and not contiguous:
+        raise ValueError(
+            f"contiguous is False, and virtual_stages is {virtual_stages!r}: each says in its own way that "
+            "a stage has several pieces. Leave one of them out."
+        )
     tree = ModuleTree(root)
     costs = _integer_costs(tree, memory_weight)
 
     def solve(atoms: Sequence[_Atom]) -> _Solution:
-        return _solve(tree, costs, atoms, num_stages, contiguous)
+        atoms, line = _line(tree, costs, atoms)
+        if is_virtual:
+            return _Solution(atoms, *balance_pieces(line, num_stages, pieces))
+        stages = balance(line, num_stages, contiguous=contiguous)
+        return _Solution(atoms, stages, score(line, stages, num_stages))
 
+    solution = _refined(tree, costs, num_stages, solve) if costs else None
+    if is_virtual and (solution is None or solution.num_empty):
+        raise TooFewModulesError(_too_few_text(solution, num_stages, virtual_stages))
     stages: dict[str, int] = {}
-    if costs:
-        for atom, stage_index in _refined(tree, costs, num_stages, solve).placed():
+    if solution is not None:
+        for atom, stage_index in solution.placed():
             stages.update(dict.fromkeys(atom.holders(tree), stage_index))
     stage_of: dict[str, int] = {}
     for name, holders in tree.holders.items():
@@ -96,11 +126,17 @@ class _Solution:
 
     @property
     def num_empty(self) -> int:
+        """Stages, or with several pieces a stage parts, without an atom."""
         return self.score[0]
 
     @property
     def largest(self) -> int:
         return self.score[1]
+
+    @property
+    def balance(self) -> Score:
+        """The score without bytes and squares."""
+        return self.score[:-2]
 
     def placed(self) -> list[tuple[_Atom, int]]:
         return list(zip(self.atoms, self.stages))
@@ -130,21 +166,25 @@ def _integer_costs(tree: ModuleTree, memory_weight: float) -> dict[str, int]:
     return {name: int(cost * denominator) for name, cost in scaled.items()}
 
 
-def _solve(
-    tree: ModuleTree,
-    costs: dict[str, int],
-    atoms: Sequence[_Atom],
-    num_stages: int,
-    contiguous: bool,
-) -> _Solution:
+def _line(tree: ModuleTree, costs: dict[str, int], atoms: Sequence[_Atom]) -> tuple[tuple[_Atom, ...], Line]:
     atoms = tuple(sorted(atoms, key=lambda atom: tree.position[atom.name]))
     line = Line(
         costs=tuple(sum(costs[holder] for holder in atom.holders(tree)) for atom in atoms),
         entry_bytes=tuple(tree.entry_bytes(atom.name) for atom in atoms),
         groups=_groups(tree, atoms),
     )
-    stages = balance(line, num_stages, contiguous=contiguous)
-    return _Solution(atoms, stages, score(line, stages, num_stages))
+    return atoms, line
+
+
+def _too_few_text(solution: _Solution | None, num_stages: int, virtual_stages: VirtualStages) -> str:
+    num_runs = len(runs_of(piece_stages(num_stages, virtual_stages)))
+    found = num_runs - solution.num_empty if solution is not None else 0
+    return (
+        f"virtual_stages={virtual_stages!r} with partitions={num_stages} cuts the model into {num_runs} "
+        f"pieces, but it has only {found} that can be cut apart (modules with parameters; those that share "
+        "one count once, those that must stay whole are not opened). Use virtual_stages=1, or fewer "
+        "partitions."
+    )
 
 
 def _groups(tree: ModuleTree, atoms: Sequence[_Atom]) -> tuple[Group, ...]:
@@ -199,7 +239,7 @@ def _closed(tree: ModuleTree, solution: _Solution, opened: Sequence[str], solve:
                 atom_of.update(dict.fromkeys(inside, _Atom(name)))
         atoms = list(dict.fromkeys(atom_of.values()))
         candidate = solve(atoms)
-        return candidate if candidate.score[:2] <= present.score[:2] else present
+        return candidate if candidate.balance <= present.balance else present
 
     stage_of = {h: stage for atom, stage in solution.placed() for h in atom.holders(tree)}
     on_one_stage = [name for name in opened if len({stage_of[holder] for holder in tree.holders[name]}) == 1]

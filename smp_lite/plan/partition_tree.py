@@ -16,13 +16,14 @@ table shown to the user cannot differ:
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TypeVar
 
 from .partition import ModuleCost
 
-__all__ = ["Load", "ModuleTree", "joined"]
+__all__ = ["Load", "ModuleTree", "joined", "stage_visits"]
 
 _Item = TypeVar("_Item", bound=Hashable)
 
@@ -191,6 +192,12 @@ class ModuleTree:
                     candidate = (num_parameters, module.parameter_count // num_parameters)
                 known[parameter] = min(known.get(parameter, candidate), candidate)
         return {parameter: size for parameter, (_, size) in known.items()}
+
+
+def stage_visits(root: ModuleCost, stage_of: Mapping[str, int]) -> tuple[int, ...]:
+    """The stages in the order in which the line of modules comes to them; neighbours differ."""
+    tree = ModuleTree(root)
+    return tuple(stage for stage, _ in groupby(stage_of[name] for name in tree.holders[root.name]))
 
 
 def joined(sets: Iterable[Sequence[_Item]]) -> list[list[_Item]]:

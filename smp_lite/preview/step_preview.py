@@ -272,6 +272,8 @@ def _print(ready: PlanReady, args: argparse.Namespace, given: JobConfig | None) 
         f"{config.partitions} partitions, {config.microbatches} microbatches, {config.pipeline}, "
         f"optimize={config.optimize}"
     )
+    if config.virtual_stages != 1:
+        title += f", virtual_stages={config.virtual_stages}"
     if given is None:
         print(f"\n{title if plan is None else _plan_text(plan, 'given by the script')}")
     print()

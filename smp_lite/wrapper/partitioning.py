@@ -16,7 +16,9 @@ from ..comm.peers import Peers
 from ..errors import SMPError
 from ..plan.partition import ModuleCost, Partition, manual_partition
 from ..plan.partition_report import format_partition_table, partition_warnings, stage_summaries
-from ..plan.partition_solver import solve_partition
+from ..plan.partition_solver import TooFewModulesError, solve_partition
+from ..plan.partition_tree import stage_visits
+from ..plan.virtual_stages import piece_stages, runs_of
 from ..record.describe.effects import NeedsOpening
 from ..record.describe.metadata import MetadataInference
 from ..record.describe.tracing import cost_tree, trace_model
@@ -74,14 +76,13 @@ def decide_partition(
     else:
         solved = None
         if 0 in peers.stages:
-            assert config.memory_weight is not None
-            solved = solve_partition(
-                costs,
-                session.num_stages,
-                memory_weight=config.memory_weight,
-                contiguous=config.contiguous,
-            )
-        partition = peers.share_object(solved, 0, "the partition")
+            solved = _solved(session, costs)
+        solved = peers.share_object(solved, 0, "the partition")
+        if isinstance(solved, str):
+            raise SMPError(solved)
+        partition = solved
+    if session.rank == 0:
+        _warn_of_pieces(session, partition, costs, is_stored=stored is not None or config.load_partition)
     if session.world is not None and len(session.group("DP")) > 1:
         # Replicas must cut alike, or they would average gradients of different parameters.
         partition = session.world.exchange(partition, "DP", "the partition of the replicas")[0]
@@ -117,6 +118,47 @@ def load_partition(session: Session, module: nn.Module, path: str | os.PathLike[
         )
     partition.check(cost_tree(module, None, optimizer_states=0, microbatches_in_flight=1))
     return partition
+
+
+def _solved(session: Session, costs: ModuleCost) -> Partition | str:
+    """The solver's partition, or why there is none: all ranks have to hear of it."""
+    config = session.cfg
+    assert config.memory_weight is not None
+    try:
+        return solve_partition(
+            costs,
+            session.num_stages,
+            memory_weight=config.memory_weight,
+            contiguous=config.contiguous,
+            virtual_stages=config.virtual_stages,
+        )
+    except TooFewModulesError as error:
+        return str(error)
+
+
+def _warn_of_pieces(session: Session, partition: Partition, costs: ModuleCost, *, is_stored: bool) -> None:
+    """Where another number of pieces was asked for than there is, or than the pipeline is made for."""
+    asked, pipeline = session.cfg.virtual_stages, session.cfg.pipeline
+    if session.num_stages == 1:
+        if asked != 1:
+            warn_once_at_user_line(f"virtual_stages={asked!r} changes nothing: partitions=1 cuts nothing")
+        return
+    visits = stage_visits(costs, partition.stage_of)
+    in_order = f"the line of modules comes to the stages in the order {' '.join(map(str, visits))}"
+    is_round = len(visits) > len(set(visits))
+    is_v = visits == tuple(stage for stage, _ in runs_of(piece_stages(session.num_stages, "v")))
+    if (pipeline == "interleaved_virtual" and not is_round) or (pipeline == "zero_bubble_v" and not is_v):
+        wanted = "two pieces, there and back," if pipeline == "zero_bubble_v" else "several pieces"
+        warn_once_at_user_line(
+            f"pipeline={pipeline!r} is for {wanted} on each stage, and here {in_order}: a step is ordered as "
+            "well as that allows. Place modules so, leave it to auto_partition, or use another pipeline"
+        )
+    if asked != 1 and is_stored and len(visits) < len(runs_of(piece_stages(session.num_stages, asked))):
+        warn_once_at_user_line(
+            f"virtual_stages={asked!r} was not applied: the partition is a stored one, used as it is, and "
+            f"{in_order}. To have the model cut anew, leave load_partition out, or resume from a checkpoint "
+            "that was saved with partial=False"
+        )
 
 
 def _manual(session: Session, module: nn.Module, costs: ModuleCost) -> Partition:

@@ -78,6 +78,7 @@ GRID = [
     (4, {"partitions": 1}),
     (4, {"partitions": 2, "placement_strategy": "spread", "pipeline": "simple"}),
     (4, {"partitions": 2, "placement_strategy": "PTD", "optimize": "speed"}),
+    (4, {"partitions": 2, "virtual_stages": 2}),
     (4, {"partitions": 1, "tensor_parallel_degree": 4}),
     (8, {"partitions": 2}),
 ]

@@ -86,8 +86,9 @@ def test_two_ranks_train_as_with_whole_parameters_to_the_bit(name: str) -> None:
         (2, {"pipeline_parallel_degree": 2, "microbatches": 4}),
         (2, {"pipeline_parallel_degree": 2, "microbatches": 2, "placement_strategy": "spread"}),
         (2, {"pipeline_parallel_degree": 2, "microbatches": 2, "placement_strategy": "PDT"}),
+        (2, {"pipeline_parallel_degree": 2, "microbatches": 4, "virtual_stages": 2}),
     ],
-    ids=["cluster", "spread", "PDT"],
+    ids=["cluster", "spread", "PDT", "virtual stages"],
 )
 def test_pipelines_train_as_with_whole_parameters_to_the_bit(degree: int, keys: dict[str, Any]) -> None:
     check_same(*both(4, degree, keys=keys, model="tied"))

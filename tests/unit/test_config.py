@@ -22,6 +22,7 @@ DEFAULTS_OF_TWO_PARTITIONS = {
     "active_microbatches": 4,
     "auto_partition": True,
     "contiguous": True,
+    "virtual_stages": 1,
     "load_partition": False,
     "horovod": False,
     "ddp": False,
@@ -83,6 +84,21 @@ def test_either_name_of_the_number_of_partitions_suffices(key: str) -> None:
 
     assert (config.partitions, config.pipeline_parallel_degree) == (3, 3)
     assert config.active_microbatches == 5
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "pieces"),
+    [("interleaved", 1), ("zero_bubble", 1), ("interleaved_virtual", 2), ("zero_bubble_v", "v")],
+)
+def test_default_virtual_stages_follow_the_pipeline_where_the_library_cuts(
+    pipeline: str, pieces: object
+) -> None:
+    parameters = {"partitions": 4, "pipeline": pipeline}
+    assert Config.from_parameters(parameters).virtual_stages == pieces
+    by_hand = {**parameters, "auto_partition": False, "default_partition": 0}
+    stored = {**parameters, "load_partition": True, "partition_file": "p.json"}
+    for given in (by_hand, stored, {**parameters, "partitions": 1}):
+        assert Config.from_parameters(given).virtual_stages == 1
 
 
 @pytest.mark.parametrize(("optimize", "memory_weight"), [("speed", 0.2), ("memory", 0.8), (None, 0.8)])
@@ -301,6 +317,7 @@ def test_the_description_has_every_parameter() -> None:
         '"simple", "interleaved", "zero_bubble", "interleaved_virtual", "zero_bubble_v", "_only_forward"'
     )
     assert rows["pipeline"][:2] == [pipelines, '"interleaved"']
+    assert rows["virtual_stages"][0] == 'int >= 1, "v"'
     assert rows["memory_weight"][:2] == ["float", '0.2 if optimize is "speed", else 0.8']
     assert rows["ddp_port"][:2] == ["int", "none"]
     assert rows["ddp"][:2] == ["bool", "False"]

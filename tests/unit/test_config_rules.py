@@ -14,6 +14,28 @@ from smp_lite.config import Config, ConfigError
     [
         ({"partition_file": 3}, "'partition_file' must be a str. Got partition_file=3 (int)"),
         ({"partition_file": None}, "'partition_file' must be a str."),
+        (
+            {"virtual_stages": 0},
+            "virtual_stages must be a positive integer or 'v'. Got virtual_stages=0",
+        ),
+        ({"virtual_stages": "V"}, "virtual_stages must be a positive integer or 'v'."),
+        ({"virtual_stages": True}, "virtual_stages must be a positive integer or 'v'."),
+        (
+            {"virtual_stages": 2, "auto_partition": False, "default_partition": 0},
+            "virtual_stages is for auto_partition, which is False.",
+        ),
+        (
+            {"virtual_stages": "v", "contiguous": False},
+            "virtual_stages and contiguous=False are two ways to give a partition several pieces.",
+        ),
+        (
+            {"virtual_stages": 1, "pipeline": "interleaved_virtual"},
+            "pipeline='interleaved_virtual' is for several pieces on each partition. Got virtual_stages=1 (int)",
+        ),
+        (
+            {"virtual_stages": 2, "pipeline": "zero_bubble_v"},
+            "pipeline='zero_bubble_v' is for two pieces, there and back, on each partition.",
+        ),
         ({"load_partition": True}, "load_partition needs 'partition_file' to be set as well."),
         (
             {"load_partition": True, "partition_file": ""},

@@ -65,13 +65,13 @@ def _place(num_stages: int, prefixes: dict[str, int]) -> Partition:
 SPLIT = _place(3, {"blocks.1.mlp": 1, "blocks.2": 1, "blocks.3": 1})
 
 TABLE = """\
-stage  modules                      parameters      bytes      state  activations   flops
------  ---------------------------  ----------  ---------  ---------  -----------  ------
-    0  embedding, blocks.0-1, head      40,960  160.0 KiB  640.0 KiB      6.0 KiB   55.0%
-    1  blocks.2-3, norm                 24,704   96.5 KiB  386.0 KiB      5.0 KiB   45.0%
-    2  -                                     0        0 B        0 B          0 B    0.0%
------  ---------------------------  ----------  ---------  ---------  -----------  ------
-total                                   65,664  256.5 KiB    1.0 MiB     11.0 KiB  100.0%"""
+stage  modules                       parameters      bytes      state  activations   flops
+-----  ----------------------------  ----------  ---------  ---------  -----------  ------
+    0  embedding, blocks.0-1 | head      40,960  160.0 KiB  640.0 KiB      6.0 KiB   55.0%
+    1  blocks.2-3, norm                  24,704   96.5 KiB  386.0 KiB      5.0 KiB   45.0%
+    2  -                                      0        0 B        0 B          0 B    0.0%
+-----  ----------------------------  ----------  ---------  ---------  -----------  ------
+total                                    65,664  256.5 KiB    1.0 MiB     11.0 KiB  100.0%"""
 
 
 def test_table() -> None:
@@ -80,9 +80,22 @@ def test_table() -> None:
     assert format_partition_table(stage_summaries(plain, partition)) == TABLE
 
 
-def test_the_table_shows_a_few_of_many_modules() -> None:
-    table = format_partition_table(stage_summaries(GPT, SPLIT))
-    assert "(root) (own), embedding, blocks.0, blocks.1.attention, 2 more " in table
+def test_the_table_shows_pieces_and_a_few_of_many_modules() -> None:
+    split = _place(2, {"blocks.1.mlp": 1, "blocks.2": 0, "blocks.3": 1, "norm": 1})
+    summaries = stage_summaries(GPT, split)
+    assert summaries[0].pieces == (
+        ("(root) (own)", "embedding", "blocks.0", "blocks.1.attention"),
+        ("blocks.2",),
+        ("head",),
+    )
+    assert "  (root) (own), embedding, blocks.0, blocks.1.attention | blocks.2 | head  " in (
+        format_partition_table(summaries)
+    )
+    root = ModuleCost("", order=0, children=tuple(_leaf(name, 1, 1, 1.0) for name in "abcdef"))
+    table = format_partition_table(
+        stage_summaries(root, Partition(2, dict.fromkeys("abcde", 0) | {"f": 1, "": 0}))
+    )
+    assert "a, b, c, d, 1 more " in table
 
 
 def test_modules_are_the_largest_whole_subtrees() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...config import Config, ConfigError
 from ...config.v1_parameters import PRIVATE_HINTS
 from ...plan.topology import Topology
+from ...plan.virtual_stages import piece_stages, runs_of
 from ..plan.parallel_plan import (
     DataParallel,
     Microbatches,
@@ -17,15 +18,15 @@ from ..plan.parallel_plan import (
 from ..plan.stage_assignment import StageRule
 from ..reading.written import Written, unknown_key
 
-__all__ = ["SCHEDULES", "compile_plan", "path_of"]
+__all__ = ["SCHEDULES", "compile_plan", "partitioner_rule", "path_of"]
 
 DIALECT = "sagemaker"
 SCHEDULES: dict[str, ScheduleName] = {
     "interleaved": "1f1b",
-    "zero_bubble": "zero_bubble",
-    "interleaved_virtual": "interleaved_virtual",
-    "zero_bubble_v": "zero_bubble_v",
     "simple": "gpipe",
+    "zero_bubble": "zero_bubble",
+    "interleaved_virtual": "virtual",
+    "zero_bubble_v": "zero_bubble_v",
     "_only_forward": "forward",
 }
 #: Fields that the plan has a place for; the others are carried under their own names.
@@ -43,6 +44,7 @@ _PLANNED = frozenset(
         "partition_file",
         "default_partition",
         "memory_weight",
+        "virtual_stages",
         "horovod",
         "ddp",
         "tensor_parallel_degree",
@@ -140,5 +142,17 @@ def _stages(written: Written, config: Config, named_pp: str) -> tuple[StageRule,
     if not config.auto_partition:
         rule = StageRule("contexts", owners, default_stage=config.default_partition, key=named_pp)
         return rule, written.said("auto_partition")
-    rule = StageRule("partitioner", owners, memory_weight=config.memory_weight, key=named_pp)
-    return rule, written.said("auto_partition")
+    rule = partitioner_rule(config, named_pp)
+    if rule.num_chunks == 1:
+        return rule, written.said("auto_partition")
+    return rule, written.said("virtual_stages" if written.has("virtual_stages") else "pipeline")
+
+
+def partitioner_rule(config: Config, key: str) -> StageRule:
+    """The stages of ``auto_partition``, with the pieces of each one by one."""
+    pieces = piece_stages(config.partitions, config.virtual_stages)
+    if len(runs_of(pieces)) == config.partitions:
+        pieces = tuple(range(config.partitions))
+    num_chunks = len(pieces) // config.partitions
+    key = key if num_chunks == 1 else f"{key} and virtual_stages"
+    return StageRule("partitioner", pieces, num_chunks, memory_weight=config.memory_weight, key=key)

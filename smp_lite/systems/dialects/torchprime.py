@@ -34,7 +34,7 @@ from ..plan.parallel_plan import (
 )
 from ..plan.stage_assignment import StageRule
 from ..reading.written import Written, unknown_key
-from .sagemaker import SCHEDULES
+from .sagemaker import SCHEDULES, partitioner_rule
 
 __all__ = ["AXES", "compile_plan", "is_sharding_map", "parse_rule", "path_of"]
 
@@ -44,7 +44,7 @@ _MESHES = ("ici_mesh", "dcn_mesh")
 _KEYS = (*_MESHES, "sharding", "model", "strict", "smp")
 _SMP_KEYS = (
     *("partitions", "pipeline_parallel_degree", "microbatches", "pipeline", "active_microbatches"),
-    *("auto_partition", "default_partition", "optimize", "memory_weight"),
+    *("auto_partition", "default_partition", "virtual_stages", "optimize", "memory_weight"),
 )
 
 
@@ -247,7 +247,7 @@ def _stages(pipeline: Config) -> StageRule:
         return StageRule("uniform", owners)
     if not pipeline.auto_partition:
         return StageRule("contexts", owners, default_stage=pipeline.default_partition, key="smp")
-    return StageRule("partitioner", owners, memory_weight=pipeline.memory_weight, key="smp")
+    return partitioner_rule(pipeline, "smp")
 
 
 def _said_axis(written: Written, axis: str, ici: int, dcn: int) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...config import PARAMETERS_VARIABLE, Config
 from ...config.errors import ConfigError
+from ..dialects.sagemaker import SCHEDULES
 from ..plan.parallel_plan import ParallelPlan
 from .detect import detect_dialect
 from .loading import load_plan, read_configuration
@@ -20,8 +21,10 @@ __all__ = ["CONFIG_VARIABLE", "config_of", "given_plan", "variable_for"]
 
 CONFIG_VARIABLE = "SMP_LITE_CONFIG"
 
-_PIPELINES = {"sequential": "interleaved", "gpipe": "simple", "1f1b": "interleaved", "virtual": "interleaved"}
-_PIPELINES |= {name: name for name in ("zero_bubble", "interleaved_virtual", "zero_bubble_v")}
+_PIPELINES = {
+    **{schedule: pipeline for pipeline, schedule in SCHEDULES.items() if schedule != "forward"},
+    "sequential": "interleaved",
+}
 
 
 def variable_for(path: str, dialect: str | None, overrides: Sequence[str]) -> str:
@@ -111,6 +114,8 @@ def config_of(plan: ParallelPlan, *, has_mpi: bool) -> Config:
     }
     if plan.stages.memory_weight is not None:
         parameters["memory_weight"] = plan.stages.memory_weight
+    if places_itself and plan.pp_size > 1 and plan.stages.num_chunks > 1:
+        parameters["virtual_stages"] = plan.stages.virtual_stages
     if plan.schedule.strict is not None:
         parameters["optimize"] = "memory" if plan.schedule.strict else "speed"
     if plan.schedule.max_in_flight is not None:

@@ -110,9 +110,7 @@ class Microbatches:
     global_batch_size: int | None = None
 
 
-ScheduleName = Literal[
-    "sequential", "gpipe", "1f1b", "virtual", "forward", "zero_bubble", "interleaved_virtual", "zero_bubble_v"
-]
+ScheduleName = Literal["sequential", "gpipe", "1f1b", "virtual", "zero_bubble", "zero_bubble_v", "forward"]
 
 
 @dataclass(frozen=True)
@@ -121,9 +119,9 @@ class Schedule:
 
     Attributes:
         name: ``sequential``: one stage works at a time; ``gpipe``: all forwards, then all backwards;
-            ``1f1b``: backward first; ``virtual``: 1f1b over several chunks a rank; ``forward``: no backwards;
-            ``zero_bubble``, ``interleaved_virtual``, ``zero_bubble_v``: as :mod:`smp_lite.plan.schedules` has
-            them.
+            ``1f1b``: backward first; ``virtual``: 1f1b over several chunks a rank; ``zero_bubble``: gradients
+            of parameters fill the gaps; ``zero_bubble_v``: that over two chunks a rank, there and back;
+            ``forward``: no backwards.
         max_in_flight: most microbatches between forward and backward on a stage; None: not said.
         strict: a microbatch waits until an earlier one has left; None: not said.
     """
@@ -299,11 +297,16 @@ class ParallelPlan:
 
     @property
     def bubble(self) -> Fraction:
-        """Share of a step in which a rank waits, if all stages cost the same: (p-1)/(v m + p-1)."""
+        """Share of a step in which a rank waits, if all stages cost the same: (p-1)/(v m + p-1). For zero
+        bubble also backwards cost as much as forwards, and gradients of parameters too.
+        """
         p = self.pp_size
         if self.schedule.name == "sequential":
             return Fraction(p - 1, p)
-        return Fraction(p - 1, self.stages.num_chunks * self.microbatches.count + p - 1)
+        if self.schedule.name == "zero_bubble_v":
+            return Fraction(0)
+        v = {"virtual": self.stages.num_chunks, "zero_bubble": 3}.get(self.schedule.name, 1)
+        return Fraction(p - 1, v * self.microbatches.count + p - 1)
 
     def stage_of_layer(self, num_layers: int, costs: Sequence[int] | None = None) -> tuple[int, ...]:
         """Returns the stage of each layer; ``stages.owners[stage]`` is the pp index that holds it.

@@ -10,7 +10,8 @@ contexts   the script places modules with ``smp.partition``
 file       a stored decision is read
 ========== =====================================================================================
 
-With c chunks, pp ranks hold pp * c stages, and stage s is on pp index s mod pp.
+With c chunks, pp ranks hold pp * c stages, and stage s is on pp index s mod pp. The partitioner also deals
+two chunks out there and back (``virtual_stages``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Literal
 
 from ...config.errors import ConfigError
 from ...plan.partition_balance import Line, balance
+from ...plan.virtual_stages import VirtualStages, piece_stages
 
 __all__ = ["StageRule", "balanced_intervals", "libai_counts", "uniform_intervals"]
 
@@ -61,6 +63,13 @@ class StageRule:
     def num_stages(self) -> int:
         """Number of stages, chunks counted one by one."""
         return len(self.owners)
+
+    @property
+    def virtual_stages(self) -> VirtualStages:
+        """The chunks in the words of SMP's parameters here."""
+        num_ranks = self.num_stages // self.num_chunks
+        in_turn = self.owners == piece_stages(num_ranks, self.num_chunks)
+        return self.num_chunks if in_turn else "v"
 
     def assign(self, num_layers: int, costs: Sequence[int] | None = None) -> tuple[int, ...]:
         """Returns the stage of each layer.

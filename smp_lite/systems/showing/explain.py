@@ -39,10 +39,9 @@ _SCHEDULES = {
     "sequential": "none: one stage works at a time",
     "gpipe": "all forwards, then all backwards (GPipe)",
     "1f1b": "backward first, as soon as one is ready (1F1B)",
-    "zero_bubble": "1F1B with gradients of parameters where a stage would wait (ZB-H1)",
-    "interleaved_virtual": "1F1B over several pieces of each stage (Megatron-LM)",
-    "zero_bubble_v": "gradients of parameters where a stage would wait, stages visited there and back (ZB-V)",
     "virtual": "1F1B over the chunks of each rank (virtual stages)",
+    "zero_bubble": "1F1B with gradients of parameters where a stage would wait (ZB-H1)",
+    "zero_bubble_v": "gradients of parameters where a stage would wait, over two chunks of each rank (ZB-V)",
     "forward": "forwards only",
 }
 _AXES = {"pp": "pipeline", "dp": "data", "tp": "tensor", "ep": "expert", "cp": "context"}
@@ -123,6 +122,7 @@ def stages_text(plan: ParallelPlan) -> str:
     count = f"{rule.num_stages}"
     if rule.num_chunks > 1:
         count += f", {rule.num_chunks} chunks on each rank"
+        count += ", there and back" if rule.virtual_stages == "v" else ""
     elif rule.num_stages > plan.pp_size:
         count += f", on {plan.pp_size} sets of ranks"
     if rule.num_layers is not None:

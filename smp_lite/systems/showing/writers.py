@@ -13,6 +13,7 @@ import yaml
 
 from ...config.v1_parameters import LaterParameters
 from ..dialects.libai import DIST_DEFAULTS, TRAIN_DEFAULTS
+from ..dialects.sagemaker import SCHEDULES
 from ..plan.model_placement import ModelPlacement
 from ..plan.parallel_plan import ParallelPlan
 from ..reading.flat_values import nest_values
@@ -36,10 +37,9 @@ _ORDER_OF_ROLES = ("dp", "pp", "tp")
 def write_sagemaker(plan: ParallelPlan, model: ModelPlacement | None, layers: tuple[int, ...] | None) -> str:
     """The ``parameters`` as JSON."""
     parameters: dict[str, Any] = {"partitions": plan.pp_size, "microbatches": plan.microbatches.count}
-    if plan.pp_size > 1 and plan.schedule.name in ("gpipe", "forward"):
-        parameters["pipeline"] = "simple" if plan.schedule.name == "gpipe" else "_only_forward"
-    if plan.pp_size > 1 and plan.schedule.name in ("zero_bubble", "interleaved_virtual", "zero_bubble_v"):
-        parameters["pipeline"] = plan.schedule.name
+    pipeline = {schedule: name for name, schedule in SCHEDULES.items()}.get(plan.schedule.name, "interleaved")
+    if plan.pp_size > 1 and pipeline != "interleaved":
+        parameters["pipeline"] = pipeline
     if plan.schedule.strict is False:
         parameters["optimize"] = "speed"
     strategy = _strategy(plan)
@@ -60,6 +60,8 @@ def write_sagemaker(plan: ParallelPlan, model: ModelPlacement | None, layers: tu
         parameters |= {"auto_partition": False, "default_partition": stages.default_stage}
     if stages.kind == "file":
         parameters |= {"load_partition": True, "partition_file": stages.file}
+    if stages.num_chunks > 1:
+        parameters["virtual_stages"] = stages.virtual_stages
     if stages.memory_weight is not None:
         usual = 0.2 if parameters.get("optimize") == "speed" else 0.8
         parameters |= {"memory_weight": stages.memory_weight} if stages.memory_weight != usual else {}

@@ -1,0 +1,208 @@
+"""Several pieces of the model on each stage: which piece goes where, and where the line of atoms is cut.
+
+With ``v`` pieces a stage the line goes round: stages 0..P-1, again 0..P-1 (the interleaved schedule of
+Narayanan et al. 2021, arXiv 2104.04473). ``"v"`` is two pieces there and back: 0..P-1, P-1..0 (Qi et al.
+2024, arXiv 2405.15362). There both ends of the model are on stage 0, so embeddings that are tied to the head
+cost nothing: no gradient and no second visit. Neighbouring pieces of one stage, as in the middle of a V, are
+one *run*: no cut is needed between them.
+
+Better means, in this order: fewer runs missing, a smaller largest stage, a smaller largest piece, fewer bytes
+cut, a smaller sum of squared stage costs. Costs of far pieces add up, so this is no linear partition problem
+any more (with equal pieces it contains number partitioning). Few splits are all tried. Else the best split
+into pieces (`line_split`), which is near already, is improved by passing single atoms on from the largest
+stage, or piece, to another one: every cut between the two moves by one. It ends where no step helps, or
+within a thousandth of the mean.
+
+Atoms that have to be together take one seat in the line, or stay where they are if the same stage comes by at
+all these places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, combinations, groupby, pairwise
+from math import comb
+from typing import Literal
+
+from .line_split import best_split, smallest_bound
+from .partition_balance import Line, Score, Slot, score, seatings, spread
+
+__all__ = ["VirtualStages", "balance_pieces", "piece_stages", "runs_of"]
+
+VirtualStages = int | Literal["v"]
+
+_FEW_SPLITS = 1_000
+_FEW_RUNS = 16
+_NEAR_ENOUGH = 1_000
+"""In what fraction of the mean the largest stage may be above it."""
+
+_Key = tuple[int, ...]
+
+
+def piece_stages(num_stages: int, virtual_stages: VirtualStages) -> tuple[int, ...]:
+    """The stage of each piece of the line. Raises ValueError for what is no shape."""
+    if virtual_stages == "v":
+        return (*range(num_stages), *reversed(range(num_stages)))
+    if isinstance(virtual_stages, bool) or not isinstance(virtual_stages, int) or virtual_stages < 1:
+        raise ValueError(f"virtual_stages is {virtual_stages!r}; it has to be an int >= 1, or 'v'.")
+    return tuple(range(num_stages)) * virtual_stages
+
+
+def runs_of(pieces: Sequence[int]) -> list[tuple[int, int]]:
+    """(stage, number of pieces) of neighbouring pieces of one stage."""
+    return [(stage, len(list(run))) for stage, run in groupby(pieces)]
+
+
+def balance_pieces(line: Line, num_stages: int, pieces: Sequence[int]) -> tuple[tuple[int, ...], Score]:
+    """The stage of each atom, and the score. With fewer atoms than runs the last runs are missing."""
+    runs = runs_of(pieces)
+    found = []
+    for slots in seatings(line, may_stay=True):
+        split = _Split(slots, _together(line, slots), runs[: len(slots)], num_stages)
+        starts = split.best()
+        if split.num_apart(starts):
+            continue
+        of_slots = split.stages(starts)
+        stages = spread(slots, of_slots, len(line.costs))
+        _, largest, cut_bytes, squares = score(line, stages, num_stages)
+        missing = len(runs) - len(split.runs)
+        found.append(((missing, largest, split.largest_piece(starts), cut_bytes, squares), stages))
+    best_score, stages = min(found, key=lambda scored: scored[0])
+    return stages, best_score
+
+
+def _together(line: Line, slots: Sequence[Slot]) -> list[list[int]]:
+    """Slots that have to be on one stage though each has a place of its own."""
+    slot_of = {atom: index for index, slot in enumerate(slots) for atom in slot.atoms}
+    sets = ({slot_of[atom] for atom in group.atoms} for group in line.groups)
+    return [sorted(places) for places in sets if len(places) > 1]
+
+
+class _Split:
+    """One line of slots and the runs to cut it into; `starts` are the first slots of the runs."""
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        together: list[list[int]],
+        runs: list[tuple[int, int]],
+        num_stages: int,
+    ) -> None:
+        self.ends = [0, *accumulate(slot.cost for slot in slots)]
+        self.entry_bytes = [slot.entry_bytes for slot in slots]
+        self.together = together
+        self.runs = runs
+        self.num_stages = num_stages
+        self.near = -(-self.ends[-1] // num_stages) * (_NEAR_ENOUGH + 1) // _NEAR_ENOUGH
+
+    def best(self) -> list[int]:
+        num_slots = len(self.entry_bytes)
+        if comb(num_slots - 1, len(self.runs) - 1) <= _FEW_SPLITS:
+            splits = ([0, *cuts] for cuts in combinations(range(1, num_slots), len(self.runs) - 1))
+            return min(splits, key=self._key)
+        starts = self._improved(self._first(), self._stage_key, self._from_largest_stage)
+        return self._improved(starts, self._key, self._from_largest_piece)
+
+    def stages(self, starts: Sequence[int]) -> list[int]:
+        """Of each slot."""
+        found: list[int] = []
+        for (stage, _), (start, end) in zip(self.runs, pairwise([*starts, len(self.entry_bytes)])):
+            found += [stage] * (end - start)
+        return found
+
+    def num_apart(self, starts: Sequence[int]) -> int:
+        """How many groups are not on one stage."""
+        if not self.together:
+            return 0
+        stages = self.stages(starts)
+        return sum(len({stages[place] for place in places}) > 1 for places in self.together)
+
+    def largest_piece(self, starts: Sequence[int]) -> int:
+        return max(self._pieces(starts))
+
+    def _first(self) -> list[int]:
+        """The split with the smallest largest piece, a run of n counted as n where that can be."""
+        sizes = [size for _, size in self.runs]
+        if sum(sizes) > len(self.entry_bytes):
+            sizes = [1] * len(sizes)
+        bound = smallest_bound(self.ends, sum(sizes))
+        starts = best_split(self.ends, self.entry_bytes, sum(sizes), bound)
+        return [starts[place] for place in accumulate(sizes[:-1], initial=0)]
+
+    def _improved(
+        self,
+        starts: list[int],
+        key: Callable[[Sequence[int]], _Key],
+        moves: Callable[[Sequence[int]], Iterator[tuple[int, int]]],
+    ) -> list[int]:
+        """Takes the best of the moves, (from run, to run), as long as one makes the key smaller; where none
+        does and there are few runs, of those with one more step between neighbours.
+        """
+        present = key(starts)
+        while True:
+            trials = [t for move in moves(starts) if (t := self._moved(starts, *move))]
+            best = min(trials, key=key, default=starts)
+            if key(best) >= present and len(self.runs) <= _FEW_RUNS:
+                steps = list(self._steps())
+                trials = [t for trial in trials for step in steps if (t := self._moved(trial, *step))]
+                best = min(trials, key=key, default=starts)
+            smaller = key(best)
+            if smaller >= present:
+                return starts
+            starts, present = best, smaller
+
+    def _moved(self, starts: Sequence[int], source: int, target: int) -> list[int] | None:
+        """One slot less in the source, one more in the target; None where a run would be empty."""
+        moved = list(starts)
+        if source < target:
+            for run in range(source + 1, target + 1):
+                moved[run] -= 1
+        else:
+            for run in range(target + 1, source + 1):
+                moved[run] += 1
+        ends = [*moved[1:], len(self.entry_bytes)]
+        return moved if ends[source] > moved[source] and moved[source] >= 0 else None
+
+    def _from_largest_stage(self, starts: Sequence[int]) -> Iterator[tuple[int, int]]:
+        loads = self._loads(starts)
+        largest = max(loads)
+        if largest <= self.near and not self.num_apart(starts):
+            return
+        for source, (stage, _) in enumerate(self.runs):
+            if stage == loads.index(largest):
+                yield from ((source, target) for target in range(len(self.runs)) if target != source)
+
+    def _from_largest_piece(self, starts: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Also every step between neighbours, which may cut fewer bytes."""
+        pieces = self._pieces(starts)
+        source = pieces.index(max(pieces))
+        yield from ((source, target) for target in range(len(pieces)) if target != source)
+        yield from self._steps()
+
+    def _steps(self) -> Iterator[tuple[int, int]]:
+        for run in range(len(self.runs) - 1):
+            yield from ((run, run + 1), (run + 1, run))
+
+    def _stage_key(self, starts: Sequence[int]) -> _Key:
+        loads = self._loads(starts)
+        return self.num_apart(starts), max(loads), sum(load**2 for load in loads)
+
+    def _key(self, starts: Sequence[int]) -> _Key:
+        loads = self._loads(starts)
+        cut_bytes = sum(self.entry_bytes[start] for start in starts[1:])
+        squares = sum(load**2 for load in loads)
+        return self.num_apart(starts), max(loads), self.largest_piece(starts), cut_bytes, squares
+
+    def _costs(self, starts: Sequence[int]) -> list[int]:
+        ends = [self.ends[start] for start in starts]
+        return [end - start for start, end in pairwise([*ends, self.ends[-1]])]
+
+    def _pieces(self, starts: Sequence[int]) -> list[int]:
+        """The cost of a piece of each run, rounded up."""
+        return [-(-cost // size) for cost, (_, size) in zip(self._costs(starts), self.runs)]
+
+    def _loads(self, starts: Sequence[int]) -> list[int]:
+        loads = [0] * self.num_stages
+        for cost, (stage, _) in zip(self._costs(starts), self.runs):
+            loads[stage] += cost
+        return loads
