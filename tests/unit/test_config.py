@@ -97,8 +97,8 @@ def test_default_virtual_stages_follow_the_pipeline_where_the_library_cuts(
     assert Config.from_parameters(parameters).virtual_stages == pieces
     by_hand = {**parameters, "auto_partition": False, "default_partition": 0}
     stored = {**parameters, "load_partition": True, "partition_file": "p.json"}
-    for given in (by_hand, stored, {**parameters, "partitions": 1}):
-        assert Config.from_parameters(given).virtual_stages == 1
+    for other in (by_hand, stored, {**parameters, "partitions": 1}):
+        assert Config.from_parameters(other).virtual_stages == 1
 
 
 @pytest.mark.parametrize(("optimize", "memory_weight"), [("speed", 0.2), ("memory", 0.8), (None, 0.8)])

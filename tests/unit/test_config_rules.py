@@ -30,7 +30,7 @@ from smp_lite.config import Config, ConfigError
         ),
         (
             {"virtual_stages": 1, "pipeline": "interleaved_virtual"},
-            "pipeline='interleaved_virtual' is for several pieces on each partition. Got virtual_stages=1 (int)",
+            "pipeline='interleaved_virtual' is for several pieces on each partition. Got virtual_stages=1",
         ),
         (
             {"virtual_stages": 2, "pipeline": "zero_bubble_v"},
