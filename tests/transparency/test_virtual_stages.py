@@ -19,6 +19,7 @@ TURNS = {
     (4, "v"): (0, 1, 2, 3, 2, 1, 0),
 }
 PIPELINES = ("interleaved", "simple")
+OWN = ((2, "interleaved_virtual"), (3, "interleaved_virtual"), ("v", "zero_bubble_v"))
 
 
 def check(name: str, num_ranks: int, shapes: list[dict[str, Any]]) -> None:
@@ -36,10 +37,10 @@ def check(name: str, num_ranks: int, shapes: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("name", "shapes"),
     [
-        ("tied", ((2, "simple"), (3, "interleaved"), ("v", "interleaved"))),
-        ("plain", ((2, "interleaved"), ("v", "simple"))),
-        ("dropout around blocks", ((2, "simple"), ("v", "interleaved"))),
-        ("dropout in blocks", ((3, "interleaved"),)),
+        ("tied", ((2, "simple"), (3, "interleaved"), ("v", "interleaved"), OWN[0], OWN[2])),
+        ("plain", ((2, "interleaved"), ("v", "simple"), OWN[1], OWN[2])),
+        ("dropout around blocks", ((2, "simple"), ("v", "interleaved"), OWN[2])),
+        ("dropout in blocks", ((3, "interleaved"), OWN[2])),
     ],
 )
 def test_two_ranks(name: str, shapes: Any) -> None:
@@ -49,17 +50,20 @@ def test_two_ranks(name: str, shapes: Any) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_in_all_shapes(name: str) -> None:
-    check(name, 2, [{"virtual_stages": v, "pipeline": p} for v in (2, 3, "v") for p in PIPELINES])
+    shapes = [(v, pipeline) for v in (2, 3, "v") for pipeline in PIPELINES]
+    check(name, 2, [{"virtual_stages": v, "pipeline": pipeline} for v, pipeline in (*shapes, *OWN)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tied", pytest.param("plain", marks=pytest.mark.thorough)])
 def test_four_ranks(name: str) -> None:
-    check(name, 4, [{"virtual_stages": v, "pipeline": p} for v, p in zip((2, "v"), PIPELINES, strict=True)])
+    shapes = ((2, "interleaved"), ("v", "simple"), OWN[0], OWN[2])
+    check(name, 4, [{"virtual_stages": v, "pipeline": pipeline} for v, pipeline in shapes])
 
 
 def test_activation_checkpointing() -> None:
-    check("tied", 2, [{"virtual_stages": v, "checkpointed": True} for v in (2, "v")])
+    shapes = [{"virtual_stages": 2}, {"virtual_stages": "v", "pipeline": "zero_bubble_v"}]
+    check("tied", 2, [{**shape, "checkpointed": True} for shape in shapes])
 
 
 def test_replicas() -> None:
@@ -75,14 +79,14 @@ def test_checkpoints_move_between_shapes(tmp_path: Path) -> None:
             "before": {"virtual_stages": before},
             "after": {"virtual_stages": after},
         }
-        for said in run_distributed(f"{RANKS}:checkpoints", 2, kwargs=kwargs):
+        for rank, said in enumerate(run_distributed(f"{RANKS}:checkpoints", 2, kwargs=kwargs)):
             turns = (0, 1, 0, 1, 0) if after == 2 else (0, 1, 0)
             assert said["full"] == said["portable"] == (True, turns)
             assert said["full warnings"] == said["portable warnings"] == []
             # A partial one brings its own partition.
             assert said["partial"] == (True, said["before"])
             told = ["the order 0 1 0." in text for text in said["partial warnings"]]
-            assert told == ([True] if before == 1 else [])
+            assert told == ([True] if before == 1 and rank == 0 else [])
             assert "was saved with another partition than this model has" in said["late"]
 
 
@@ -100,5 +104,33 @@ def test_checkpoints_move_between_shapes(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_had_is_said_on_every_rank(parameters: dict[str, Any], text: str) -> None:
-    for said in run_distributed(f"{RANKS}:refusal", 2, kwargs={"parameters": parameters}):
-        assert text in said
+    for said in run_distributed(f"{RANKS}:told", 2, kwargs={"parameters": parameters}):
+        assert said.startswith("error: ") and text in said
+
+
+@pytest.mark.parametrize(
+    ("parameters", "places", "text"),
+    [
+        (
+            {"pipeline": "interleaved_virtual"},
+            {5: 1},
+            "is for several pieces on each stage, and here the",
+        ),
+        ({"pipeline": "interleaved_virtual"}, {3: 1, 5: 0, 8: 1}, ""),
+        (
+            {"pipeline": "zero_bubble_v"},
+            {3: 1, 5: 0, 8: 1},
+            "is for two pieces, there and back, on each stage, and here the line of modules comes to the "
+            "stages in the order 0 1 0 1 0: a step is ordered as well as that allows.",
+        ),
+        ({"pipeline": "zero_bubble_v"}, {3: 1, 8: 0}, ""),
+    ],
+)
+def test_a_pipeline_for_another_shape_is_warned_of(
+    parameters: dict[str, Any], places: dict[int, int], text: str
+) -> None:
+    """By hand: from some of the blocks on, another stage; a tied head is on stage 0."""
+    by_hand = {**parameters, "auto_partition": False, "default_partition": 0}
+    kwargs = {"parameters": by_hand, "places": places, "tied": len(places) > 1}
+    first, _ = run_distributed(f"{RANKS}:told", 2, kwargs=kwargs)
+    assert text in first and bool(first) == bool(text)

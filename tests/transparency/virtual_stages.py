@@ -23,7 +23,7 @@ from tests.transparency.comparison import (
 )
 from tests.transparency.replicas import half, replica_runs
 
-__all__ = ["NAMES", "checkpoints", "refusal", "replicas", "train"]
+__all__ = ["NAMES", "checkpoints", "replicas", "told", "train"]
 
 WIDTH = 16
 
@@ -144,10 +144,12 @@ def replicas(parameters: dict[str, Any]) -> tuple[list[str], tuple[int, ...]]:
     return too_large(case, wrong), _visits()
 
 
-def _start(parameters: dict[str, Any], seed: int) -> tuple[Any, Any, Callable[[int], list[Tensor]]]:
+def _start(
+    parameters: dict[str, Any], seed: int, *, tied: bool = True
+) -> tuple[Any, Any, Callable[[int], list[Tensor]]]:
     _open(parameters)
     torch.manual_seed(seed)
-    model = smp.DistributedModel(Language(tied=True))
+    model = smp.DistributedModel(Language(tied=tied))
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
 
     @smp.step
@@ -197,11 +199,25 @@ def checkpoints(folder: str, before: dict[str, Any], after: dict[str, Any]) -> d
     return said
 
 
-def refusal(parameters: dict[str, Any]) -> str:
-    """What the first step says of a configuration."""
-    try:
-        _, _, run = _start(parameters, seed=1)
-        run(0)
-    except (smp.SMPError, ValueError) as error:
-        return str(error)
-    return ""
+def told(parameters: dict[str, Any], places: dict[int, int] | None = None, tied: bool = True) -> str:
+    """What the first step says: an error, or warnings of pieces.
+
+    Args:
+        places: from these blocks on, by hand, another stage.
+        tied: whether the head is.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            model, _, run = _start(parameters, seed=1, tied=tied)
+            stage = 0
+            for number, block in enumerate(model.module.blocks):
+                if places is not None:
+                    stage = places.get(number, stage)
+                    smp.set_partition(block, stage)
+            if not tied:
+                smp.set_partition(model.module.head, stage)
+            run(0)
+        except (smp.SMPError, ValueError) as error:
+            return f"error: {error}"
+    return "".join(str(w.message) for w in caught if "comes to the stages" in str(w.message))
