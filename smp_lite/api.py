@@ -145,14 +145,14 @@ def broadcast(obj: Any, group: CommGroup = WORLD) -> None:
     Only the sender calls this; every other member calls ``recv_from(sender, rank_type)``.
     """
     session = current()
-    for other in session.group(_kind(group)):
-        if other != session.rank:
-            _world().send_object(obj, other, "broadcast")
+    others = [rank for rank in session.group(_kind(group)) if rank != session.rank]
+    if others:
+        _world().send_object(obj, others, "broadcast")
 
 
 def send(obj: Any, dest_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> None:
     """Sends any picklable object; blocks until it is being received."""
-    _world().send_object(obj, _world_rank(dest_rank, rank_type), "send")
+    _world().send_object(obj, [_world_rank(dest_rank, rank_type)], "send")
 
 
 def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:

@@ -40,6 +40,7 @@ class Mailbox:
     def __init__(self, store: dist.Store, rank: int, where: str) -> None:
         self._store, self._rank, self._where = store, rank, where
         self._unfinished: dict[str, list[bytes]] = {}
+        self._have_read: dict[str, int] = {}
 
     def post(self, data: bytes, dest: int, tag: int, *, until_taken: bool) -> Posted:
         """Starts sending; done when the last part lies in the store, or is taken from it."""
@@ -69,6 +70,23 @@ class Mailbox:
     def read(self, key: str) -> bytes:
         """The value of a key that is there."""
         return self._ask(lambda: self._store.get(key))
+
+    # Logs: notices in a row ---------------------------------------------------------------------------------
+
+    def append(self, log: str, value: bytes) -> None:
+        """Puts it at the end of a log that all can write to."""
+        number = self._ask(lambda: self._store.add(f"{log}/length", 1))
+        self.put(f"{log}/{number}", value)
+
+    def read_on(self, log: str, *, delete: bool = False) -> list[bytes]:
+        """What has been added since this rank read it last; with ``delete`` nobody else reads it."""
+        found = []
+        while self.holds(key := f"{log}/{self._have_read.get(log, 0) + 1}"):
+            found.append(self.read(key))
+            self._have_read[log] = self._have_read.get(log, 0) + 1
+            if delete:
+                self._ask(lambda key=key: self._store.delete_key(key))
+        return found
 
     def _ask(self, question: Callable[[], T]) -> T:
         try:

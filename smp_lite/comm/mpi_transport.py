@@ -6,7 +6,8 @@ initialises MPI.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import mpi4py
@@ -18,9 +19,12 @@ from ..errors import SMPError  # noqa: E402
 from .collectives import MPICollectives, Pending  # noqa: E402
 from .launcher import Alone, UnderMPI  # noqa: E402
 from .transport import Host, Tag  # noqa: E402
+from .tree import nearby  # noqa: E402
 from .wires import MPIWire  # noqa: E402
 
 __all__ = ["MPITransport"]
+
+_RANK = struct.Struct("<I")
 
 
 class MPITransport:
@@ -47,7 +51,9 @@ class MPITransport:
         self._comm = MPI.COMM_WORLD.Dup()
         host = _same_host(self._comm)
         self.local_rank, self.local_size = host.Get_rank(), host.Get_size()
-        self._departed: set[int] = set()
+        self._departed: dict[int, bytes] = {}
+        self._notes: list[_Sent] = []
+        self._passes_on_to = nearby(self.size, self.rank)
 
     # Messages -----------------------------------------------------------------------------------------------
 
@@ -56,28 +62,42 @@ class MPITransport:
         return _Sent(start([data, MPI.BYTE], dest=dest, tag=tag), data)
 
     def receive(self, source: int, tag: Tag) -> bytes | None:
+        found = self._receive(source, tag)
+        return found and found[1]
+
+    def notify(self, data: bytes, dest: int) -> None:
+        self._note(data, [dest], Tag.NOTICE)
+
+    def notices(self) -> list[tuple[int, bytes]]:
+        return list(iter(lambda: self._receive(MPI.ANY_SOURCE, Tag.NOTICE), None))
+
+    def _receive(self, source: int, tag: Tag) -> tuple[int, bytes] | None:
         message = self._comm.Improbe(source=source, tag=tag, status=(status := MPI.Status()))
         if message is None:
             return None
         buffer = bytearray(status.Get_count(MPI.BYTE))
         message.Recv([buffer, MPI.BYTE])
-        return bytes(buffer)
+        return status.Get_source(), bytes(buffer)
+
+    def _note(self, data: bytes, dests: Iterable[int], tag: Tag) -> None:
+        self._notes = [note for note in self._notes if not note.done()]
+        self._notes += [self.send(data, dest, tag) for dest in dests]
 
     # Leaving ------------------------------------------------------------------------------------------------
 
-    def departed(self) -> set[int]:
-        status = MPI.Status()
-        while self._comm.Iprobe(source=MPI.ANY_SOURCE, tag=Tag.GOODBYE, status=status):
-            self._comm.Recv([bytearray(0), MPI.BYTE], source=status.Get_source(), tag=Tag.GOODBYE)
-            self._departed.add(status.Get_source())
+    def departed(self) -> Mapping[int, bytes]:
+        while (found := self._receive(MPI.ANY_SOURCE, Tag.GOODBYE)) is not None:
+            source, data = found
+            rank, words = _RANK.unpack_from(data)[0], data[_RANK.size :]
+            if rank not in self._departed:
+                self._departed[rank] = words
+                self._note(data, {*self._passes_on_to} - self._departed.keys() - {source}, Tag.GOODBYE)
         return self._departed
 
-    def leave(self) -> None:
+    def leave(self, last_words: bytes, told: Sequence[int]) -> None:
         if MPI.Is_finalized():
             return
-        for rank in range(self.size):
-            if rank != self.rank:
-                self._comm.Isend([b"", MPI.BYTE], dest=rank, tag=Tag.GOODBYE).Free()
+        self._note(_RANK.pack(self.rank) + last_words, {*self._passes_on_to, *told}, Tag.GOODBYE)
 
     def abort(self, exit_code: int) -> None:
         MPI.COMM_WORLD.Abort(exit_code)

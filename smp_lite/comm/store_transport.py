@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+import struct
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from .waiting import wait_until, watchdog_s
 from .wires import C10dWire
 
 __all__ = ["StoreTransport"]
+
+_RANK = struct.Struct("<I")
 
 _num_transports = 0  # of this process so far, the same on all ranks: keeps their keys apart
 
@@ -49,7 +52,7 @@ class StoreTransport:
         store = dist.PrefixStore(f"smp_lite/{_num_transports}", _open_store(launch, self._offers_store))
         _num_transports += 1
         self._mailbox = Mailbox(store, self.rank, where)
-        self._departed: set[int] = set()
+        self._departed: dict[int, bytes] = {}
         hosts = self._meet(where)
         neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         self.local_rank = neighbours.index(self.rank) if launch.local_rank is None else launch.local_rank
@@ -82,23 +85,29 @@ class StoreTransport:
     def receive(self, source: int, tag: Tag) -> bytes | None:
         return self._mailbox.take(source, tag)
 
+    def notify(self, data: bytes, dest: int) -> None:
+        self._mailbox.append(f"notices/{dest}", _RANK.pack(self.rank) + data)
+
+    def notices(self) -> list[tuple[int, bytes]]:
+        found = self._mailbox.read_on(f"notices/{self.rank}", delete=True)
+        return [(_RANK.unpack_from(data)[0], data[_RANK.size :]) for data in found]
+
     # Leaving ------------------------------------------------------------------------------------------------
 
-    def departed(self) -> set[int]:
-        for rank in self._others:
-            if rank not in self._departed and self._mailbox.holds(f"gone/{rank}"):
-                self._departed.add(rank)
+    def departed(self) -> Mapping[int, bytes]:
+        for data in self._mailbox.read_on("gone"):
+            self._departed[_RANK.unpack_from(data)[0]] = data[_RANK.size :]
         return self._departed
 
-    def leave(self) -> None:
+    def leave(self, last_words: bytes, told: Sequence[int]) -> None:
         with contextlib.suppress(SMPError):
-            self._mailbox.put(f"gone/{self.rank}", b"")
+            self._mailbox.append("gone", _RANK.pack(self.rank) + last_words)
         if self._offers_store:
             wait_until(
-                lambda: len(self.departed()) == len(self._others),
+                lambda: self.departed().keys() >= {*self._others},
                 lambda: (
-                    f"rank 0 has ended, but rank(s) {sorted({*self._others} - self._departed)} have not, "
-                    "which need its store"
+                    f"rank 0 has ended, but rank(s) {sorted({*self._others} - self._departed.keys())} have "
+                    "not, which need its store"
                 ),
             )
 
@@ -108,7 +117,7 @@ class StoreTransport:
         The launcher ends the others, or they learn from the store that this one has gone.
         """
         with contextlib.suppress(SMPError):
-            self._mailbox.put(f"gone/{self.rank}", b"")
+            self._mailbox.append("gone", _RANK.pack(self.rank))
         os._exit(exit_code)
 
     def close(self) -> None:

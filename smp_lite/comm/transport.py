@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -31,6 +31,7 @@ class Tag(IntEnum):
     GOODBYE = 3
     FAILURE = 4
     STAGE_FAILURE = 5
+    NOTICE = 6
 
 
 class Host(NamedTuple):
@@ -67,11 +68,22 @@ class Transport(Protocol):
     def receive(self, source: int, tag: Tag) -> bytes | None:
         """The next message of that rank; None: none has arrived yet."""
 
-    def departed(self) -> set[int]:
-        """World ranks whose scripts have ended."""
+    def notify(self, data: bytes, dest: int) -> None:
+        """Sends some bytes that nobody needs to wait for."""
 
-    def leave(self) -> None:
-        """Tells all others, when this process's script has ended, not to wait for it any more."""
+    def notices(self) -> list[tuple[int, bytes]]:
+        """What others have sent by :meth:`notify`, and from which rank."""
+
+    def departed(self) -> Mapping[int, bytes]:
+        """World ranks whose scripts have ended, as far as this one has heard, and their last words."""
+
+    def leave(self, last_words: bytes, told: Sequence[int]) -> None:
+        """Tells the others, when this process's script has ended, not to wait for it any more.
+
+        Args:
+            last_words: for those who wait.
+            told: ranks that must hear of it at once; all others do from those that wait themselves.
+        """
 
     def abort(self, exit_code: int) -> None:
         """Ends this process at once, and the others soon; does not return."""

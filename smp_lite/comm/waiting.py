@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ..errors import SMPError, SMPTimeout
 
@@ -45,7 +45,7 @@ def broken_connections_named() -> Iterator[None]:
 
 
 _watchdog_s: float | None = None
-_departed: Callable[[], set[int]] = set
+_departed: Callable[[], Mapping[int, bytes]] = dict
 
 
 def watchdog_s() -> float:
@@ -76,8 +76,8 @@ def set_watchdog(seconds: float | None) -> None:
     _watchdog_s = seconds
 
 
-def watch_departures(departed: Callable[[], set[int]]) -> None:
-    """Sets whom to ask which world ranks have left."""
+def watch_departures(departed: Callable[[], Mapping[int, bytes]]) -> None:
+    """Sets whom to ask which world ranks have left (and their last words)."""
     global _departed
     _departed = departed
 
@@ -131,7 +131,7 @@ def _poll(test: Callable[[], bool], what: Callable[[], str], ranks: Callable[[],
 
 
 def _gone(ranks: Callable[[], Iterable[int]]) -> list[int]:
-    return sorted(_departed() & set(ranks()))
+    return sorted(_departed().keys() & set(ranks()))
 
 
 def _raise_if_gone(ranks: Callable[[], Iterable[int]], what: Callable[[], str]) -> None:

@@ -1,23 +1,29 @@
 """The processes of the job and their groups.
 
 One :class:`World` for each process: the topology, and object messages between ranks. Collectives on Python
-objects are *roll calls*: each member tells every other what it is calling. So a rank that calls something
-else, or does not call at all, is named in the error instead of leaving the others waiting.
+objects are *roll calls* (:mod:`smp_lite.comm.roll_call`): each member hears that all others are calling the
+same. So a rank that calls something else, or does not call at all, is named in the error instead of leaving
+the others waiting.
 """
 
 from __future__ import annotations
 
 import atexit
 import pickle
+import time
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import SMPError, SMPMismatch
+from ..errors import SMPError
 from ..plan.topology import Topology
 from .collectives import Collectives, Pending
+from .roll_call import RollCall, RollCalls
 from .transport import Tag, Transport
-from .waiting import wait_until, watch_departures
+from .tree import RADIX, nearby
+from .waiting import wait_until, watch_departures, watchdog_s
 from .wires import Wire
+
+_SMALL_BYTES = 1 << 16
 
 
 class World:
@@ -34,14 +40,24 @@ class World:
         self.rank, self.size = transport.rank, transport.size
         self.local_rank, self.local_size = transport.local_rank, transport.local_size
         self._groups: dict[str, tuple[int, ...]] = {}
+        self._calls = RollCalls(transport, self.group, ("WORLD", *dict(topology.kinds)))
         watch_departures(transport.departed)
-        atexit.register(transport.leave)
+        atexit.register(self._leave)
 
     def close(self) -> None:
         """Forgets the other ranks, so that this process can build another world."""
-        watch_departures(set)
-        atexit.unregister(self.transport.leave)
+        watch_departures(dict)
+        atexit.unregister(self._leave)
         self.transport.close()
+
+    def _leave(self) -> None:
+        """Says to those that may wait for this rank that its script has ended."""
+        told: set[int] = set()
+        for kind in self._calls.kinds:
+            group = self.group(kind)
+            told.update(self._calls.neighbours(kind))
+            told.update(group[i] for i in nearby(len(group), group.index(self.rank)))
+        self.transport.leave(self._calls.last_words(), sorted(told))
 
     # Groups -------------------------------------------------------------------------------------------------
 
@@ -89,71 +105,78 @@ class World:
         """Collective over the group: every member's payload, in group order.
 
         Args:
-            payload: picklable.
+            payload: picklable; None costs nothing.
+            kind: of the group.
             what: names the call in errors; must be the same on all members.
 
         Raises:
             SMPTimeout: a member did not call; names the missing ranks.
             SMPMismatch: a member called something else.
         """
-        group = self.group(kind)
-        others = [rank for rank in group if rank != self.rank]
-        data = pickle.dumps((what, kind, payload), protocol=pickle.HIGHEST_PROTOCOL)
-        sends = [self.transport.send(data, rank, Tag.ROLL_CALL) for rank in others]
-        found = {self.rank: payload}
-
-        def receive() -> bool:
-            _drop_done(sends)
-            for rank in others:
-                if rank in found:
-                    continue
-                message = self.transport.receive(rank, Tag.ROLL_CALL)
-                if message is not None:
-                    their_what, their_kind, their_payload = pickle.loads(message)
-                    if (their_what, their_kind) != (what, kind):
-                        raise SMPMismatch(
-                            f"rank {self.rank} called {what} over {kind} group {list(group)}, "
-                            f"but rank {rank} called {their_what} over its {their_kind} group"
-                        )
-                    found[rank] = their_payload
-            return len(found) == len(group)
-
-        def missing() -> str:
-            absent = [rank for rank in group if rank not in found]
-            return (
-                f"{what} is collective over the {kind} group {list(group)}, "
-                f"but rank(s) {', '.join(map(str, absent))} did not call it"
-            )
-
-        wait_until(receive, missing, lambda: [rank for rank in others if rank not in found])
-        wait_until(
-            lambda: not _drop_done(sends),
-            lambda: f"{what}: {len(sends)} message(s) of rank {self.rank} to the {kind} group did not leave",
-            lambda: others,
-        )
-        return [found[rank] for rank in group]
+        return self._roll_call(self._calls.begin(payload, kind, what))
 
     def gather(self, payload: Any, kind: str, what: str) -> list[Any] | None:
-        """Collective over the group: every member's payload on group rank 0, None on the others."""
-        self.exchange(None, kind, what)
+        """Collective over the group: every member's payload on group rank 0, None on the others.
+
+        What is small goes up the tree; what is large goes straight there once all have called.
+        """
         group = self.group(kind)
+        large = None
+        if len(group) > RADIX and self.rank != group[0]:
+            data = pickle.dumps(payload, protocol=pickle.HIGHEST_PROTOCOL)
+            if len(data) > _SMALL_BYTES:
+                large, payload = data, _COMES_ITSELF
+        found = self._roll_call(self._calls.begin(payload, kind, what, to_first=True))
+        if large is not None:
+            self._send(large, [group[0]], what)
         if self.rank != group[0]:
-            self.send_object(payload, group[0], what)
             return None
-        return [payload, *[self.receive_object(rank, what) for rank in group[1:]]]
+        for i, rank in enumerate(group[1:], start=1):
+            if isinstance(found[i], _ComesItself):
+                found[i] = self.receive_object(rank, what)
+        return found
 
     def barrier(self, kind: str = "WORLD") -> None:
         self.exchange(None, kind, "barrier")
 
-    def send_object(self, payload: Any, dest: int, what: str = "send") -> None:
-        """Blocks until the receiver has begun to receive."""
-        data = pickle.dumps(payload, protocol=pickle.HIGHEST_PROTOCOL)
-        if dest == self.rank:
-            raise SMPError(f"rank {dest} cannot send to itself")
+    def _roll_call(self, call: RollCall) -> list[Any]:
+        def missing() -> str:
+            while not call.inquire(time.monotonic(), watchdog_s()):
+                time.sleep(0.001)
+            return call.missing()
+
+        try:
+            wait_until(lambda: call.poll(time.monotonic()), missing, call.awaited)
+        finally:
+            call.give_up()
         wait_until(
-            self.transport.send(data, dest, Tag.MESSAGE, until_taken=True).done,
-            lambda: f"{what} from rank {self.rank} to rank {dest} was not received",
-            lambda: [dest],
+            lambda: not call.under_way(),
+            lambda: (
+                f"{call.what}: {call.under_way()} message(s) of rank {self.rank} to the {call.kind} group "
+                "did not leave"
+            ),
+            lambda: [rank for rank in call.group if rank != self.rank],
+        )
+        return call.result()
+
+    def send_object(self, payload: Any, dests: Sequence[int], what: str = "send") -> None:
+        """To each of them; blocks until all have begun to receive."""
+        if self.rank in dests:
+            raise SMPError(f"rank {self.rank} cannot send to itself")
+        self._send(pickle.dumps(payload, protocol=pickle.HIGHEST_PROTOCOL), dests, what)
+
+    def _send(self, data: bytes, dests: Sequence[int], what: str) -> None:
+        sends = {dest: self.transport.send(data, dest, Tag.MESSAGE, until_taken=True) for dest in dests}
+
+        def all_taken() -> bool:
+            for dest in [dest for dest, pending in sends.items() if pending.done()]:
+                del sends[dest]
+            return not sends
+
+        wait_until(
+            all_taken,
+            lambda: f"{what} from rank {self.rank} to rank {', '.join(map(str, sends))} was not received",
+            lambda: list(sends),
         )
 
     def post_failure(self, number: int, text: str, ranks: Sequence[int]) -> list[Pending]:
@@ -193,7 +216,8 @@ class World:
         return pickle.loads(found[0])
 
 
-def _drop_done(pending: list[Pending]) -> list[Pending]:
-    """Polls each, and leaves those in the list that are not done."""
-    pending[:] = [each for each in pending if not each.done()]
-    return pending
+class _ComesItself:
+    """Stands for a payload that is sent apart."""
+
+
+_COMES_ITSELF = _ComesItself()

@@ -1,0 +1,117 @@
+"""Ranks in one process that call collectives on objects: messages in memory, a clock that is turned by hand."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from smp_lite.comm.roll_call import RollCall, RollCalls
+from smp_lite.errors import SMPError
+
+LIMIT_S = 300.0
+
+
+class Done:
+    def done(self) -> bool:
+        return True
+
+
+class Network:
+    """All ranks.
+
+    Args:
+        size: how many.
+        groups: world ranks of the groups of each kind; WORLD is there.
+    """
+
+    def __init__(self, size: int, groups: Mapping[str, list[tuple[int, ...]]] | None = None) -> None:
+        self.size, self.now = size, 0.0
+        self.boxes: dict[tuple[int, int, int], deque[bytes]] = {}
+        self.notes: dict[int, deque[tuple[int, bytes]]] = {rank: deque() for rank in range(size)}
+        self.sent: Counter[int] = Counter()
+        self.noted: Counter[int] = Counter()
+        self.bytes_from: Counter[int] = Counter()
+        self.gone: dict[int, bytes] = {}
+        kinds = {"WORLD": [tuple(range(size))], **(groups or {})}
+        self.group_of = {
+            kind: {rank: ranks for ranks in sets for rank in ranks} for kind, sets in kinds.items()
+        }
+        self.ranks = [Rank(self, rank) for rank in range(size)]
+
+    def leave(self, rank: int) -> None:
+        self.gone[rank] = self.ranks[rank].calls.last_words()
+
+    def run(self, calls: Mapping[int, RollCall], rounds: int = 60) -> dict[int, Any]:
+        """What each rank gets or raises; those that are not through stay out."""
+        found: dict[int, Any] = {}
+        for _ in range(rounds):
+            self.now += 0.01
+            for rank, call in calls.items():
+                if rank in found:
+                    continue
+                try:
+                    if call.poll(self.now):
+                        found[rank] = call.result()
+                except SMPError as error:
+                    found[rank] = error
+            if len(found) == len(calls):
+                break
+        return found
+
+    def end_waits(self, calls: Mapping[int, RollCall], ranks: Iterable[int]) -> dict[int, Any]:
+        """The waits of these ranks have ended; what each raises, and the others that hear of it."""
+        ending = set(ranks)
+        found: dict[int, Any] = {}
+        for _ in range(1000):
+            self.now += 0.01
+            for rank, call in calls.items():
+                if rank in found:
+                    continue
+                try:
+                    if rank in ending:
+                        if call.inquire(self.now, LIMIT_S):
+                            found[rank] = SMPError(call.missing())
+                            call.give_up()
+                    elif call.poll(self.now):
+                        found[rank] = call.result()
+                except SMPError as error:
+                    found[rank] = error
+            if len(found) == len(calls):
+                break
+        return found
+
+
+class Rank:
+    """One of them, as a roll call sees the transport."""
+
+    def __init__(self, network: Network, rank: int) -> None:
+        self.rank, self._network = rank, network
+        kinds = tuple(network.group_of)
+        self.calls = RollCalls(self, lambda kind: network.group_of[kind][rank], kinds)
+
+    def begin(self, payload: Any = None, kind: str = "WORLD", what: str = "x", **more: Any) -> RollCall:
+        return self.calls.begin(payload, kind, what, **more)
+
+    def send(self, data: bytes, dest: int, tag: int) -> Done:
+        self._network.boxes.setdefault((self.rank, dest, tag), deque()).append(data)
+        self._network.sent[self.rank] += 1
+        self._network.bytes_from[self.rank] += len(data)
+        return Done()
+
+    def receive(self, source: int, tag: int) -> bytes | None:
+        box = self._network.boxes.get((source, self.rank, tag))
+        return box.popleft() if box else None
+
+    def notify(self, data: bytes, dest: int) -> None:
+        self._network.notes[dest].append((self.rank, data))
+        self._network.noted[self.rank] += 1
+
+    def notices(self) -> list[tuple[int, bytes]]:
+        notes = self._network.notes[self.rank]
+        found = list(notes)
+        notes.clear()
+        return found
+
+    def departed(self) -> dict[int, bytes]:
+        return self._network.gone
