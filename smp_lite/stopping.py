@@ -18,8 +18,8 @@ def should_stop() -> bool:
     """Whether the process of any rank has been told to stop (SIGUSR1). Collective over all ranks.
 
     Call it on every rank at the same place between steps, say once an iteration, and save and leave the loop
-    when it is true; it stays true then, and further calls need no other rank. A call costs a small message to
-    and from each rank.
+    when it is true; it stays true then, and further calls need no other rank. A call costs some small
+    messages.
 
     Raises:
         SMPTimeout: a rank did not call it; names it.
@@ -31,6 +31,6 @@ def should_stop() -> bool:
     if not session.is_stopping:
         told = [was_given()]
         if session.world is not None:
-            told = session.world.exchange(told[0], "WORLD", "smp.should_stop")
+            told = session.world.exchange(told[0] or None, "WORLD", "smp.should_stop")
         session.is_stopping = any(told)
     return session.is_stopping

@@ -82,7 +82,8 @@ def _init(world: World, backend: str, port: int | None) -> None:
             store = dist.TCPStore(address, port or 0, world.size, is_master=True, wait_for_workers=False)
         except Exception as error:
             problem = f"rank 0 cannot listen on port {port}: {error}. Set ddp_port to a free one"
-    port, problem = world.exchange((store.port if store else None, problem), "WORLD", "smp.init store")[0]
+    said = (store.port if store else None, problem) if world.rank == 0 else None
+    port, problem = world.exchange(said, "WORLD", "smp.init store")[0]
     if problem:
         raise SMPError(problem)
     if store is None:

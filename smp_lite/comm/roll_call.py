@@ -108,7 +108,8 @@ class RollCalls:
         self.begun: dict[str, int] = {}
         self.completed: dict[str, int] = {}
         self.early: dict[tuple[str, int], dict[int, _Message]] = {}
-        self._places: dict[str, Place] = {}
+        self.radix = RADIX
+        self._places: dict[tuple[str, int], Place] = {}
         self.unawaited: list[Pending] = []
 
     def neighbours(self, kind: str) -> list[int]:
@@ -117,10 +118,11 @@ class RollCalls:
         return [group[i] for i in self.place(kind).neighbours]
 
     def place(self, kind: str) -> Place:
-        if kind not in self._places:
+        key = kind, self.radix
+        if key not in self._places:
             group = self.group(kind)
-            self._places[kind] = place(len(group), group.index(self.messages.rank))
-        return self._places[kind]
+            self._places[key] = place(len(group), group.index(self.messages.rank), self.radix)
+        return self._places[key]
 
     def last_words(self) -> bytes:
         """For those that wait for this rank when its script has ended."""
@@ -160,7 +162,7 @@ class RollCall:
         self.kind, self.number, self.what, self._to_first = kind, number, what, to_first
         self.rank, self.group = calls.messages.rank, calls.group(kind)
         self._index = self.group.index(self.rank)
-        self._place = calls.place(kind)
+        self._place, self._radix = calls.place(kind), calls.radix
         self._payload = payload
         self._items: dict[int, Any] = {}
         if payload is not None and len(self.group) > 1 and not (to_first and self._index == 0):
@@ -243,7 +245,7 @@ class RollCall:
             own = self._items
             if children or self._heard:
                 # What fellows said may have come already, and is not for the others.
-                below_here = subtree(len(self.group), self._index)
+                below_here = subtree(len(self.group), self._index, self._radix)
                 own = {i: self._items[i] for i in below_here if i in self._items}
             if self._to_first:
                 self._tell(fellows[:1] if self._index else (), own)
@@ -316,7 +318,7 @@ class RollCall:
         """World ranks that may not have called."""
         here = {self._index}
         for position in self._heard:
-            here.update(subtree(len(self.group), position))
+            here.update(subtree(len(self.group), position, self._radix))
         found = {rank for i, rank in enumerate(self.group) if i not in here}
         departed = self._messages.departed()
         for rank in found & departed.keys():
@@ -346,12 +348,12 @@ class RollCall:
         Raises:
             SMPError: another member has found them out meanwhile, and said it.
         """
-        if len(self.group) <= RADIX:
+        if len(self.group) <= self._radix:
             return True
         self._look(now)
         if self._asked is None:
             if self._turn is None:
-                self._turn = now + _TURN_S * min(self._index, 2 * RADIX)
+                self._turn = now + _TURN_S * min(self._index, 2 * self._radix)
             if now < self._turn:
                 return False
             self._asked = now

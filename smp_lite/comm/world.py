@@ -19,7 +19,7 @@ from ..plan.topology import Topology
 from .collectives import Collectives, Pending
 from .roll_call import RollCall, RollCalls
 from .transport import Tag, Transport
-from .tree import RADIX, nearby
+from .tree import nearby
 from .waiting import wait_until, watch_departures, watchdog_s
 from .wires import Wire
 
@@ -40,7 +40,7 @@ class World:
         self.rank, self.size = transport.rank, transport.size
         self.local_rank, self.local_size = transport.local_rank, transport.local_size
         self._groups: dict[str, tuple[int, ...]] = {}
-        self._calls = RollCalls(transport, self.group, ("WORLD", *dict(topology.kinds)))
+        self.calls = RollCalls(transport, self.group, ("WORLD", *dict(topology.kinds)))
         watch_departures(transport.departed)
         atexit.register(self._leave)
 
@@ -53,11 +53,11 @@ class World:
     def _leave(self) -> None:
         """Says to those that may wait for this rank that its script has ended."""
         told: set[int] = set()
-        for kind in self._calls.kinds:
+        for kind in self.calls.kinds:
             group = self.group(kind)
-            told.update(self._calls.neighbours(kind))
+            told.update(self.calls.neighbours(kind))
             told.update(group[i] for i in nearby(len(group), group.index(self.rank)))
-        self.transport.leave(self._calls.last_words(), sorted(told))
+        self.transport.leave(self.calls.last_words(), sorted(told))
 
     # Groups -------------------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class World:
             SMPTimeout: a member did not call; names the missing ranks.
             SMPMismatch: a member called something else.
         """
-        return self._roll_call(self._calls.begin(payload, kind, what))
+        return self._roll_call(self.calls.begin(payload, kind, what))
 
     def gather(self, payload: Any, kind: str, what: str) -> list[Any] | None:
         """Collective over the group: every member's payload on group rank 0, None on the others.
@@ -122,11 +122,11 @@ class World:
         """
         group = self.group(kind)
         large = None
-        if len(group) > RADIX and self.rank != group[0]:
+        if len(group) > self.calls.radix and self.rank != group[0]:
             data = pickle.dumps(payload, protocol=pickle.HIGHEST_PROTOCOL)
             if len(data) > _SMALL_BYTES:
                 large, payload = data, _COMES_ITSELF
-        found = self._roll_call(self._calls.begin(payload, kind, what, to_first=True))
+        found = self._roll_call(self.calls.begin(payload, kind, what, to_first=True))
         if large is not None:
             self._send(large, [group[0]], what)
         if self.rank != group[0]:

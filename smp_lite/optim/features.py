@@ -186,7 +186,8 @@ class Features:
         here, world = stand_ins.are_finite(), self._session.world
         if world is None or world.size == 1:
             return here
-        return all(world.exchange(here, "WORLD", "whether gradients overflowed (optimizer.step)"))
+        said = None if here else "overflow"
+        return not any(world.exchange(said, "WORLD", "whether gradients overflowed (optimizer.step)"))
 
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Clips the gradients of masters by the norm over the whole model; -1: one was not finite."""

@@ -85,7 +85,8 @@ def decide_partition(
         _warn_of_pieces(session, partition, costs, is_stored=stored is not None or config.load_partition)
     if session.world is not None and len(session.group("DP")) > 1:
         # Replicas must cut alike, or they would average gradients of different parameters.
-        partition = session.world.exchange(partition, "DP", "the partition of the replicas")[0]
+        said = partition if session.world.group_rank("DP") == 0 else None
+        partition = session.world.exchange(said, "DP", "the partition of the replicas")[0]
     if config.partition_file and not config.load_partition and session.rank == 0:
         Path(config.partition_file).write_text(partition.to_json())
     return partition, costs

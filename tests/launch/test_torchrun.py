@@ -96,6 +96,8 @@ CALLS = {
     "process groups need ddp": Call("api_cases:process_groups_without_ddp", {"partitions": 4}),
     "gathered objects": Call("api_cases:gathered", DDP),
     "large objects": Call("cases:large_objects", DDP),
+    "trees": Call("tree_cases:trees", DDP),
+    "missing in trees": Call("tree_cases:missing", DDP, {"absent": 2}),
     "messages": Call("api_cases:messages", DDP),
     "a number that does not fit": Call("api_cases:init_error", {"partitions": 3, "ddp": True}),
     "losses and weights": Call("cases:trained", DDP),

@@ -1,4 +1,4 @@
-"""Ranks in one process that call collectives on objects: messages in memory, a clock that is turned by hand."""
+"""Ranks in one process that call collectives on objects: messages in memory, a clock turned by hand."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def exchange(session: Session, value: Any, kind: str, what: str) -> list[Any]:
 
 def of_rank_0(session: Session, value: Any, what: str) -> Any:
     """Rank 0's value, on all ranks. Collective over all ranks."""
-    return exchange(session, value, "WORLD", what)[0]
+    return exchange(session, value if session.rank == 0 else None, "WORLD", what)[0]
 
 
 def same_everywhere(session: Session, values: dict[str, str], what: str) -> None:
