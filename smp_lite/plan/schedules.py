@@ -29,7 +29,7 @@ from collections.abc import Sequence
 
 from .actions import Action
 from .collecting import without_gc
-from .orders.choose import chosen_order
+from .order_choice import chosen_order
 from .stage_machines import run_machines
 from .task_table import TaskTable, forward_depth
 from .work import BACKWARD_COST_RATIO, PIPELINES, Policy, Work

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from ..task_table import TaskTable
+from .task_table import TaskTable
 
 __all__ = ["Played", "play", "shares_of"]
 
