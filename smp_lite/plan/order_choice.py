@@ -2,8 +2,8 @@
 
 Where a step's microbatches are all alike and nothing of them has run, a policy is a bound on what stages
 hold, and whatever order keeps it may be taken. The candidates: those of the literature, where the stages'
-shape is theirs (:mod:`.order_constructions`), those of the greedy machines (:mod:`.stage_machines`),
-and both with ``W`` put where a stage would wait. Each is played with the recorded costs (:mod:`.order_replay`).
+shape is theirs (:mod:`.order_constructions`), those of the greedy machines (:mod:`.stage_machines`), and both
+with ``W`` put where a stage would wait. Each is played with the recorded costs (:mod:`.order_replay`).
 
 What a stage holds is counted in microbatches: of a stage that is visited v times, each visit that has run
 forward, and not yet backward with its ``W``, counts 1/v. 1F1B holds on no stage more than there are stages,
