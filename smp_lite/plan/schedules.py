@@ -1,12 +1,18 @@
-"""In which order each stage runs its forwards and backwards: a pure function.
+"""In which order each stage runs its forwards, backwards and ``W``: a pure function.
 
-:func:`compute_order` replays the stages as machines in simulated time. Whenever a stage is free it takes
+:func:`greedy_order` replays the stages as machines in simulated time. Whenever a stage is free it takes
 the best of the segments that are ready; what "best" means is the policy.
 
 - ``simple``: every forward, then every backward (GPipe, Huang et al. 2019).
 - ``interleaved``: a ready backward beats any forward. Where the microbatch's graph is a chain of stages
   and ``optimize`` is ``memory``, the result is 1F1B (PipeDream, Narayanan et al. 2019).
+- ``zero_bubble`` (ZB-H1), ``interleaved_virtual`` (Megatron-LM), ``zero_bubble_v`` (ZB-V): the same, and with
+  the two of zero bubble ``W`` (gradients of parameters) run when nothing else can.
 - ``_only_forward``: evaluation; a backward is an error.
+
+:func:`compute_order` has better ones for the last three, and for ``interleaved`` where stages are visited
+again, if all microbatches are alike and nothing of them has run: see :mod:`.order_choice`, which also says
+how it counts what is in flight. For what it leaves to the machines:
 
 How many microbatches may be in flight (started on a stage, their backward there not yet done):
 
@@ -29,10 +35,10 @@ from collections.abc import Sequence
 
 from .actions import Action
 from .collecting import without_gc
-from .orders.choose import chosen_order
+from .order_choice import chosen_order
 from .stage_machines import run_machines
 from .task_table import TaskTable, forward_depth
-from .work import BACKWARD_COST_RATIO, PIPELINES, Policy, Work
+from .work import BACKWARD_COST_RATIO, PIPELINES, Costs, Policy, Work
 
 __all__ = [
     "BACKWARD_COST_RATIO",
@@ -46,8 +52,16 @@ __all__ = [
 
 
 @without_gc()
-def compute_order(works: Sequence[Work], policy: Policy) -> list[Action]:
+def compute_order(
+    works: Sequence[Work], policy: Policy, *, costs: Costs | None = None, latency: float = 0.0
+) -> list[Action]:
     """Orders all pending forwards and backwards, and ``W`` where the policy splits backwards.
+
+    Args:
+        works: microbatches, or what is left of them.
+        policy: how.
+        costs: as measured; None: the recorded ones, a backward twice the forward.
+        latency: of a message, in the unit of the costs: counts in the choice among several orders.
 
     Returns:
         These actions of all stages in order of their simulated start; the entries of one
@@ -56,14 +70,14 @@ def compute_order(works: Sequence[Work], policy: Policy) -> list[Action]:
     Raises:
         ValueError: ``_only_forward`` was asked for and a microbatch has a backward.
     """
-    chosen = chosen_order(works, policy)
-    return greedy_order(works, policy) if chosen is None else chosen
+    chosen = chosen_order(works, policy, costs, latency)
+    return greedy_order(works, policy, costs=costs) if chosen is None else chosen
 
 
 @without_gc()
-def greedy_order(works: Sequence[Work], policy: Policy) -> list[Action]:
+def greedy_order(works: Sequence[Work], policy: Policy, *, costs: Costs | None = None) -> list[Action]:
     """What the machines of :mod:`.stage_machines` make of it; the same as :func:`compute_order` otherwise."""
-    table = TaskTable(works, splits=policy.splits_backward)
+    table = TaskTable(works, splits=policy.splits_backward, costs=costs)
     if policy.pipeline == "_only_forward" and table.num_backwards:
         raise ValueError(
             "pipeline is '_only_forward', but the step calls model.backward(): "

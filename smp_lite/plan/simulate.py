@@ -16,7 +16,7 @@ from .actions import COMPUTE_KINDS, Action, ActionKind
 from .collecting import without_gc
 from .lowering import Schedule
 from .segments import Segment, SegmentGraph
-from .work import Work, compute_cost
+from .work import Costs, Work, compute_cost
 
 _Arrival = tuple[ActionKind, int | None, int | None]
 """A receive's kind, the value, the stage that imports the value."""
@@ -63,8 +63,13 @@ class Simulation:
         return 1 - self.work / total if total else 0.0
 
 
-def recorded_cost(schedule: Schedule) -> Callable[[Action, Segment], float]:
-    """The default cost: the recorded one, a backward twice the forward, or what its ``W`` leaves of that."""
+def recorded_cost(schedule: Schedule, costs: Costs | None = None) -> Callable[[Action, Segment], float]:
+    """The default cost: the recorded one, a backward twice the forward, or what its ``W`` leaves of that.
+
+    Args:
+        schedule: it says which backwards leave something to a ``W``.
+        costs: as measured, instead of the recorded ones.
+    """
     split = {
         (stage, m, visit)
         for actions in schedule
@@ -74,7 +79,7 @@ def recorded_cost(schedule: Schedule) -> Callable[[Action, Segment], float]:
 
     def cost(action: Action, segment: Segment) -> float:
         stage, kind, m, visit, _, _ = action
-        return compute_cost(kind, segment, split=bool(split) and (stage, m, visit) in split)
+        return compute_cost(kind, segment, split=bool(split) and (stage, m, visit) in split, costs=costs)
 
     return cost
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from .actions import Action, ActionKind
 from .segments import Segment, SegmentGraph
-from .work import Work, compute_cost
+from .work import Costs, Work, compute_cost
 
 __all__ = ["TaskTable", "forward_depth"]
 
@@ -47,7 +47,7 @@ class _Kind:
         depth: by stage, see :func:`forward_depth`.
     """
 
-    def __init__(self, work: Work, splits: bool) -> None:
+    def __init__(self, work: Work, splits: bool, costs: Costs | None) -> None:
         graph = work.graph
         backwards, forwards = work.pending_backwards(), work.pending_forwards()
         weights = work.pending_weights() if splits else []
@@ -79,7 +79,7 @@ class _Kind:
                 self.pending_weights[group] += 1
         self.begun = sorted({group_of[graph.segments[i].stage_index] for i in work.forward_done})
         self.costs = [
-            max(compute_cost(kind, s, split=splits), 1e-12)
+            max(compute_cost(kind, s, split=splits, costs=costs), 1e-12)
             for s, kind in zip(self.segments, what, strict=True)
         ]
         backward_of = {s.index: i for i, s in enumerate(backwards)}
@@ -123,10 +123,12 @@ class TaskTable:
         depth: of each group, see :func:`forward_depth`.
     """
 
-    def __init__(self, works: Sequence[Work], *, splits: bool = False) -> None:
+    def __init__(self, works: Sequence[Work], *, splits: bool = False, costs: Costs | None = None) -> None:
         self.works = sorted(works, key=lambda work: work.microbatch_index)
         kinds: dict[object, _Kind] = {}
-        self.kinds = [kinds.get(w.kind) or kinds.setdefault(w.kind, _Kind(w, splits)) for w in self.works]
+        self.kinds = [
+            kinds.get(w.kind) or kinds.setdefault(w.kind, _Kind(w, splits, costs)) for w in self.works
+        ]
         self.stages = sorted({stage for kind in kinds.values() for stage in kind.stages})
         self._place = {stage: place for place, stage in enumerate(self.stages)}
         self.num_backwards = sum(kind.ends[0] for kind in self.kinds)

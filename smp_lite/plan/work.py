@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .actions import ActionKind
 from .segments import Segment, SegmentGraph
 
-__all__ = ["BACKWARD_COST_RATIO", "PIPELINES", "Policy", "Work", "compute_cost"]
+__all__ = ["BACKWARD_COST_RATIO", "PIPELINES", "ActionCosts", "Costs", "Policy", "Work", "compute_cost"]
 
 PIPELINES = ("simple", "interleaved", "zero_bubble", "interleaved_virtual", "zero_bubble_v", "_only_forward")
 
@@ -20,12 +22,32 @@ BACKWARD_COST_RATIO = 2.0
 _LEAST_COST = 1e-12
 
 
-def compute_cost(kind: ActionKind, segment: Segment, *, split: bool) -> float:
-    """What a forward, backward or ``W`` of the segment costs, in the unit of the recorded costs.
+class ActionCosts(NamedTuple):
+    """What a segment's actions cost, as measured; ``backward`` is without what a ``W`` does."""
+
+    forward: float
+    backward: float
+    weight: float = 0.0
+
+
+Costs = Mapping[tuple[int, int], ActionCosts]
+"""By (stage, visit)."""
+
+
+def compute_cost(kind: ActionKind, segment: Segment, *, split: bool, costs: Costs | None = None) -> float:
+    """What a forward, backward or ``W`` of the segment costs.
 
     Args:
         split: whether the backward leaves its ``weight_cost`` to a ``W``.
+        costs: of all segments; None: the recorded ones, a backward twice the forward.
     """
+    if costs is not None:
+        measured = costs[segment.stage_index, segment.visit]
+        if kind is ActionKind.FORWARD:
+            return measured.forward
+        if kind is ActionKind.WEIGHT:
+            return measured.weight
+        return measured.backward + (0.0 if split and segment.weight_cost else measured.weight)
     if kind is ActionKind.FORWARD:
         return segment.forward_cost
     if kind is ActionKind.WEIGHT:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from smp_lite.plan.actions import COMPUTE_KINDS, Action, ActionKind
 from smp_lite.plan.lowering import lower
-from smp_lite.plan.orders.shapes import shape_of
+from smp_lite.plan.order_shapes import shape_of
 from smp_lite.plan.schedules import Policy, Work, compute_order
 from smp_lite.plan.segments import SegmentGraph
 from smp_lite.plan.simulate import simulate

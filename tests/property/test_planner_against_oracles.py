@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from smp_lite.plan import simulate as new_replay
 from smp_lite.plan.actions import Action, ActionKind
 from smp_lite.plan.lowering import Schedule, lower
-from smp_lite.plan.orders.shapes import shape_of
+from smp_lite.plan.order_shapes import shape_of
 from smp_lite.plan.schedules import Policy, Work, compute_order, greedy_order
 from smp_lite.plan.segments import CommandNode, Segment, SegmentGraph, build_graph
 from smp_lite.plan.simulate import ScheduleDeadlock, simulate

@@ -17,8 +17,8 @@ PURE_MODULES = [
     "smp_lite.config",
     "smp_lite.stop_notice",
     *sorted(
-        ".".join(file.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
-        for file in (REPOSITORY / "smp_lite" / "plan").rglob("*.py")
+        f"smp_lite.plan.{file.stem}".removesuffix(".__init__")
+        for file in (REPOSITORY / "smp_lite" / "plan").glob("*.py")
     ),
     *sorted(
         ".".join(("smp_lite", *file.relative_to(REPOSITORY).with_suffix("").parts))

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp_lite.plan.actions import COMPUTE_KINDS, ActionKind
-from smp_lite.plan.orders.replay import play, shares_of
-from smp_lite.plan.orders.shapes import Shape, shape_of
+from smp_lite.plan.order_replay import play, shares_of
+from smp_lite.plan.order_shapes import Shape, shape_of
 from smp_lite.plan.schedules import Policy, Work, compute_order
 from smp_lite.plan.segments import SegmentGraph, build_graph
 from smp_lite.plan.task_table import TaskTable

@@ -1,8 +1,8 @@
 """Lists of what each stage runs, played in simulated time: one global order, what it takes, what it holds.
 
-Messages take no time here. ``W`` that the lists leave out run where a stage would wait, the oldest first, and
-where a forward would hold more than allowed. An order that exists (each task after all that it needs) is
-proof that the lists do not wait for one another.
+Each message takes the same time. ``W`` that the lists leave out run where a stage would wait, the oldest
+first, and where a forward would hold more than allowed. An order that exists (each task after all that it
+needs) is proof that the lists do not wait for one another.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from ..task_table import TaskTable
+from .task_table import TaskTable
 
 __all__ = ["Played", "play", "shares_of"]
 
@@ -70,6 +70,7 @@ def play(
     *,
     patience: float = 1.0,
     most_held: float = float("inf"),
+    latency: float = 0.0,
 ) -> Played | None:
     """Plays the lists; None if they wait for one another.
 
@@ -79,8 +80,9 @@ def play(
         shares: see :func:`shares_of`.
         patience: a ``W`` of which at least this share fits runs where the next task is not there yet.
         most_held: before a forward that would make a stage hold more, ``W`` run.
+        latency: how long after a task its result is on another stage.
     """
-    return _Player(table, lists, shares, patience, most_held).run()
+    return _Player(table, lists, shares, patience, most_held, latency).run()
 
 
 class _Player:
@@ -91,7 +93,9 @@ class _Player:
         shares: Sequence[float],
         patience: float,
         most_held: float,
+        latency: float,
     ) -> None:
+        self.latency = latency
         self.table, self.lists, self.patience, self.most_held = table, lists, patience, most_held + _EPSILON
         self.missing = list(table.missing)
         self.ready_at = [0.0] * table.num_tasks
@@ -163,11 +167,12 @@ class _Player:
         heappush(self.queue, (end, stage))
         missing, ready_at = self.missing, self.ready_at
         for other in table.followers(task):
-            if end > ready_at[other]:
-                ready_at[other] = end
+            there = table.stage[other]
+            there_at = end if there == stage else end + self.latency
+            if there_at > ready_at[other]:
+                ready_at[other] = there_at
             left = missing[other] = missing[other] - 1
             if not left:
-                there = table.stage[other]
                 if self.floating[other]:
                     self.weights[there].append(other)
                 elif there != stage:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ..actions import ActionKind
+from .actions import ActionKind
 
 __all__ = ["Entry", "interleaved", "one_f_one_b", "zero_bubble_h1", "zero_bubble_v"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..segments import SegmentGraph
+from .segments import SegmentGraph
 
 __all__ = ["Shape", "shape_of"]
 
@@ -18,7 +18,7 @@ class Shape:
     """All stages in a row, once or several times.
 
     Args:
-        stages: in the order of their first visit; elsewhere in this folder a stage is its place here.
+        stages: in the order of their first visit; elsewhere a stage is its place here.
         num_visits: of each stage.
         is_v: whether the second visits go back, from the last stage to the first one; else each round is in
             the same order. The last stage's two visits may be one segment, since nothing comes between them.

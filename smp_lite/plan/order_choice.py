@@ -2,8 +2,8 @@
 
 Where a step's microbatches are all alike and nothing of them has run, a policy is a bound on what stages
 hold, and whatever order keeps it may be taken. The candidates: those of the literature, where the stages'
-shape is theirs (:mod:`.constructions`), those of the greedy machines (:mod:`smp_lite.plan.stage_machines`),
-and both with ``W`` put where a stage would wait. Each is played with the recorded costs (:mod:`.replay`).
+shape is theirs (:mod:`.order_constructions`), those of the greedy machines (:mod:`.stage_machines`), and both
+with ``W`` put where a stage would wait. Each is played with the recorded costs (:mod:`.order_replay`).
 
 What a stage holds is counted in microbatches: of a stage that is visited v times, each visit that has run
 forward, and not yet backward with its ``W``, counts 1/v. 1F1B holds on no stage more than there are stages,
@@ -21,13 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..actions import Action, ActionKind
-from ..stage_machines import run_machines
-from ..task_table import TaskTable
-from ..work import Policy, Work
-from .constructions import Entry, interleaved, one_f_one_b, zero_bubble_h1, zero_bubble_v
-from .replay import Played, play, shares_of
-from .shapes import Shape, shape_of
+from .actions import Action, ActionKind
+from .order_constructions import Entry, interleaved, one_f_one_b, zero_bubble_h1, zero_bubble_v
+from .order_replay import Played, play, shares_of
+from .order_shapes import Shape, shape_of
+from .stage_machines import run_machines
+from .task_table import TaskTable
+from .work import Costs, Policy, Work
 
 __all__ = ["chosen_order"]
 
@@ -37,15 +37,23 @@ _MANY_TASKS = 100_000
 """From here on only a few candidates are tried, so that large steps are planned in time."""
 
 
-def chosen_order(works: Sequence[Work], policy: Policy) -> list[Action] | None:
-    """The best order, or None where the greedy machines have no alternative."""
+def chosen_order(
+    works: Sequence[Work], policy: Policy, costs: Costs | None = None, latency: float = 0.0
+) -> list[Action] | None:
+    """The best order, or None where the greedy machines have no alternative.
+
+    Args:
+        works, policy: see :func:`smp_lite.plan.schedules.compute_order`.
+        costs: None: the recorded ones.
+        latency: of a message, in the unit of the costs.
+    """
     if policy.pipeline in ("simple", "_only_forward") or not _alike(works):
         return None
     shape = shape_of(works[0].graph)
     again = shape is not None and shape.num_visits > 1
     if policy.pipeline == "interleaved" and not again:
         return None
-    return _Choice(works, policy, shape).run()
+    return _Choice(works, policy, shape, costs, latency).run()
 
 
 def _alike(works: Sequence[Work]) -> bool:
@@ -62,19 +70,27 @@ def _alike(works: Sequence[Work]) -> bool:
 class _Choice:
     """The candidates of one step."""
 
-    def __init__(self, works: Sequence[Work], policy: Policy, shape: Shape | None) -> None:
+    def __init__(
+        self,
+        works: Sequence[Work],
+        policy: Policy,
+        shape: Shape | None,
+        costs: Costs | None = None,
+        latency: float = 0.0,
+    ) -> None:
         graph = works[0].graph
         works = [Work(work.microbatch_index, graph) for work in works]
         self.works, self.policy, self.shape = works, policy, shape
+        self.costs, self.latency = costs, latency
         self.num_microbatches = len(works)
-        self.table = TaskTable(works, splits=policy.splits_backward)
+        self.table = TaskTable(works, splits=policy.splits_backward, costs=costs)
         self.shares = shares_of(self.table, by_cost=shape is None)
         self.bound = self._bound()
         self.has_weights = self.table.first_weight < self.table.num_tasks
 
     def run(self) -> list[Action]:
         base = self._greedy(splits=False)
-        best = one_f_one_b = play(self.table, self._weights_at_once(base), self.shares)
+        best = one_f_one_b = self._play(self._weights_at_once(base))
         assert one_f_one_b is not None, "the greedy machines' order exists"
         if self.shape is None:
             self.bound = max(self.bound, *one_f_one_b.peaks)
@@ -84,10 +100,22 @@ class _Choice:
         for lists, most_held, patience in self._candidates(base):
             if best is not None and best.makespan <= least:
                 break
-            played = play(self.table, lists, self.shares, patience=patience, most_held=most_held)
+            played = self._play(lists, most_held, patience)
             if played is not None and self._fits(played) and (best is None or _better(played, best)):
                 best = played
         return self.table.actions((best or one_f_one_b).tasks)
+
+    def _play(
+        self, lists: list[list[int]], most_held: float = float("inf"), patience: float = 1.0
+    ) -> Played | None:
+        return play(
+            self.table,
+            lists,
+            self.shares,
+            patience=patience,
+            most_held=most_held,
+            latency=self.latency,
+        )
 
     def _fits(self, played: Played) -> bool:
         return max(played.peaks, default=0.0) <= self.bound + _EPSILON
@@ -187,7 +215,7 @@ class _Choice:
         policy = self.policy
         if not splits:
             policy = Policy("interleaved", policy.optimize, policy.active_microbatches)
-        table = TaskTable(self.works, splits=splits)
+        table = TaskTable(self.works, splits=splits, costs=self.costs)
         first_weight = self.table.first_weight
         found: list[list[int]] = [[] for _ in table.stages]
         # Backwards and forwards have the same numbers whether or not there are W.
