@@ -24,7 +24,8 @@ OWN = ((2, "interleaved_virtual"), (3, "interleaved_virtual"), ("v", "zero_bubbl
 
 def check(name: str, num_ranks: int, shapes: list[dict[str, Any]]) -> None:
     given = [{"partitions": num_ranks, **shape} for shape in shapes]
-    for rank in run_distributed(f"{RANKS}:train", num_ranks, kwargs={"name": name, "all_parameters": given}):
+    kwargs = {"name": name, "all_parameters": given}
+    for rank in run_distributed(f"{RANKS}:train", num_ranks, kwargs=kwargs, timeout_s=180.0):
         for shape, (wrong, visits) in zip(shapes, rank, strict=True):
             assert wrong == [], shape
             turns = TURNS[num_ranks, shape["virtual_stages"]]
@@ -55,9 +56,9 @@ def test_two_ranks_in_all_shapes(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shapes", [((2, "interleaved"), OWN[2]), (("v", "simple"), OWN[0])])
 @pytest.mark.parametrize("name", ["tied", pytest.param("plain", marks=pytest.mark.thorough)])
-def test_four_ranks(name: str) -> None:
-    shapes = ((2, "interleaved"), ("v", "simple"), OWN[0], OWN[2])
+def test_four_ranks(name: str, shapes: Any) -> None:
     check(name, 4, [{"virtual_stages": v, "pipeline": pipeline} for v, pipeline in shapes])
 
 
