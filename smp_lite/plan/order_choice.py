@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from .actions import Action, ActionKind
-from .order_constructions import Entry, interleaved, one_f_one_b, zero_bubble_h1, zero_bubble_v
-from .order_replay import Played, play, shares_of
+from .order_constructions import Entry, interleaved, zero_bubble_h1, zero_bubble_v
+from .order_replay import Played, Replays, shares_of
 from .order_shapes import Shape, shape_of
 from .stage_machines import run_machines
 from .task_table import TaskTable
@@ -33,8 +33,8 @@ __all__ = ["chosen_order"]
 
 _BETTER = 1 - 1e-9
 _EPSILON = 1e-9
-_MANY_TASKS = 100_000
-"""From here on only a few candidates are tried, so that large steps are planned in time."""
+_SIZES = (20_000, 4_000)
+"""Of larger tables fewer candidates are tried, so that large steps are planned in time."""
 
 
 def chosen_order(
@@ -81,16 +81,16 @@ class _Choice:
         graph = works[0].graph
         works = [Work(work.microbatch_index, graph) for work in works]
         self.works, self.policy, self.shape = works, policy, shape
-        self.costs, self.latency = costs, latency
+        self.costs = costs
         self.num_microbatches = len(works)
         self.table = TaskTable(works, splits=policy.splits_backward, costs=costs)
-        self.shares = shares_of(self.table, by_cost=shape is None)
+        self.replays = Replays(self.table, shares_of(self.table, by_cost=shape is None), latency=latency)
         self.bound = self._bound()
         self.has_weights = self.table.first_weight < self.table.num_tasks
 
     def run(self) -> list[Action]:
         base = self._greedy(splits=False)
-        best = one_f_one_b = self._play(self._weights_at_once(base))
+        best = one_f_one_b = self.replays.play(self._weights_at_once(base))
         assert one_f_one_b is not None, "the greedy machines' order exists"
         if self.shape is None:
             self.bound = max(self.bound, *one_f_one_b.peaks)
@@ -100,22 +100,10 @@ class _Choice:
         for lists, most_held, patience in self._candidates(base):
             if best is not None and best.makespan <= least:
                 break
-            played = self._play(lists, most_held, patience)
+            played = self.replays.play(lists, most_held=most_held, patience=patience)
             if played is not None and self._fits(played) and (best is None or _better(played, best)):
                 best = played
         return self.table.actions((best or one_f_one_b).tasks)
-
-    def _play(
-        self, lists: list[list[int]], most_held: float = float("inf"), patience: float = 1.0
-    ) -> Played | None:
-        return play(
-            self.table,
-            lists,
-            self.shares,
-            patience=patience,
-            most_held=most_held,
-            latency=self.latency,
-        )
 
     def _fits(self, played: Played) -> bool:
         return max(played.peaks, default=0.0) <= self.bound + _EPSILON
@@ -157,18 +145,23 @@ class _Choice:
     def _candidates(self, base: list[list[int]]) -> Iterator[tuple[list[list[int]], float, float]]:
         """Lists of tasks by stage, what they may hold, and the patience of ``W``."""
         never = float("inf")
-        few = self.table.num_tasks > _MANY_TASKS
+        effort = sum(self.table.num_tasks <= size for size in _SIZES)
         constructed = list(self._constructed())
         for lists in constructed:
             yield lists, never, 1.0
         if not self.has_weights:
             return
-        without = [base] if few else [base, self._greedy(splits=True)]
-        without += [[self._without_weights(tasks) for tasks in lists] for lists in constructed]
+        without = [[self._without_weights(tasks) for tasks in lists] for lists in constructed[::-1]]
+        if self.shape is None or self.shape.num_visits == 1:
+            without.insert(0, base)
+        if effort == 0:
+            without = without[:1]
+        if effort > 1:
+            without.append(self._greedy(splits=True))
         for lists in without:
-            for patience in (1.0,) if few else (1.0, 0.5, 0.0):
+            for patience in (1.0, 0.5, 0.0)[: max(1, 2 * effort - 1)]:
                 yield lists, self.bound, patience
-        if not few:
+        if effort > 0:
             yield self._greedy(splits=True, weights=True), never, 1.0
 
     def _constructed(self) -> Iterator[list[list[int]]]:
@@ -177,7 +170,6 @@ class _Choice:
             return
         num_stages = len(shape.stages)
         if shape.num_visits == 1:
-            yield self._tasks(shape, one_f_one_b(num_stages, num_microbatches))
             if self.has_weights:
                 yield self._tasks(shape, zero_bubble_h1(num_stages, num_microbatches))
             return
@@ -185,7 +177,7 @@ class _Choice:
             yield self._tasks(shape, zero_bubble_v(num_stages, num_microbatches))
             return
         for lead in (2, 1):
-            for short_first in (False, True)[: 1 + (num_microbatches % num_stages > 0)]:
+            for short_first in (True, False)[num_microbatches % num_stages == 0 :]:
                 lists = interleaved(
                     num_stages, num_microbatches, shape.num_visits, lead=lead, short_first=short_first
                 )

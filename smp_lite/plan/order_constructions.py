@@ -5,7 +5,8 @@ it then puts them where the stage would wait. With P stages, M microbatches, and
 stage takes for a microbatch (all its visits; B without W where there is a W), the step takes M (F + B + W)
 and the bubble:
 
-- :func:`one_f_one_b` (PipeDream, Narayanan et al. 2019): (P-1)(F+B). A stage holds at most P microbatches.
+- 1F1B (PipeDream, Narayanan et al. 2019; :mod:`.stage_machines` make it): (P-1)(F+B). A stage holds at most
+  P microbatches.
 - :func:`interleaved` (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters
   Using Megatron-LM"): (P-1)(F+B)/v for v visits and M a multiple of P; a stage holds at most P + (P-1)/v.
 - :func:`zero_bubble_h1` (ZB-H1; Qi et al. 2023, "Zero Bubble Pipeline Parallelism"): (P-1)(F+B-W), which is
@@ -22,20 +23,12 @@ from collections.abc import Iterable, Iterator
 
 from .actions import ActionKind
 
-__all__ = ["Entry", "interleaved", "one_f_one_b", "zero_bubble_h1", "zero_bubble_v"]
+__all__ = ["Entry", "interleaved", "zero_bubble_h1", "zero_bubble_v"]
 
 Entry = tuple[ActionKind, int, int]
 """What runs, at which visit, with which microbatch (counted from 0)."""
 
 F, B, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT
-
-
-def one_f_one_b(num_stages: int, num_microbatches: int) -> list[list[Entry]]:
-    """1F1B; a ``W`` directly after its backward."""
-    return [
-        _with_weights(_alternately(_row(F, num_microbatches), _row(B, num_microbatches), warmup), 0)
-        for warmup in range(num_stages - 1, -1, -1)
-    ]
 
 
 def zero_bubble_h1(num_stages: int, num_microbatches: int) -> list[list[Entry]]:

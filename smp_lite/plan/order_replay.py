@@ -8,15 +8,16 @@ needs) is proof that the lists do not wait for one another.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from .task_table import TaskTable
 
-__all__ = ["Played", "play", "shares_of"]
+__all__ = ["Played", "Replays", "shares_of"]
 
 _EPSILON = 1e-9
+_MANY_TASKS = 100_000  # whose followers are too many to be kept
 
 
 @dataclass(frozen=True)
@@ -63,57 +64,63 @@ def shares_of(table: TaskTable, *, by_cost: bool = False) -> list[float]:
     return found
 
 
-def play(
-    table: TaskTable,
-    lists: Sequence[Sequence[int]],
-    shares: Sequence[float],
-    *,
-    patience: float = 1.0,
-    most_held: float = float("inf"),
-    latency: float = 0.0,
-) -> Played | None:
-    """Plays the lists; None if they wait for one another.
+class Replays:
+    """Plays lists of the tasks of one table.
 
     Args:
         table: works of one kind, of which nothing has run.
-        lists: tasks by stage; of those that are not there all must be ``W``.
         shares: see :func:`shares_of`.
-        patience: a ``W`` of which at least this share fits runs where the next task is not there yet.
-        most_held: before a forward that would make a stage hold more, ``W`` run.
         latency: how long after a task its result is on another stage.
     """
-    return _Player(table, lists, shares, patience, most_held, latency).run()
 
-
-class _Player:
-    def __init__(
-        self,
-        table: TaskTable,
-        lists: Sequence[Sequence[int]],
-        shares: Sequence[float],
-        patience: float,
-        most_held: float,
-        latency: float,
-    ) -> None:
-        self.latency = latency
-        self.table, self.lists, self.patience, self.most_held = table, lists, patience, most_held + _EPSILON
-        self.missing = list(table.missing)
-        self.ready_at = [0.0] * table.num_tasks
+    def __init__(self, table: TaskTable, shares: Sequence[float], *, latency: float = 0.0) -> None:
+        self.table, self.latency = table, latency
         kind = table.kinds[0]
         split, last, end = kind.ends
         weighted = {kind.segments[task].index for task in range(last, end)}
-        # What a task adds to what its stage holds, by its number within the kind.
-        self.change = [
+        own = [
             shares[task] * (split <= task < last)
             - shares[task] * (task >= last or (task < split and segment.index not in weighted))
             for task, segment in enumerate(kind.segments)
         ]
+        self.change = [0.0] * table.num_tasks  # what each task adds to what its stage holds
+        for offsets in table.offsets:
+            for offset, begin, stop in zip(offsets, (0, split, last), kind.ends, strict=True):
+                self.change[offset + begin : offset + stop] = own[begin:stop]
+        self.followers: Callable[[int], Sequence[int]] = table.followers
+        if table.num_tasks <= _MANY_TASKS:
+            self.followers = [table.followers(task) for task in range(table.num_tasks)].__getitem__
+
+    def play(
+        self, lists: Sequence[Sequence[int]], *, patience: float = 1.0, most_held: float = float("inf")
+    ) -> Played | None:
+        """Plays the lists; None if they wait for one another.
+
+        Args:
+            lists: tasks by stage; of those that are not there all must be ``W``.
+            patience: a ``W`` of which at least this share fits runs where the next task is not there yet.
+            most_held: before a forward that would make a stage hold more, ``W`` run.
+        """
+        return _Player(self, lists, patience, most_held + _EPSILON).run()
+
+
+class _Player:
+    """One replay."""
+
+    def __init__(
+        self, replays: Replays, lists: Sequence[Sequence[int]], patience: float, most_held: float
+    ) -> None:
+        self.table, self.change, self.followers = replays.table, replays.change, replays.followers
+        self.latency = replays.latency
+        self.lists, self.patience, self.most_held = lists, patience, most_held
+        self.missing = list(self.table.missing)
+        self.ready_at = [0.0] * self.table.num_tasks
         self.heads = [0] * len(lists)
         self.free_at = [0.0] * len(lists)
         self.held = [0.0] * len(lists)
         self.peaks = [0.0] * len(lists)
         self.weights: list[deque[int]] = [deque() for _ in lists]
-        self.floating = bytearray(b"\1") * table.num_tasks
+        self.floating = bytearray(b"\1") * self.table.num_tasks
         for tasks in lists:
             for task in tasks:
                 self.floating[task] = 0
@@ -121,53 +128,44 @@ class _Player:
         self.done: list[int] = []
 
     def run(self) -> Played | None:
-        table, queue = self.table, self.queue
+        queue, free_at = self.queue, self.free_at
         queue += [(0.0, stage) for stage in range(len(self.lists))]
         while queue:
             now, stage = heappop(queue)
-            if self.free_at[stage] <= now:
-                self._decide(stage, now)
-        if len(self.done) < table.num_tasks:
+            if free_at[stage] <= now:
+                task = self._next(stage, now)
+                if task >= 0:
+                    self._place(stage, task, now)
+        if len(self.done) < self.table.num_tasks:
             return None
-        return Played(self.done, max(self.free_at, default=0.0), tuple(self.peaks))
+        return Played(self.done, max(free_at, default=0.0), tuple(self.peaks))
 
-    def _decide(self, stage: int, now: float) -> None:
-        """The stage is free: its next task, a ``W``, or nothing for now."""
+    def _next(self, stage: int, now: float) -> int:
+        """The stage is free: its next task, a ``W``, or -1: nothing for now."""
         tasks, head, weights = self.lists[stage], self.heads[stage], self.weights[stage]
         if head < len(tasks):
             task = tasks[head]
-            full = bool(weights) and self.held[stage] + self._change(task) > self.most_held
-            if not full:
-                known = not self.missing[task]
+            full = bool(weights) and self.held[stage] + self.change[task] > self.most_held
+            if not full and not self.missing[task]:
                 ready = self.ready_at[task]
-                if known and ready <= now:
+                if ready <= now:
                     self.heads[stage] = head + 1
-                    self._place(stage, task, now)
-                    return
-                if known:
-                    fits = weights and self.table.cost[weights[0]] * self.patience <= ready - now + _EPSILON
-                    if not fits:
-                        heappush(self.queue, (ready, stage))
-                        return
-        if weights:
-            self._place(stage, weights.popleft(), now)
-
-    def _change(self, task: int) -> float:
-        table = self.table
-        part = 0 if task < table.num_backwards else 1 if task < table.first_weight else 2
-        return self.change[task - table.offsets[table.work[task]][part]]
+                    return task
+                if not weights or self.table.cost[weights[0]] * self.patience > ready - now + _EPSILON:
+                    heappush(self.queue, (ready, stage))
+                    return -1
+        return weights.popleft() if weights else -1
 
     def _place(self, stage: int, task: int, now: float) -> None:
-        table = self.table
-        end = self.free_at[stage] = now + table.cost[task]
+        stage_of, missing, ready_at = self.table.stage, self.missing, self.ready_at
+        end = self.free_at[stage] = now + self.table.cost[task]
         self.done.append(task)
-        held = self.held[stage] = self.held[stage] + self._change(task)
+        held = self.held[stage] = self.held[stage] + self.change[task]
         if held > self.peaks[stage]:
             self.peaks[stage] = held
         heappush(self.queue, (end, stage))
-        missing, ready_at = self.missing, self.ready_at
-        for other in table.followers(task):
-            there = table.stage[other]
+        for other in self.followers(task):
+            there = stage_of[other]
             there_at = end if there == stage else end + self.latency
             if there_at > ready_at[other]:
                 ready_at[other] = there_at

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp_lite.plan.actions import COMPUTE_KINDS, ActionKind
-from smp_lite.plan.order_replay import play, shares_of
+from smp_lite.plan.order_replay import Replays, shares_of
 from smp_lite.plan.order_shapes import Shape, shape_of
 from smp_lite.plan.schedules import Policy, Work, compute_order
 from smp_lite.plan.segments import SegmentGraph, build_graph
@@ -239,8 +239,9 @@ def test_lists_that_wait_for_one_another_are_no_candidate() -> None:
     table = TaskTable([Work(0, chain([0, 1]))])
     names = [str(action) for action in table.actions(range(table.num_tasks))]
     of = {name: task for task, name in enumerate(names)}
-    assert play(table, [[of["0B0"], of["0F0"]], [of["1F0"], of["1B0"]]], shares_of(table)) is None
-    found = play(table, [[of["0F0"], of["0B0"]], [of["1F0"], of["1B0"]]], shares_of(table))
+    replays = Replays(table, shares_of(table))
+    assert replays.play([[of["0B0"], of["0F0"]], [of["1F0"], of["1B0"]]]) is None
+    found = replays.play([[of["0F0"], of["0B0"]], [of["1F0"], of["1B0"]]])
     assert found is not None
     assert list(map(str, table.actions(found.tasks))) == ["0F0", "1F0", "1B0", "0B0"]
     assert (found.makespan, found.peaks) == (6.0, (1.0, 1.0))
