@@ -21,7 +21,6 @@ have called, and the word is on its way; else it is missing.
 from __future__ import annotations
 
 import pickle
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -72,22 +71,19 @@ class _Message(NamedTuple):
     items: dict[int, memoryview]
 
 
-_LENGTH = struct.Struct("<Q")
-
-
 def _encode(head: _Head, items: Mapping[int, Any]) -> bytes:
-    tail = pickle.dumps(tuple(head), protocol=pickle.HIGHEST_PROTOCOL)
-    return b"".join([*items.values(), tail, _LENGTH.pack(len(tail))])
+    start = pickle.dumps(tuple(head), protocol=pickle.HIGHEST_PROTOCOL)
+    return b"".join([start, *items.values()]) if items else start
 
 
 def _decode(data: bytes) -> _Message:
-    view = memoryview(data)
-    (length,) = _LENGTH.unpack(view[-_LENGTH.size :])
-    head = _Head(*pickle.loads(view[-_LENGTH.size - length : -_LENGTH.size]))
-    items, start = {}, 0
-    for position, size in head.lengths.items():
-        items[position] = view[start : start + size]
-        start += size
+    head = _Head._make(pickle.loads(data))  # what follows it is passed over
+    items: dict[int, memoryview] = {}
+    if head.lengths:
+        view, start = memoryview(data), len(data) - sum(head.lengths.values())
+        for position, size in head.lengths.items():
+            items[position] = view[start : start + size]
+            start += size
     return _Message(head, items)
 
 
@@ -168,7 +164,9 @@ class RollCall:
         if payload is not None and len(self.group) > 1 and not (to_first and self._index == 0):
             self._items[self._index] = pickle.dumps(payload, protocol=pickle.HIGHEST_PROTOCOL)
         self._called: dict[Called, int] = {(what, kind): self.rank}
-        self._unheard = [*self._place.neighbours]
+        self._unheard = [*self._place.fellows, *self._place.children]
+        if self._place.parent is not None:
+            self._unheard.append(self._place.parent)
         self._heard: set[int] = set()  # positions of neighbours
         self._early = calls.early.setdefault((kind, number), {})
         self._told: set[int] = set()
@@ -218,9 +216,9 @@ class RollCall:
     def result(self) -> list[Any]:
         """Every member's payload, in group order; on others than the first None where only it is told."""
         found: list[Any] = [None] * len(self.group)
+        self._items.pop(self._index, None)
         for position, item in self._items.items():
-            if position != self._index:
-                found[position] = pickle.loads(item)
+            found[position] = pickle.loads(item)
         found[self._index] = self._payload
         return found
 
@@ -280,6 +278,8 @@ class RollCall:
 
     def _check_order(self) -> None:
         """Of messages that belong to other calls: whether their senders will come to this one first."""
+        if len(self._all.early) == 1:  # this call's own
+            return
         for (kind, number), messages in self._all.early.items():
             if kind == self.kind or number <= self._all.begun.get(kind, 0):
                 continue

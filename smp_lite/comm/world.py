@@ -149,6 +149,8 @@ class World:
             wait_until(lambda: call.poll(time.monotonic()), missing, call.awaited)
         finally:
             call.give_up()
+        if not call.under_way():
+            return call.result()
         wait_until(
             lambda: not call.under_way(),
             lambda: (
