@@ -142,7 +142,9 @@ class Session:
         return self.world.group_rank(kind) if self.world else 0
 
     def policy(self) -> Policy:
-        return Policy(self.cfg.pipeline, self.cfg.optimize, self.cfg.active_microbatches)
+        """The schedule; of ``auto`` what holds until one is chosen."""
+        pipeline = "zero_bubble" if self.cfg.pipeline == "auto" else self.cfg.pipeline
+        return Policy(pipeline, self.cfg.optimize, self.cfg.active_microbatches)
 
     # Collaborators for the model's runtime ------------------------------------------------------------------
 
@@ -210,6 +212,10 @@ class Session:
         if own or by_mpi or kind not in self.process_groups:
             return self.world.collectives(kind)
         return C10dCollectives(self.process_groups[kind])
+
+    def exchange_over_world(self, item: Any, what: str) -> Sequence[Any]:
+        """Every rank's item; collective over the job."""
+        return self.world.exchange(item, "WORLD", what) if self.world is not None else [item]
 
     def exchange_over_replicas(self, item: Any) -> list[Any]:
         """Every replica's object; collective over the dp group."""

@@ -36,6 +36,7 @@ class Parameters(BaseModel):
         "zero_bubble",
         "interleaved_virtual",
         "zero_bubble_v",
+        "auto",
         "_only_forward",
     ] = Field(
         "interleaved",
@@ -44,8 +45,10 @@ class Parameters(BaseModel):
         "a stage would wait, within the activations of 1F1B (ZB-H1, Qi et al. 2023); interleaved_virtual: "
         "for stages that are visited several times in the same order, that of Megatron-LM (Narayanan et "
         "al. 2021); zero_bubble_v: zero_bubble for stages that are visited twice, there and back (ZB-V, Qi "
-        "et al. 2023); _only_forward: forwards alone. Where stages have another shape or costs, the "
-        "fastest order within the bound of activations, by simulation, never one slower than 1F1B.",
+        "et al. 2023); auto: what is fastest by simulation, from what actions take in the first steps, "
+        "within the activations of 1F1B; _only_forward: forwards alone. Where stages have another shape or "
+        "costs, the fastest order within the bound of activations, by simulation, never one slower than "
+        "1F1B.",
     )
     placement_strategy: Placement = Field(
         "cluster",

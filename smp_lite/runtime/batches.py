@@ -6,13 +6,15 @@ says which.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..plan.actions import ActionKind
 from ..plan.lowering import Schedule, lower
 from ..plan.schedules import Policy, Work, compute_order
+from ..plan.segments import SegmentGraph
+from ..plan.work import Costs
 from ..record.recording import Recording
 
 __all__ = ["Batch", "BatchPlanner", "Progress"]
@@ -49,12 +51,20 @@ class BatchPlanner:
     def __init__(self, num_stages: int, policy: Policy) -> None:
         self.num_stages = num_stages
         self.policy = policy
+        self._measured: tuple[SegmentGraph, Costs] | None = None
         self._plans: dict[Any, Batch] = {}
+
+    def use(self, policy: Policy, graph: SegmentGraph | None = None, costs: Costs | None = None) -> None:
+        """From now on another policy; ``costs`` are what was measured of microbatches with that graph."""
+        self.policy = policy
+        self._measured = None if graph is None or costs is None else (graph, costs)
+        self._plans = {key: batch for key, batch in self._plans.items() if key[0] != policy}
 
     def plan(self, all_progress: Mapping[int, Progress], *, last_batch: bool) -> Batch:
         """Everything recorded that has not run, by microbatch; backwards under ``simple`` only at the end."""
         backwards_last = self.policy.pipeline == "simple" and not last_batch
         key = (
+            self.policy,
             last_batch,
             tuple(
                 (
@@ -89,11 +99,16 @@ class BatchPlanner:
                         complete=progress.recording.complete and not backwards_last,
                     )
                 )
-            order = compute_order(works, self.policy)
+            order = compute_order(works, self.policy, costs=self._costs_of(works))
             sent = {m: frozenset(progress.sent) for m, progress in all_progress.items()}
             schedule = lower(order, works, self.num_stages, sent=sent)
             self._plans[key] = Batch(tuple(works), schedule)
         return self._plans[key]
+
+    def _costs_of(self, works: Sequence[Work]) -> Costs | None:
+        if self._measured is None or any(work.graph != self._measured[0] for work in works):
+            return None
+        return self._measured[1]
 
     @staticmethod
     def note(batch: Batch, all_progress: Mapping[int, Progress]) -> None:

@@ -27,6 +27,7 @@ from ..record.describe.checkpointed_calls import is_marked
 from ..record.parameters.placement import Placement
 from ..record.recorder import Recorder
 from ..record.source_line import warn_once_at_user_line
+from .choosing import ScheduleChooser
 from .executor import StageExecutor
 from .failure import error_like, failure_kind
 from .gradients import GradientBooks
@@ -88,6 +89,7 @@ class ModelRuntime:
         activation_horizon: how many actions before their backward offloaded activations come back; None: they
             stay in memory.
         waiting: parameters that have no memory yet, of which this stage's get theirs now; None: all have it.
+        chooser: takes the schedule from the policy's hands; None: the policy stays.
     """
 
     def __init__(
@@ -103,8 +105,10 @@ class ModelRuntime:
         sharding: Sharding | None = None,
         activation_horizon: int | None = None,
         waiting: Waiting | None = None,
+        chooser: ScheduleChooser | None = None,
     ) -> None:
         self.placement = placement
+        self._chooser = chooser
         self.peers = peers
         self.options = options
         self._exchange = exchange
@@ -155,7 +159,11 @@ class ModelRuntime:
         weights: dict[int, WeightGradients | None] = {}
         for stage in sorted(peers.stages):
             books = self.books[stage] = GradientBooks(placement, on_final, partial(_deferred, weights, stage))
-            splits = policy.splits_backward and sharding is None and activation_horizon is None
+            splits = policy.splits_backward or chooser is not None
+            if sharding is not None or activation_horizon is not None:
+                splits = (
+                    False  # gathered copies, and what is hooked to leave memory, are made for one backward
+                )
             weights[stage] = WeightGradients(books.touched, placement.alias) if splits else None
         self.executors = {
             stage: StageExecutor(
@@ -221,6 +229,8 @@ class ModelRuntime:
             self.scaling.begin()
         loss_scale = 1.0 if self.scaling is None else self.scaling.scale
         scale = loss_scale / num_microbatches if average else loss_scale
+        if self._chooser is not None:
+            self.runner.planner.use(self._chooser.policy)
         self.runner.begin_step(self.recorder, num_microbatches, scale, inputs)
 
     def finish(
@@ -245,6 +255,7 @@ class ModelRuntime:
             self._check_offloading()
             self._passes += 1
             self._reduce(None)
+            self._choose()
         if self.reducer is not None:
             self.reducer.put_back(failed=False)
         if has_backward and self._checks and self._shared is not None:
@@ -254,6 +265,17 @@ class ModelRuntime:
         if self._checks and self._shared is not None:
             check_results(found, self._shared)
         return found
+
+    def _choose(self) -> None:
+        """Decides on the schedule once enough steps have been seen."""
+        if self._chooser is None or self.runner.last_batch is None:
+            return
+        decision = self._chooser.after_step(self.runner.last_batch, self.runner.spans())
+        if decision is not None:
+            self._chooser = None
+            self.runner.planner.use(decision.policy, decision.graph, decision.costs)
+            if self.peers.rank in (-1, 0):
+                print(decision.text, flush=True)
 
     def _check_offloading(self) -> None:
         """Says so where nothing can be offloaded."""

@@ -66,7 +66,7 @@ class StepRunner:
         self.last_batch: Batch | None = None
         self.on_planned: Callable[[Batch, dict[int, Recording]], None] | None = None
         self.observer: Callable[[], Any] = lambda: None  # sees each command that runs; see smp_lite.check
-        self._planner = BatchPlanner(num_stages, policy)
+        self.planner = BatchPlanner(num_stages, policy)
         self._trained = TrainedParameters()
         self._progress: dict[int, Progress] = {}
         self._recorder: Recorder | None = None
@@ -314,7 +314,7 @@ class StepRunner:
                 f"caught ends the step all the same, since the call belongs to other ranks too: "
                 f"{self._has_failed}"
             ) from self._has_failed
-        batch = self._planner.plan(self._progress, last_batch=last_batch)
+        batch = self.planner.plan(self._progress, last_batch=last_batch)
         recordings = {m: progress.recording for m, progress in self._progress.items()}
         if last_batch and self.on_planned is not None:
             self.on_planned(batch, recordings)
@@ -345,7 +345,7 @@ class StepRunner:
         placement = self._recorder.placement
         key, trained = self._trained.of(batch, self._progress, placement)
         self._agree_on_outcome(batch, key, trained)
-        self._planner.note(batch, self._progress)
+        self.planner.note(batch, self._progress)
         placement.note_gradients(trained - self._trained.lacking(key))
         self.last_batch = batch
 

@@ -38,7 +38,7 @@ from .hops import end_hops
 from .lazy_modules import has_lazy_modules, initialise_lazy_modules
 from .model_with_state import ModelWithState
 from .outside_step import OutsideStep
-from .partitioning import decide_partition, load_partition, report_partition
+from .partitioning import decide_partition, load_partition, report_partition, schedule_chooser
 from .sharding import announce_slices, sharding_of
 
 if TYPE_CHECKING:
@@ -314,6 +314,7 @@ class DistributedModel(ModelWithState):
             sharding,
             session.cfg.activation_loading_horizon if session.cfg.offload_activations else None,
             waiting,
+            schedule_chooser(session),
         )
         group_marked(self._runtime.recorder.runs)
         self.own_parameters.after_partition()

@@ -23,6 +23,7 @@ from ..record.describe.effects import NeedsOpening
 from ..record.describe.metadata import MetadataInference
 from ..record.describe.tracing import cost_tree, trace_model
 from ..record.source_line import warn_once_at_user_line
+from ..runtime.choosing import ScheduleChooser
 from ..session import Session
 
 
@@ -190,3 +191,10 @@ def optimizer_states(optimizer: Any) -> float:
     if "momentum" in defaults:
         return 1.0 if defaults["momentum"] else 0.0
     return 1.0
+
+
+def schedule_chooser(session: Session) -> ScheduleChooser | None:
+    """What chooses the schedule once steps have been seen; None: the configuration names one."""
+    if session.cfg.pipeline != "auto" or session.num_stages == 1:
+        return None
+    return ScheduleChooser(session.policy(), session.exchange_over_world)
