@@ -137,7 +137,8 @@ BOOLS = (
 COUNTS = ("microbatches", "partitions", "pipeline_parallel_degree", "active_microbatches")
 CHOICES = {
     "pipeline": (
-        "['simple', 'interleaved', 'zero_bubble', 'interleaved_virtual', 'zero_bubble_v', 'auto', '_only_forward']"
+        "['simple', 'interleaved', 'zero_bubble', 'interleaved_virtual', 'zero_bubble_v', 'auto', "
+        "'_only_forward']"
     ),
     "placement_strategy": "['spread', 'cluster']",
     "optimize": "['speed', 'memory']",
@@ -314,7 +315,8 @@ def test_the_description_has_every_parameter() -> None:
         "partitions + 2; interleaved_virtual: at least 2 x partitions",
     ]
     pipelines = (
-        '"simple", "interleaved", "zero_bubble", "interleaved_virtual", "zero_bubble_v", "auto", "_only_forward"'
+        '"simple", "interleaved", "zero_bubble", "interleaved_virtual", "zero_bubble_v", "auto", '
+        '"_only_forward"'
     )
     assert rows["pipeline"][:2] == [pipelines, '"interleaved"']
     assert rows["virtual_stages"][0] == 'int >= 1, "v"'
