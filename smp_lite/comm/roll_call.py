@@ -196,6 +196,8 @@ class RollCall:
         elif now > self._look_at:
             self._look_at = now + _LOOK_EVERY_S
             self._look(now)
+        if self._sent:
+            self.under_way()  # over a store a message leaves only when the one before has been taken
         has_heard = False
         for position in tuple(self._unheard):
             source = self.group[position]
