@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,14 +66,20 @@ class Workload:
             "default_partition": 0,
         }
 
-    def distributed(self, num_stages: int) -> smp.DistributedModel:
-        """The wrapped model with its blocks assigned to stages."""
+    def distributed(self, num_stages: int, pieces: Sequence[int] = ()) -> smp.DistributedModel:
+        """The wrapped model with its blocks assigned to stages.
+
+        Args:
+            num_stages: of the session.
+            pieces: the stage of each of several pieces; empty: one for each stage.
+        """
+        pieces = pieces or range(num_stages)
         model = self.model()
         wrapped = smp.DistributedModel(model)
         for index, block in enumerate(model.blocks):
-            smp.set_partition(block, self.stage_of_block(index, num_stages))
+            smp.set_partition(block, pieces[self.stage_of_block(index, len(pieces))])
         for module in (model.norm, model.head):
-            smp.set_partition(module, num_stages - 1)
+            smp.set_partition(module, pieces[-1])
         return wrapped
 
 
