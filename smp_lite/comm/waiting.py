@@ -2,7 +2,9 @@
 
 Polling instead of blocking keeps the process able to notice that the limit has passed. The pauses grow:
 first it only yields the processor (a message takes tens of microseconds), then it sleeps, so that ranks
-that share a core do not steal it from the one they wait for.
+that share a core do not steal it from the one they wait for. Each sleep is a small part of the time waited
+so far, so that what comes is noticed late by that part at most: a pipeline waits once for each action, for
+about as long as an action takes.
 
 A rank whose script has ended will send nothing any more. Each says so when it leaves (see
 :class:`smp_lite.comm.world.World`), and a wait for it ends with an error at once instead of at the limit.
@@ -25,6 +27,7 @@ DEFAULT_WATCHDOG_S = 300.0
 _YIELD_FOR_S = 0.002
 _SLEEP_S = 0.00005
 _LONGEST_SLEEP_S = 0.001
+_SLEEP_PART = 0.02
 
 # A message sent just before its sender left may still be on its way. And if the sender failed, the launcher
 # has the time to end this process too, before it reports a loss that is only a consequence.
@@ -109,7 +112,7 @@ def _poll(test: Callable[[], bool], what: Callable[[], str], ranks: Callable[[],
     if test():
         return
     start = time.monotonic()
-    limit, pause = watchdog_s(), _SLEEP_S
+    limit = watchdog_s()
     look_at, gone_since = start + 0.1, None
     while not test():
         now = time.monotonic()
@@ -126,8 +129,7 @@ def _poll(test: Callable[[], bool], what: Callable[[], str], ranks: Callable[[],
             gone_since = (gone_since or now) if _gone(ranks) else None
             if gone_since is not None and now - gone_since > _GRACE_S:
                 _raise_if_gone(ranks, what)
-        time.sleep(pause)
-        pause = min(pause * 1.5, _LONGEST_SLEEP_S)
+        time.sleep(min(max(_SLEEP_S, (now - start) * _SLEEP_PART), _LONGEST_SLEEP_S))
 
 
 def _gone(ranks: Callable[[], Iterable[int]]) -> list[int]:

@@ -33,7 +33,7 @@ from ..record.parameters.placement import Placement
 from ..record.recording import Recording
 from ..runtime.executor import StageExecutor
 from ..runtime.gradients import GradientBooks
-from ..runtime.microbatch import MicrobatchState
+from ..runtime.microbatch import MicrobatchState, StagePart
 from ..runtime.random_streams import RandomStreams
 from .alike_stages import Likeness, alike
 from .fake_step import FakeCommands, FakeWire, fake_parameters
@@ -164,7 +164,7 @@ class _Player:
         )
         state = MicrobatchState(recording)
         executor.states[0] = state
-        state.update(work.graph, self.stage)
+        state.update(StagePart(work.graph, self.stage), self.stage)
         books.plan([work], {0: recording}, actions, self.stage, last_batch=True)
         live = self.live
         live.ignore(ordinary)

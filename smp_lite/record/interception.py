@@ -52,8 +52,13 @@ class _Listener(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         recorder = self.recorder
-        if recorder.suspended or recorder.descriptions.inferring or PlacedTensor in types:
-            # Placed tensors bring their own handler, which runs next.
+        if recorder.suspended or recorder.descriptions.inferring:
+            return func(*args, **(kwargs or {}))
+        if PlacedTensor in types:
+            # Placed tensors bring their own handler. torch would call it next, after a second look at all
+            # arguments; where there are handlers of others too, it says whose comes first.
+            if len(types) == 1:
+                return PlacedTensor.__torch_function__(func, types, args, kwargs)
             return func(*args, **(kwargs or {}))
         return recorder.ordinary_function(func, args, kwargs or {})
 

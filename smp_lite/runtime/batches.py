@@ -16,6 +16,7 @@ from ..plan.schedules import Policy, Work, compute_order
 from ..plan.segments import SegmentGraph
 from ..plan.work import Costs
 from ..record.recording import Recording
+from .microbatch import StagePart
 
 __all__ = ["Batch", "BatchPlanner", "Progress"]
 
@@ -26,6 +27,14 @@ class Batch:
 
     works: tuple[Work, ...]
     schedule: Schedule
+    parts: dict[tuple[int, int], StagePart] = field(default_factory=dict, compare=False, repr=False)
+
+    def part(self, graph: SegmentGraph, stage_index: int) -> StagePart:
+        """A stage's part of one of the works' graphs."""
+        key = (id(graph), stage_index)
+        if key not in self.parts:
+            self.parts[key] = StagePart(graph, stage_index)
+        return self.parts[key]
 
 
 @dataclass

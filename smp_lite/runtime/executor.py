@@ -127,11 +127,13 @@ class StageExecutor:
             state = self.states[action.microbatch_index]
             if action.kind in COMPUTE_KINDS:
                 for transfer, value, stage in self._needs(action, state):
-                    while not transfer.done():
-                        kind = "value" if action.kind is ActionKind.FORWARD else "the gradient of"
-                        yield (
-                            f"{action} on stage {self.stage_index} needs {kind} v{value} from stage {stage}"
-                        )
+                    if not transfer.done():
+                        what = "value" if action.kind is ActionKind.FORWARD else "the gradient of"
+                        waits = f"{action} on stage {self.stage_index} needs {what} v{value}"
+                        waits += f" from stage {stage}"
+                        yield waits
+                        while not transfer.done():
+                            yield waits
                 start = time.perf_counter()
                 try:
                     if sharded is not None:
@@ -253,21 +255,18 @@ class StageExecutor:
 
     # What an action waits for --------------------------------------------------------------------------
 
-    def _needs(self, action: Action, state: MicrobatchState) -> Iterator[tuple[Transfer, int, int]]:
+    def _needs(self, action: Action, state: MicrobatchState) -> list[tuple[Transfer, int, int]]:
         """(transfer, value, stage that sends it) of each thing that the action waits for."""
         if action.kind is ActionKind.WEIGHT:
-            return  # its own backward comes before it
-        segment = state.by_visit[action.visit]
-        graph = state.graph
+            return []  # its own backward comes before it
+        part, arriving = state.part, state.arriving
         if action.kind is ActionKind.FORWARD:
-            for value in segment.imports:
-                if value in state.arriving:
-                    home = graph.segments[graph.producer[value]].stage_index
-                    yield state.arriving[value], value, home
-        else:
-            for value in segment.gradient_exports:
-                for stage in graph.gradient_stages(value):
-                    yield state.arriving_gradients[value, stage], value, stage
+            return [(arriving[v], v, home) for v, home in part.arrivals[action.visit] if v in arriving]
+        return [
+            (state.arriving_gradients[value, stage], value, stage)
+            for value in part.by_visit[action.visit].gradient_exports
+            for stage, _ in part.gradient_arrivals[value]
+        ]
 
     # Actions ----------------------------------------------------------------------------------------------
 
@@ -382,15 +381,9 @@ class StageExecutor:
         found: dict[int, torch.Tensor] = {}
         for value in segment.gradient_exports:
             parts = state.gradients.pop(value, {})
-            for stage in state.graph.gradient_stages(value):
-                transfer = state.arriving_gradients.pop((value, stage))
-                # A stage's sum counts where its latest consumer would have.
-                last = next(
-                    consumer
-                    for consumer in state.graph.gradient_consumers(value)
-                    if state.graph.segments[consumer].stage_index == stage
-                )
-                parts[last] = transfer.tensor()
+            # A stage's sum counts where its latest consumer would have.
+            for stage, last in state.part.gradient_arrivals[value]:
+                parts[last] = state.arriving_gradients.pop((value, stage)).tensor()
             found[value] = _sum_latest_first(parts)
         for backward in state.recording.backwards:
             for value, gradient in zip(backward.values, backward.gradients, strict=True):

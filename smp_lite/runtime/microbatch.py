@@ -12,6 +12,35 @@ from ..plan.segments import Segment, SegmentGraph
 from ..record.recording import Recording
 
 
+class StagePart:
+    """What one stage needs to know of a graph; worked out once for all microbatches and steps that have it.
+
+    Attributes:
+        by_visit: the stage's segments.
+        arrivals: for each of their visits the values that come from other stages: (value, stage).
+        gradient_arrivals: for each value of theirs where gradients of it come from: (stage, the latest
+            consumer there, whose part of it autograd would add first).
+        uses: of the values of a microbatch of which nothing has run: how often each is used here.
+    """
+
+    def __init__(self, graph: SegmentGraph, stage_index: int) -> None:
+        self.graph = graph
+        self.by_visit = {s.visit: s for s in graph.segments if s.stage_index == stage_index}
+        self.arrivals: dict[int, list[tuple[int, int]]] = {}
+        self.gradient_arrivals: dict[int, list[tuple[int, int]]] = {}
+        self.uses: dict[int, int] | None = None
+        stage_of = [s.stage_index for s in graph.segments]
+        for visit, segment in self.by_visit.items():
+            homes = [(value, stage_of[graph.producer[value]]) for value in segment.imports]
+            self.arrivals[visit] = [(value, home) for value, home in homes if home != stage_index]
+            for value in segment.gradient_exports:
+                consumers = graph.gradient_consumers(value)  # the latest first
+                self.gradient_arrivals[value] = [
+                    (stage, next(c for c in consumers if stage_of[c] == stage))
+                    for stage in graph.gradient_stages(value)
+                ]
+
+
 @dataclass
 class MicrobatchState:
     """The tensors of one microbatch on one stage.
@@ -29,6 +58,7 @@ class MicrobatchState:
     """
 
     recording: Recording
+    part: StagePart = field(default_factory=lambda: StagePart(SegmentGraph((), {}, {}), 0))
     graph: SegmentGraph = field(default_factory=lambda: SegmentGraph((), {}, {}))
     by_visit: dict[int, Segment] = field(default_factory=dict)
     data: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -44,17 +74,23 @@ class MicrobatchState:
     backward_done: set[int] = field(default_factory=set)
     sent: set[tuple[int, int]] = field(default_factory=set)
 
-    def update(self, graph: SegmentGraph, stage_index: int) -> None:
+    def update(self, part: StagePart, stage_index: int) -> None:
         """Takes a new graph of the (longer) recording."""
-        self.graph = graph
-        self.by_visit = {s.visit: s for s in graph.segments if s.stage_index == stage_index}
-        self._count_uses(stage_index)
+        self.part, self.graph, self.by_visit = part, part.graph, part.by_visit
+        if self.forward_done or self.sent:
+            self.remaining = self._count_uses(stage_index)
+            if self.recording.complete:
+                self._settle()
+            return
+        if part.uses is None:  # recordings of one graph need the same values, as its key says
+            part.uses = self._count_uses(stage_index)
+        self.remaining = dict(part.uses)
 
     def receives(self) -> list[Transfer]:
         """Posted receives that nobody has taken the result of."""
         return [*self.arriving.values(), *self.arriving_gradients.values()]
 
-    def _count_uses(self, stage_index: int) -> None:
+    def _count_uses(self, stage_index: int) -> dict[int, int]:
         """Counts the uses that are still to come of values made or received here."""
         remaining: dict[int, int] = {}
         for value, home in self.graph.producer.items():
@@ -69,9 +105,7 @@ class MicrobatchState:
                 here += sum((value, s) not in self.sent for s in self.graph.remote_stages(value))
                 here += value in self.recording.needed
             remaining[value] = here
-        self.remaining = remaining
-        if self.recording.complete:
-            self._settle()
+        return remaining
 
     def _settle(self) -> None:
         """The recording has ended: keeps of what ran early only what is still needed."""

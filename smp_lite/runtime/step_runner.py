@@ -332,7 +332,7 @@ class StepRunner:
             executor.adopt()
         for work in batch.works:
             for stage, executor in self.executors.items():
-                executor.states[work.microbatch_index].update(work.graph, stage)
+                executor.states[work.microbatch_index].update(batch.part(work.graph, stage), stage)
         for stage, books in self.books.items():
             books.plan(batch.works, recordings, batch.schedule[stage], stage, last_batch=last_batch)
         if self._stage_peers is not None:

@@ -82,7 +82,8 @@ CASES = (
         job(TWO),
         "mpirun --host algo-1:4,algo-2:4 --bind-to none --map-by slot -np 8"
         " --mca btl_tcp_if_include eth0 --prtemca prte_if_include eth0"
-        " --prtemca plm_ssh_no_tree_spawn 1 --prtemca plm_ssh_agent /opt/agent"
+        " --prtemca plm_ssh_no_tree_spawn 1 --mca btl_tcp_progress_thread 1"
+        " --prtemca plm_ssh_agent /opt/agent"
         " -x PYTHONUNBUFFERED -x SMP_LITE_ERROR_DIR -x OMP_NUM_THREADS",
         agent="/opt/agent",
     ),
@@ -104,6 +105,7 @@ CASES = (
         job(TWO),
         "mpirun --host algo-1:4,algo-2:4 --bind-to none --map-by slot -np 8"
         " --mca btl_tcp_if_include eth0 --prtemca prte_if_include eth0 --prtemca plm_ssh_no_tree_spawn 1"
+        " --mca btl_tcp_progress_thread 1"
         " -x PYTHONUNBUFFERED -x SMP_LITE_ERROR_DIR -x OMP_NUM_THREADS",
     ),
     Case(
@@ -154,6 +156,7 @@ CASES = (
         job(TWO, "-np 8 -map-by slot -x PYTHONUNBUFFERED -mca oob_tcp_if_include eth0 --tag-output"),
         "mpirun --host algo-1:4,algo-2:4 --bind-to none --map-by slot -np 8"
         " --mca btl_tcp_if_include eth0 --prtemca prte_if_include eth0 --prtemca plm_ssh_no_tree_spawn 1"
+        " --mca btl_tcp_progress_thread 1"
         " -x PYTHONUNBUFFERED -x SMP_LITE_ERROR_DIR -x OMP_NUM_THREADS",
     ),
 )

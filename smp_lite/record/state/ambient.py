@@ -2,7 +2,7 @@
 
 A command is recorded now and runs later, so it carries the state that it was recorded under. Entering a
 state costs nothing where it is the one in force already, which is nearly always; and reading it is one tuple
-of calls into torch, looked up in a table of the few states that occur.
+of calls into torch, compared with the last.
 
 Modes that see every function (``TorchFunctionMode``, ``TorchDispatchMode``) cannot be carried: their handlers
 are the user's, and may keep what they see. They count, so that a change can be noticed.
@@ -32,7 +32,11 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
 )
 _GETTERS = tuple(getter for getter, _ in _SWITCHES)
-
+_default_dtype, _flash, _mem_efficient, _math, _deterministic, _mkldnn = _GETTERS
+_num_function_modes = torch._C._len_torch_function_stack
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.maybe_current_level
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 FUNCTORCH = 1_000_000
 """A level of ``torch.func`` counts as so many modes."""
@@ -63,24 +67,30 @@ class Ambient(NamedTuple):
 
     @classmethod
     def current(cls) -> Ambient:
+        global _last
+        # Every recorded command asks: names of this module, and no loop over the switches.
         read = (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            torch.is_autocast_enabled("cpu"),
-            torch.is_autocast_enabled("cuda"),
+            _is_any_autocast_enabled(),
             # How many modes of torch functions, of dispatch and of torch.func are on, as one number.
-            torch._C._len_torch_function_stack()
-            + 1000 * torch._C._len_torch_dispatch_stack()
-            + FUNCTORCH * (torch._C._functorch.maybe_current_level() or 0),
-            *[getter() for getter in _GETTERS],
+            _num_function_modes() + 1000 * _num_dispatch_modes() + FUNCTORCH * (_functorch_level() or 0),
+            torch.is_autocast_cache_enabled(),
+            _default_dtype(),
+            _flash(),
+            _mem_efficient(),
+            _math(),
+            _deterministic(),
+            _mkldnn(),
         )
-        found = _known.get(read)
-        if found is None or read[2] or read[3]:
-            autocast = tuple(
-                [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICE_TYPES]
-            )
-            new = cls(read[0], read[1], autocast, torch.is_autocast_cache_enabled(), read[5:], read[4])
-            found = _known[read] = _made.setdefault(new, new)
+        if not read[2] and read == _last[0]:
+            return _last[1]
+        autocast = tuple(
+            [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICE_TYPES]
+        )
+        new = cls(read[0], read[1], autocast, read[4], read[5:], read[3])
+        found = _made.setdefault(new, new)
+        _last = (read, found)
         return found
 
     def same_state(self, other: Ambient) -> bool:
@@ -106,5 +116,5 @@ class Ambient(NamedTuple):
             yield
 
 
-_known: dict[tuple[Any, ...], Ambient] = {}
 _made: dict[Ambient, Ambient] = {}  # equal ones are one object
+_last: tuple[tuple[Any, ...], Any] = ((), None)  # what was read, and the state that it is

@@ -20,8 +20,12 @@ class Arguments:
     def __init__(self, leaves: list[Any], spec: Spec) -> None:
         self.leaves = leaves
         self.spec = spec
-        self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self.tensors: list[torch.Tensor] = [leaves[i] for i in self.positions]
+        self.positions: list[int] = []
+        self.tensors: list[torch.Tensor] = []
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                self.positions.append(i)
+                self.tensors.append(leaf)
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
