@@ -71,10 +71,14 @@ def run_distributed(
 
 
 class WorldPool:
-    """`world_size` MPI processes that wait for functions to call."""
+    """`world_size` MPI processes that wait for functions to call.
 
-    def __init__(self, world_size: int) -> None:
+    With `keeps_sessions` what one call has set up is there in the next one.
+    """
+
+    def __init__(self, world_size: int, *, keeps_sessions: bool = False) -> None:
         self.world_size = world_size
+        self._keeps_sessions = keeps_sessions
         self._directory = Path(tempfile.mkdtemp(prefix="smp-lite-pool-"))
         self._connections: list[Connection] = []
         self._pids: list[int] = []
@@ -100,7 +104,7 @@ class WorldPool:
         """As `run_distributed`, on these processes; any failure ends them."""
         sizes = {path: path.stat().st_size for path in self._directory.glob("*.log")}
         try:
-            job = pickle.dumps((function, dict(kwargs or {}), parameters))
+            job = pickle.dumps((function, dict(kwargs or {}), parameters, self._keeps_sessions))
             for connection in self._connections:
                 with suppress(BrokenPipeError):
                     connection.send_bytes(job)

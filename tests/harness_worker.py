@@ -49,10 +49,11 @@ def _reply(job: bytes, rank: int) -> bytes:
     """A pickled 1-tuple of the result, or the pickled record of the failure."""
     environment = dict(os.environ)
     try:
-        function, kwargs, parameters = pickle.loads(job)
+        function, kwargs, parameters, keeps_session = pickle.loads(job)
         _seed()
         reply = pickle.dumps((_call(function, kwargs, parameters),))
-        _reset(environment)
+        if not keeps_session:
+            _reset(environment)
     except BaseException:
         return pickle.dumps(FailureRecord(rank, time.time_ns(), 1, traceback.format_exc()))
     return reply
