@@ -32,6 +32,8 @@ from ...errors import SMPError
 from ...plan.actions import Action, ActionKind
 from ...plan.segments import Segment
 from ...record.recording import Recording
+from .accumulating import accumulate, node_is_held
+from .linears import LinearUse, SplitLinear, installed, is_plain_linear
 from .rules import Call
 from .splitting import SplitCalls, Use
 
@@ -71,12 +73,16 @@ class WeightGradients:
         self._mode = SplitCalls(self)
         self._learned: dict[Any, frozenset[int]] = {}  # by form of a segment, parameters to split
         self._touched: dict[Any, dict[int, nn.Parameter]] = {}
+        self._modules: dict[Any, list[nn.Linear]] = {}  # by form, those of which all parameters may be split
+        self._decided: dict[Any, dict[int, nn.Parameter]] = {}  # by the forms of a list, what it splits
         self._places: frozenset[_Place] = frozenset()  # those of this list that have a W
+        self._linears: dict[Any, tuple[list[SplitLinear], bool]] = {}  # by form; whether there are others
         self.deferred: frozenset[int] = _NOTHING
         """Ids of the parameters that this list splits."""
         self._learning: dict[Any, _Place] = {}  # forms that this list learns, and where
         self._watched: list[Use] = []  # of the learning segment whose backward runs
-        self._uses: dict[_Place, list[Use]] = {}  # what their W will find
+        self._uses: dict[_Place, list[Use | LinearUse]] = {}  # what their W will find
+        self._held: frozenset[int] = _NOTHING  # parameters of which somebody keeps autograd's node
         self._grads: dict[int, tuple[Tensor | None, int]] = {}
         self._learns = False  # the segment that runs forward
         self._backward: _Place | None = None
@@ -89,23 +95,44 @@ class WeightGradients:
         later = frozenset([(a.microbatch_index, a.visit) for a in actions if a.kind is ActionKind.WEIGHT])
         if not later:
             return
+        here = [
+            (m, segment, states[m])
+            for m in dict.fromkeys([action.microbatch_index for action in actions])
+            for segment in states[m].by_visit.values()
+        ]
+        key = tuple(
+            [
+                (m, _form(state, segment), segment.commands[0] in state.forward_done)
+                for m, segment, state in here
+            ]
+        )
+        known = (later, key)
+        if known not in self._decided:
+            self._decided[known] = self._decide(here, later)
+        split = self._decided[known]
+        self._places = later
+        self.deferred = frozenset(split)
+        self._held = frozenset([number for number, parameter in split.items() if node_is_held(parameter)])
+        self._grads = {number: _state_of(parameter) for number, parameter in split.items()}
+
+    def _decide(
+        self, here: Sequence[tuple[int, Segment, Microbatch]], later: frozenset[_Place]
+    ) -> dict[int, nn.Parameter]:
+        """The parameters that can be split in all these segments."""
         split: dict[int, nn.Parameter] = {}
         whole: set[int] = set()
-        for m in dict.fromkeys([action.microbatch_index for action in actions]):
-            state = states[m]
-            before: set[int] = set()  # touched in earlier visits of this microbatch
-            for visit, segment in state.by_visit.items():
-                touched = self._touched_by(state, segment)
-                learned = _NOTHING
-                if (m, visit) in later and segment.commands[0] not in state.forward_done:
-                    learned = self._learned.get(_form(state, segment), _NOTHING)
-                split.update((key, touched[key]) for key in learned)
-                whole.update(touched.keys() - learned)
-                whole |= touched.keys() & before  # tied over segments: their sum has an order of its own
-                before |= touched.keys()
-        self._places = later
-        self.deferred = frozenset(split.keys() - whole)
-        self._grads = {key: _state_of(split[key]) for key in self.deferred}
+        before: dict[int, set[int]] = {}  # touched in earlier visits of a microbatch
+        for m, segment, state in here:
+            touched = self._touched_by(state, segment)
+            learned = _NOTHING
+            if (m, segment.visit) in later and segment.commands[0] not in state.forward_done:
+                learned = self._learned.get(_form(state, segment), _NOTHING)
+            split.update((number, touched[number]) for number in learned)
+            whole.update(touched.keys() - learned)
+            earlier = before.setdefault(m, set())
+            whole.update(touched.keys() & earlier)  # tied over segments: their sum has an order of its own
+            earlier.update(touched)
+        return {number: parameter for number, parameter in split.items() if number not in whole}
 
     @property
     def learned(self) -> list[nn.Parameter]:
@@ -127,6 +154,7 @@ class WeightGradients:
         self._watched.clear()
         self._uses.clear()
         self._grads.clear()
+        self._linears.clear()
         self._learns, self._backward = False, None
 
     # Forward ----------------------------------------------------------------------------------------------
@@ -140,7 +168,24 @@ class WeightGradients:
         self._learns = form not in self._learned and form not in self._learning
         if self._learns:
             self._learning[form] = place
-        return self._mode if self._learns or self.deferred else _NO_MODE
+            return self._mode
+        if not self.deferred:
+            return _NO_MODE
+        if form not in self._linears:
+            self._linears[form] = self._split_linears(form)
+        linears, are_others = self._linears[form]
+        return installed(linears, self._mode if are_others else _NO_MODE)
+
+    def _split_linears(self, form: Any) -> tuple[list[SplitLinear], bool]:
+        """The linear layers of a segment that this list splits, and whether it splits other calls too."""
+        left = self.deferred & self._learned[form]
+        linears = []
+        for module in self._modules[form]:
+            own = {id(p) for p in module.parameters() if p.requires_grad}
+            if module.weight.requires_grad and own <= self.deferred and is_plain_linear(module):
+                linears.append(SplitLinear(module, self.took))
+                left -= own
+        return linears, bool(left)
 
     def splits(self, call: Call) -> bool:
         return not self._learns and all(id(p) in self.deferred for p in call.parameters)
@@ -161,19 +206,21 @@ class WeightGradients:
                 with self._comparing(self._touched_by(state, segment), starts) as agreeing:
                     yield
                 self._learned[form] = frozenset(agreeing)
+                self._modules[form] = _linears_of(state.recording, segment)
+                self._decided.clear()
                 del self._learning[form]
             else:
                 yield
         finally:
             self._backward = None
 
-    def took(self, use: Use, gradient: Tensor, split: bool) -> None:
+    def took(self, use: Use | LinearUse, gradient: Tensor, split: bool) -> None:
         if not split:
-            if use.gradient is None and self._backward is not None:
+            if use.gradient is None and self._backward is not None and isinstance(use, Use):
                 self._watched.append(use)
         elif self._backward is None or use.gradient is not None:
             raise SMPError(
-                f"the gradient of a call with {self._names(use.call.parameters)} was asked for outside of "
+                f"the gradient of a call with {self._names(use.parameters)} was asked for outside of "
                 "its backward (torch.autograd.grad in a module's forward?), which it was not in the first "
                 "step, so gradients of parameters cannot be given later: set pipeline to 'interleaved'"
             )
@@ -203,10 +250,10 @@ class WeightGradients:
                 handle.remove()
         counts: dict[int, int] = {}
         for use in self._watched:
-            for parameter in use.call.parameters:
+            for parameter in use.parameters:
                 counts[id(parameter)] = counts.get(id(parameter), 0) + 1
         for use in self._watched:
-            keys = [id(parameter) for parameter in use.call.parameters]
+            keys = [id(parameter) for parameter in use.parameters]
             # A backward inside the backward (somebody's own autograd.grad) has another number.
             if use.task not in task or not use.is_as_it_was() or any(counts[key] > 1 for key in keys):
                 continue
@@ -218,28 +265,27 @@ class WeightGradients:
 
     def run(self, m: int, visit: int) -> None:
         """The action itself: gives what the backward of the segment has left."""
-        gradients: dict[int, Tensor] = {}
-        parameters: list[nn.Parameter] = []
+        done: set[int] = set()
         for use in self._uses.pop((m, visit), ()):
             if not use.is_as_it_was():
                 raise SMPError(
-                    f"what a call with {self._names(use.call.parameters)} has read was changed in place "
+                    f"what a call with {self._names(use.parameters)} has read was changed in place "
                     "before their gradients were made: clone() it before the change, or set pipeline to "
                     "'interleaved'"
                 )
-            for parameter, gradient in zip(use.call.parameters, use.made(), strict=True):
-                if id(parameter) in gradients or not _same_state(parameter, self._grads[id(parameter)]):
+            for parameter in use.parameters:
+                if id(parameter) in done or not _same_state(parameter, self._grads[id(parameter)]):
                     raise SMPError(
                         f"the gradient of {self._names([parameter])} has come from more calls than in the "
                         "first step: where gradients of parameters are given later, how often a module uses "
                         "a parameter must not depend on data; set pipeline to 'interleaved'"
                     )
-                gradients[id(parameter)] = gradient
-                parameters.append(parameter)
+                done.add(id(parameter))
+            # One call after the other: what was just made is added while it is in the cache.
+            for parameter, gradient in zip(use.parameters, use.made(), strict=True):
+                accumulate(parameter, gradient, is_held=id(parameter) in self._held)
+                self._grads[id(parameter)] = _state_of(parameter)
             use.gradient = None
-        if parameters:
-            torch.autograd.backward(parameters, list(gradients.values()))
-            self._grads.update({id(p): _state_of(p) for p in parameters})
 
     def _names(self, parameters: Iterable[nn.Parameter]) -> str:
         return "parameter " + ", ".join([repr(self._name_of(p)) for p in parameters])
@@ -248,6 +294,12 @@ class WeightGradients:
 def _form(state: Microbatch, segment: Segment) -> Any:
     """Segments of one form make the same calls on tensors of the same shapes."""
     return state.recording.plan_key(), segment.stage_index, segment.visit
+
+
+def _linears_of(recording: Recording, segment: Segment) -> list[nn.Linear]:
+    owners = [recording.commands[index].module for index in segment.commands]
+    found = {id(m): m for owner in owners if owner is not None for m in owner.modules()}
+    return [module for module in found.values() if type(module) is nn.Linear]
 
 
 def _into(arrived: dict[int, Tensor], key: int) -> Callable[[Tensor], None]:

@@ -151,31 +151,6 @@ def _embedding(
     return Call(input, parameters, run, (input,))
 
 
-def _layer_norm(
-    input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
-) -> Call | None:
-    if weight is None:
-        return None
-    parameters = _trained(weight, bias)
-    if parameters is None or not input.is_contiguous():
-        return None
-    shape = list(normalized_shape)
-
-    def run(stand_in: Callable[[Any], Any]) -> tuple[Tensor, Gradients]:
-        output, mean, rstd = torch.native_layer_norm(input, shape, stand_in(weight), stand_in(bias), eps)
-        mean, rstd = mean.detach(), rstd.detach()
-
-        def gradients(gradient: Tensor) -> tuple[Tensor, ...]:
-            mask = [False, True, len(parameters) == 2]
-            backward = torch.ops.aten.native_layer_norm_backward
-            found = backward(gradient, input, shape, mean, rstd, weight, bias, mask)
-            return found[1 : 1 + len(parameters)]
-
-        return output, gradients
-
-    return Call(input, parameters, run, (input,))
-
-
 RULES: dict[Any, Callable[..., Call | None]] = {
     F.linear: _linear,
     torch.addmm: _addmm,
@@ -183,6 +158,5 @@ RULES: dict[Any, Callable[..., Call | None]] = {
     F.conv2d: _convolution(2),
     F.conv3d: _convolution(3),
     F.embedding: _embedding,
-    F.layer_norm: _layer_norm,
 }
 """By torch function; a rule takes its arguments, and gives None for a call that stays whole."""

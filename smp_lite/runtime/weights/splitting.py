@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from .rules import RULES, Call, Gradients
 
-__all__ = ["Owner", "SplitCalls", "Use"]
+__all__ = ["Owner", "SplitCalls", "Use", "may_split"]
 
 
 class Use:
@@ -33,6 +33,11 @@ class Use:
         self._versions = [tensor._version for tensor in call.reads]
         self.gradient: Tensor | None = None
         self.task = -1
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Those that get their gradients from it."""
+        return self.call.parameters
 
     def made(self) -> tuple[Tensor, ...]:
         """The gradients of the parameters."""
@@ -69,7 +74,7 @@ class SplitCalls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         rule = RULES.get(func)
-        if rule is None or not _may_split():
+        if rule is None or not may_split():
             return func(*args, **kwargs)
         call = rule(*args, **kwargs)
         if call is None or type(call.input) not in (Tensor, nn.Parameter):
@@ -120,7 +125,8 @@ def _apart(tensor: Any) -> Any:
     return tensor.detach() if isinstance(tensor, nn.Parameter) and tensor.requires_grad else tensor
 
 
-def _may_split() -> bool:
+def may_split() -> bool:
+    """Whether nothing is in force that looks into what autograd keeps, or changes what functions do."""
     return (
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
