@@ -109,7 +109,8 @@ class WeightGradients:
         known = (later, key)
         if known not in self._decided:
             self._decided[known] = self._decide(here, later)
-        split = self._decided[known]
+        # What does not want a gradient now is not touched; it may want one later.
+        split = {number: p for number, p in self._decided[known].items() if p.requires_grad}
         self._places = later
         self.deferred = frozenset(split)
         self._held = frozenset([number for number, parameter in split.items() if node_is_held(parameter)])
