@@ -33,7 +33,7 @@ from ...plan.actions import Action, ActionKind
 from ...plan.segments import Segment
 from ...record.recording import Recording
 from .accumulating import accumulate, node_is_held
-from .linears import LinearUse, SplitLinear, installed, is_plain_linear
+from .modules import Forward, LinearUse, installed, split_forwards
 from .rules import Call
 from .splitting import SplitCalls, Use
 
@@ -73,10 +73,10 @@ class WeightGradients:
         self._mode = SplitCalls(self)
         self._learned: dict[Any, frozenset[int]] = {}  # by form of a segment, parameters to split
         self._touched: dict[Any, dict[int, nn.Parameter]] = {}
-        self._modules: dict[Any, list[nn.Linear]] = {}  # by form, those of which all parameters may be split
+        self._modules: dict[Any, list[nn.Module]] = {}  # by form, all of the segment
         self._decided: dict[Any, dict[int, nn.Parameter]] = {}  # by the forms of a list, what it splits
         self._places: frozenset[_Place] = frozenset()  # those of this list that have a W
-        self._linears: dict[Any, tuple[list[SplitLinear], bool]] = {}  # by form; whether there are others
+        self._forwards: dict[Any, list[Forward]] = {}  # by form
         self.deferred: frozenset[int] = _NOTHING
         """Ids of the parameters that this list splits."""
         self._learning: dict[Any, _Place] = {}  # forms that this list learns, and where
@@ -155,7 +155,7 @@ class WeightGradients:
         self._watched.clear()
         self._uses.clear()
         self._grads.clear()
-        self._linears.clear()
+        self._forwards.clear()
         self._learns, self._backward = False, None
 
     # Forward ----------------------------------------------------------------------------------------------
@@ -172,21 +172,9 @@ class WeightGradients:
             return self._mode
         if not self.deferred:
             return _NO_MODE
-        if form not in self._linears:
-            self._linears[form] = self._split_linears(form)
-        linears, are_others = self._linears[form]
-        return installed(linears, self._mode if are_others else _NO_MODE)
-
-    def _split_linears(self, form: Any) -> tuple[list[SplitLinear], bool]:
-        """The linear layers of a segment that this list splits, and whether it splits other calls too."""
-        left = self.deferred & self._learned[form]
-        linears = []
-        for module in self._modules[form]:
-            own = {id(p) for p in module.parameters() if p.requires_grad}
-            if module.weight.requires_grad and own <= self.deferred and is_plain_linear(module):
-                linears.append(SplitLinear(module, self.took))
-                left -= own
-        return linears, bool(left)
+        if form not in self._forwards:
+            self._forwards[form] = split_forwards(self._modules[form], self.deferred, self.took, self._mode)
+        return installed(self._forwards[form])
 
     def splits(self, call: Call) -> bool:
         return not self._learns and all(id(p) in self.deferred for p in call.parameters)
@@ -207,7 +195,7 @@ class WeightGradients:
                 with self._comparing(self._touched_by(state, segment), starts) as agreeing:
                     yield
                 self._learned[form] = frozenset(agreeing)
-                self._modules[form] = _linears_of(state.recording, segment)
+                self._modules[form] = _modules_of(state.recording, segment)
                 self._decided.clear()
                 del self._learning[form]
             else:
@@ -297,10 +285,9 @@ def _form(state: Microbatch, segment: Segment) -> Any:
     return state.recording.plan_key(), segment.stage_index, segment.visit
 
 
-def _linears_of(recording: Recording, segment: Segment) -> list[nn.Linear]:
+def _modules_of(recording: Recording, segment: Segment) -> list[nn.Module]:
     owners = [recording.commands[index].module for index in segment.commands]
-    found = {id(m): m for owner in owners if owner is not None for m in owner.modules()}
-    return [module for module in found.values() if type(module) is nn.Linear]
+    return list({id(m): m for owner in owners if owner is not None for m in owner.modules()}.values())
 
 
 def _into(arrived: dict[int, Tensor], key: int) -> Callable[[Tensor], None]:

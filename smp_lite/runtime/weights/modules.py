@@ -1,14 +1,16 @@
-"""Linear layers that are split without a function mode, which costs every torch function some microseconds.
+"""The modules that hold split parameters, and what their forward is meanwhile.
 
-Most parameters belong to :class:`torch.nn.Linear`. Once it is known that those of a layer can be split, the
-layer's ``forward`` is another one while its segment runs: the same call on stand-ins for its parameters, and
-what its ``W`` needs is noted. Where all that a segment splits are such layers it runs without the mode.
+A function mode costs every torch function some microseconds. So once it is known what can be split, the mode
+is there only while a module runs that holds such parameters itself; and most of these are plain
+:class:`torch.nn.Linear`, which do without: their ``forward`` is the same call on stand-ins for the
+parameters, and notes what their ``W`` needs. Where a parameter is used outside its holder's forward, it is
+used whole.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +19,46 @@ from torch.nn import functional as F
 
 from .splitting import may_split
 
-__all__ = ["LinearUse", "SplitLinear", "installed", "is_plain_linear"]
+__all__ = ["Forward", "LinearUse", "installed", "split_forwards"]
+
+Forward = tuple[nn.Module, Callable[..., Any]]
+"""A module, and what its forward is while its segment runs."""
 
 
-def is_plain_linear(module: nn.Module) -> bool:
-    """Whether nothing but the class's own forward runs in it."""
-    return type(module) is nn.Linear and "forward" not in module.__dict__
+def split_forwards(
+    modules: Iterable[nn.Module],
+    deferred: frozenset[int],
+    took: Callable[[Any, Tensor, bool], None],
+    mode: contextlib.AbstractContextManager[Any],
+) -> list[Forward]:
+    """For each module that holds parameters to split.
+
+    Args:
+        modules: all of a segment.
+        deferred: ids of the parameters.
+        took: hears of each use to which autograd has come.
+        mode: splits the calls of those that are no plain linear layers.
+    """
+    found: list[Forward] = []
+    for module in modules:
+        own = {id(p) for p in module._parameters.values() if p is not None and p.requires_grad}
+        if "forward" in module.__dict__ or own.isdisjoint(deferred):
+            continue  # somebody else has put another forward there
+        if type(module) is nn.Linear and own <= deferred and module.weight.requires_grad:
+            found.append((module, SplitLinear(module, took)))
+        else:
+            found.append((module, _within(mode, module)))
+    return found
+
+
+def _within(mode: contextlib.AbstractContextManager[Any], module: nn.Module) -> Callable[..., Any]:
+    forward = type(module).forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return forward(module, *args, **kwargs)
+
+    return run
 
 
 class SplitLinear:
@@ -51,7 +87,7 @@ class SplitLinear:
             or not input.is_contiguous()
             or not may_split()
         ):
-            return nn.Linear.forward(self.module, input)  # whole; or the mode, if it is there, splits it
+            return nn.Linear.forward(self.module, input)  # whole
         output = F.linear(input, self._weight, self._bias)
         node = output.grad_fn
         assert node is not None
@@ -94,14 +130,12 @@ class LinearUse:
 
 
 @contextlib.contextmanager
-def installed(linears: Iterable[SplitLinear], mode: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-    """Around the forward of a segment: its layers are split, and ``mode`` is entered."""
-    taken = [linear for linear in linears if is_plain_linear(linear.module)]
-    for linear in taken:
-        linear.module.__dict__["forward"] = linear
+def installed(forwards: Sequence[Forward]) -> Iterator[None]:
+    """Around the forward of a segment."""
+    for module, forward in forwards:
+        module.__dict__["forward"] = forward
     try:
-        with mode:
-            yield
+        yield
     finally:
-        for linear in taken:
-            linear.module.__dict__.pop("forward", None)
+        for module, _ in forwards:
+            module.__dict__.pop("forward", None)
