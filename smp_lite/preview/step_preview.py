@@ -8,6 +8,10 @@ be far larger than this machine.
 Time is computation: a stage runs one GFLOP (10^9 floating point operations) in a unit of time, a backward has
 twice the operations of its forward, and messages take no time.
 
+With ``pipeline: auto`` the pieces of each stage and the schedule are those that a job would begin with if it
+measured nothing: :mod:`smp_lite.plan.shape_choice` counts operations, and messages by an assumed speed. Its
+table is printed, and the picture shows what it has tried.
+
 With ``--config``, the plan of any of the five systems is what is played; what it says stands above the
 pictures, with the key that said it. Ranks that share a stage are one of them, with its parts of split
 parameters: their collectives give the shapes of results, and talk to nobody.
@@ -36,10 +40,11 @@ from torch import nn
 from .. import session as session_module
 from .. import starting
 from ..plan.actions import Action
-from ..plan.memory import format_memory_table
+from ..plan.memory import StageMemory, format_memory_table
 from ..plan.schedule_text import compute_lists, schedule_text
 from ..plan.segments import Segment
 from ..plan.simulate import Simulation, recorded_cost, simulate
+from ..plan.units import human_bytes
 from ..record.recording import Recording
 from ..record.values.placed import PlacedTensor
 from ..record.values.structure import flatten
@@ -269,7 +274,7 @@ def _print(ready: PlanReady, args: argparse.Namespace, given: JobConfig | None) 
     width = max(shutil.get_terminal_size((120, 24)).columns, 60)
     plan = given.plan if given is not None else session.plan
     title = (
-        f"{config.partitions} partitions, {config.microbatches} microbatches, {config.pipeline}, "
+        f"{config.partitions} partitions, {config.microbatches} microbatches, {_pipeline_text(session)}, "
         f"optimize={config.optimize}"
     )
     if config.virtual_stages != 1:
@@ -289,11 +294,41 @@ def _print(ready: PlanReady, args: argparse.Namespace, given: JobConfig | None) 
         print(f"{compute_lists(ready.batch.schedule)}\n")
     memory = _memory(session, ready)
     if args.png:
+        _draw(session, simulation, args.png, title, memory.stages if memory is not None else ())
+        print(f"picture: {args.png}")
+
+
+def _pipeline_text(session: session_module.Session) -> str:
+    schedules = session.model.schedules
+    if session.cfg.pipeline != "auto" or schedules is None:
+        return session.cfg.pipeline
+    return f"auto ({schedules.taken.pipeline})"
+
+
+def _draw(
+    session: session_module.Session,
+    simulation: Simulation,
+    path: str,
+    title: str,
+    stages: Sequence[StageMemory],
+) -> None:
+    """The step; with ``pipeline: auto`` all that was tried."""
+    schedules = session.model.schedules
+    if session.cfg.pipeline != "auto" or schedules is None:
         from ..views.schedule_picture import draw_schedule
 
-        stages = memory.stages if memory is not None else ()
-        draw_schedule(simulation, args.png, title=title, time_unit="GFLOP", memory=stages)
-        print(f"picture: {args.png}")
+        draw_schedule(simulation, path, title=title, time_unit="GFLOP", memory=stages)
+        return
+    from ..views.alternatives_picture import draw_alternatives
+
+    tried = schedules.shown
+    draw_alternatives(
+        tried.choice, path, title=title, time_unit=tried.unit.name, scale=tried.unit.scale, peak=_bytes_text
+    )
+
+
+def _bytes_text(num_bytes: float) -> str:
+    return human_bytes(round(num_bytes))
 
 
 def _plan_text(plan: ParallelPlan, source: str) -> str:
