@@ -47,6 +47,8 @@ FLOPS_PER_S = 5e10
 """Of a rank, where only operations are known."""
 
 _SHAPES: tuple[VirtualStages, ...] = (1, 2, 3, 4, "v")
+_SHAPES_OF_LARGE: Sequence[tuple[int, tuple[VirtualStages, ...]]] = ((12_000, (1,)), (3_000, (1, 2, "v")))
+"""By stages times microbatches: of larger steps fewer are tried, so that the choice takes seconds."""
 _PIPELINES: dict[VirtualStages, tuple[str, str]] = {
     1: ("interleaved", "zero_bubble"),
     "v": ("interleaved", "zero_bubble_v"),
@@ -129,13 +131,13 @@ class ShapeChoice:
         choice: by alternative.
         candidates: by alternative's name.
         unit: of the costs.
-        too_few: shapes for which there are not enough modules.
+        notes: for the table.
     """
 
     choice: Choice
     candidates: dict[str, Candidate]
     unit: Unit
-    too_few: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def taken(self) -> Taken | None:
@@ -154,10 +156,7 @@ class ShapeChoice:
 
     def table(self) -> str:
         """For the user; no newline at the end."""
-        text = self.choice.table(time=self.unit.text, peak=_bytes_text)
-        if self.too_few:
-            text += f"\nnot enough modules to cut apart for {', '.join(self.too_few)}"
-        return text
+        return "\n".join([self.choice.table(time=self.unit.text, peak=_bytes_text), *self.notes])
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
@@ -165,22 +164,23 @@ class ShapeChoice:
 
 
 def shape_candidates(
-    costs: ModelCosts, num_stages: int, *, memory_weight: float
+    costs: ModelCosts, num_stages: int, num_microbatches: int, *, memory_weight: float
 ) -> tuple[list[Candidate], list[str]]:
-    """One for each shape; and the names of the shapes for which there are too few modules."""
+    """One for each shape; and notes on those that there are none for."""
+    size = num_stages * num_microbatches
+    shapes = next((few for least, few in _SHAPES_OF_LARGE if size > least), _SHAPES)
     found, too_few = [], []
-    for shape in _SHAPES:
-        name = _name(shape)
+    for shape in shapes:
         try:
             partition = solve_partition(
                 costs.balanced, num_stages, memory_weight=memory_weight, virtual_stages=shape
             )
         except TooFewModulesError:
-            too_few.append(name)
+            too_few.append(_name(shape))
             continue
         found.append(
             Candidate(
-                name,
+                _name(shape),
                 2 if shape == "v" else shape,
                 partition,
                 pieces_graph(costs.balanced, partition),
@@ -188,7 +188,12 @@ def shape_candidates(
                 _PIPELINES.get(shape, _ROUNDS),
             )
         )
-    return found, too_few
+    notes = []
+    if too_few:
+        notes.append(f"not enough modules to cut apart for {', '.join(too_few)}")
+    if left_out := [_name(shape) for shape in _SHAPES if shape not in shapes]:
+        notes.append(f"not tried, since the step is large (set virtual_stages for it): {', '.join(left_out)}")
+    return found, notes
 
 
 def candidate_of(costs: ModelCosts, partition: Partition, pipelines: Sequence[str] = ()) -> Candidate:
@@ -213,7 +218,7 @@ def choose_shape(
     unit: Unit,
     *,
     memory_limit: int | None = None,
-    too_few: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> ShapeChoice:
     """Tries every candidate under each of its pipelines.
 
@@ -222,7 +227,7 @@ def choose_shape(
         policy: everything but the pipeline.
         unit: of the costs.
         memory_limit: bytes of each rank; None: what the first candidate needs under 1F1B.
-        too_few: for the table.
+        notes: for the table.
     """
     by_name: dict[str, Candidate] = {}
     alternatives = []
@@ -244,7 +249,7 @@ def choose_shape(
         worth=WORTH,
         peak_text=_bytes_text,
     )
-    return ShapeChoice(choice, by_name, unit, tuple(too_few))
+    return ShapeChoice(choice, by_name, unit, tuple(notes))
 
 
 def _name(shape: VirtualStages) -> str:

@@ -126,14 +126,18 @@ def decide_schedules(
             f"memory_limit={limit}: activations are not counted, since {why_not}; only parameters, gradients "
             "and optimizer state are"
         )
-    too_few: list[str] = []
+    notes: list[str] = []
     if given is not None:
         candidates: list[Candidate] = [candidate_of(costs, given, () if is_auto else (config.pipeline,))]
     else:
-        candidates, too_few = shape_candidates(costs, session.num_stages, memory_weight=config.memory_weight)
+        candidates, notes = shape_candidates(
+            costs, session.num_stages, config.microbatches, memory_weight=config.memory_weight
+        )
+    if not candidates[0].graph.segments:
+        return candidates[0].partition, None  # a model without parameters
     unit = PARAMETERS if trace is None else SECONDS if trace.measured else FLOPS
     policy = session.policy()
-    choice = choose_shape(candidates, config.microbatches, policy, unit, memory_limit=limit, too_few=too_few)
+    choice = choose_shape(candidates, config.microbatches, policy, unit, memory_limit=limit, notes=notes)
     taken = choice.taken
     if taken is None:
         raise NothingFits(_nothing_fits_text(session, choice))
@@ -149,6 +153,8 @@ def memory_limit_of(session: Session) -> int | None:
         return None
     if session.num_stages == 1:
         why_not = "with partitions=1 there is nothing to choose"
+    elif session.cfg.pipeline == "_only_forward":
+        why_not = "without backwards nothing is kept"
     elif session.shard_axes or session.cfg.shard_optimizer_state:
         why_not = "parameters or optimizer state lie in pieces on several ranks, which no estimate counts"
     else:

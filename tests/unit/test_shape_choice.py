@@ -55,8 +55,8 @@ def model(num_blocks: int = 16, **options: Any) -> ModelCosts:
 def choice_of(
     costs: ModelCosts, num_stages: int = 4, *, unit: Unit = NOTHING, limit: int | None = None
 ) -> ShapeChoice:
-    candidates, too_few = shape_candidates(costs, num_stages, memory_weight=0.5)
-    return choose_shape(candidates, 8, POLICY, unit, memory_limit=limit, too_few=too_few)
+    candidates, notes = shape_candidates(costs, num_stages, 8, memory_weight=0.5)
+    return choose_shape(candidates, 8, POLICY, unit, memory_limit=limit, notes=notes)
 
 
 def taken_name(choice: ShapeChoice) -> str:
@@ -72,7 +72,7 @@ def test_equal_costs_take_several_pieces() -> None:
     assert choice.taken.pipeline == "zero_bubble"
     stages = [choice.taken.partition.stage_of[f"blocks.{i}"] for i in range(16)]
     assert stages == [*piece_stages(4, 4)]
-    assert len(choice.outcomes) == 10 and not choice.too_few
+    assert len(choice.outcomes) == 10 and not choice.notes
 
 
 def test_each_message_is_time_so_there_and_back_wins() -> None:
@@ -97,7 +97,7 @@ def test_slow_bytes_take_one_piece() -> None:
 
 def test_little_is_not_worth_more_pieces() -> None:
     """A bubble of less than 1 %, whatever the pieces."""
-    candidates, _ = shape_candidates(model(32), 2, memory_weight=0.5)
+    candidates, _ = shape_candidates(model(32), 2, 64, memory_weight=0.5)
     choice = choose_shape(candidates, 64, POLICY, NOTHING, memory_limit=10**9)
     assert taken_name(choice) == "zero_bubble, 1 piece"
     best, faster = choice.outcomes[:2]
@@ -149,10 +149,19 @@ def test_nothing_fits() -> None:
 
 def test_too_few_modules_are_said() -> None:
     choice = choice_of(model(4))
-    assert choice.too_few == ("2 pieces", "3 pieces", "4 pieces", "2 pieces, v")
     assert taken_name(choice).endswith("1 piece")
     last = choice.table().splitlines()[-1]
     assert last == "not enough modules to cut apart for 2 pieces, 3 pieces, 4 pieces, 2 pieces, v"
+
+
+def test_what_is_not_tried_of_large_steps_is_said() -> None:
+    for num_microbatches, names, said in (
+        (800, ["1 piece", "2 pieces", "2 pieces, v"], "3 pieces, 4 pieces"),
+        (4_000, ["1 piece"], "2 pieces, 3 pieces, 4 pieces, 2 pieces, v"),
+    ):
+        candidates, notes = shape_candidates(model(), 4, num_microbatches, memory_weight=0.5)
+        assert [candidate.name for candidate in candidates] == names
+        assert notes == [f"not tried, since the step is large (set virtual_stages for it): {said}"]
 
 
 def test_gradients_of_shared_parameters_stay_whole() -> None:
