@@ -188,6 +188,14 @@ def test_memory_is_what_microbatches_hold_and_the_loss_until_its_backward() -> N
     assert memory.peaks(everything) == (2 * STATE + 8 * KEPT, 2 * STATE + 8 * KEPT + 4 * LOSS)
 
 
+def test_what_waits_for_its_w_is_kept_and_the_loss_is_not() -> None:
+    memory = MemoryEstimate((0, 0), {(0, 0): 0, (1, 0): 10}, {(1, 0): 1})
+    late = plan(chain([0, 1], weight_share=1.0), 4, pipeline="zero_bubble").schedule
+    last = [str(action) for action in late[1] if action.value is None]
+    assert last[:5] == ["1F0", "1B0", "1F1", "1B1", "1W0"]
+    assert memory.peaks(late) == (0, 21)
+
+
 def test_memory_of_other_visits_than_there_are_pieces_is_shared_out() -> None:
     memory = MemoryEstimate((0, 0), {(0, 0): 10, (1, 0): 10}, {})
     again = plan(chain([0, 1, 0, 1]), 1).schedule
