@@ -40,11 +40,10 @@ from torch import nn
 from .. import session as session_module
 from .. import starting
 from ..plan.actions import Action
-from ..plan.memory import StageMemory, format_memory_table
+from ..plan.memory import format_memory_table
 from ..plan.schedule_text import compute_lists, schedule_text
 from ..plan.segments import Segment
 from ..plan.simulate import Simulation, recorded_cost, simulate
-from ..plan.units import human_bytes
 from ..record.recording import Recording
 from ..record.values.placed import PlacedTensor
 from ..record.values.structure import flatten
@@ -57,6 +56,7 @@ from ..systems.plan.parallel_plan import ParallelPlan
 from ..systems.showing.explain import SYSTEMS, settings_table
 from ..wrapper.distributed_model import DistributedModel
 from ..wrapper.partitioning import report_partition
+from .drawing import draw, pipeline_text
 from .memory_preview import CannotPlay, MemoryPreview, preview_memory
 from .shares import notes_on_schedule, shares_text
 
@@ -274,7 +274,7 @@ def _print(ready: PlanReady, args: argparse.Namespace, given: JobConfig | None) 
     width = max(shutil.get_terminal_size((120, 24)).columns, 60)
     plan = given.plan if given is not None else session.plan
     title = (
-        f"{config.partitions} partitions, {config.microbatches} microbatches, {_pipeline_text(session)}, "
+        f"{config.partitions} partitions, {config.microbatches} microbatches, {pipeline_text(session)}, "
         f"optimize={config.optimize}"
     )
     if config.virtual_stages != 1:
@@ -294,41 +294,8 @@ def _print(ready: PlanReady, args: argparse.Namespace, given: JobConfig | None) 
         print(f"{compute_lists(ready.batch.schedule)}\n")
     memory = _memory(session, ready)
     if args.png:
-        _draw(session, simulation, args.png, title, memory.stages if memory is not None else ())
+        draw(session, simulation, args.png, title, memory.stages if memory is not None else ())
         print(f"picture: {args.png}")
-
-
-def _pipeline_text(session: session_module.Session) -> str:
-    schedules = session.model.schedules
-    if session.cfg.pipeline != "auto" or schedules is None:
-        return session.cfg.pipeline
-    return f"auto ({schedules.taken.pipeline})"
-
-
-def _draw(
-    session: session_module.Session,
-    simulation: Simulation,
-    path: str,
-    title: str,
-    stages: Sequence[StageMemory],
-) -> None:
-    """The step; with ``pipeline: auto`` all that was tried."""
-    schedules = session.model.schedules
-    if session.cfg.pipeline != "auto" or schedules is None:
-        from ..views.schedule_picture import draw_schedule
-
-        draw_schedule(simulation, path, title=title, time_unit="GFLOP", memory=stages)
-        return
-    from ..views.alternatives_picture import draw_alternatives
-
-    tried = schedules.shown
-    draw_alternatives(
-        tried.choice, path, title=title, time_unit=tried.unit.name, scale=tried.unit.scale, peak=_bytes_text
-    )
-
-
-def _bytes_text(num_bytes: float) -> str:
-    return human_bytes(round(num_bytes))
 
 
 def _plan_text(plan: ParallelPlan, source: str) -> str:

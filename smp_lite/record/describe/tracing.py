@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +39,6 @@ from ..values.structure import flatten
 from .checkpointed_calls import is_marked, strategy_of
 from .effects import untouched
 from .metadata import MetadataInference, operator_flops
-
-_MOST_RUNS = 4
-_QUICK_S = 1.0
 
 _GLOBAL_HOOKS = (
     "_global_forward_hooks",
@@ -102,26 +99,6 @@ def trace_model(
     return trace
 
 
-def measured_trace(
-    root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], inference: MetadataInference
-) -> ModuleTrace:
-    """A trace with seconds. Nothing else is watched while these are measured: of small modules watching takes
-    longer than running. The model runs more than once if that is quick, since what is run first takes longer;
-    the least seconds of each module count.
-    """
-    trace = trace_model(root, args, kwargs, inference)
-    begin = time.perf_counter()
-    runs: list[ModuleTrace] = []
-    with without_hooks(root):
-        while not runs or (len(runs) < _MOST_RUNS and time.perf_counter() - begin < _QUICK_S):
-            runs.append(_trace_real(root, args, kwargs, only_times=True))
-    names = {name for run in runs for name in run.tallies}
-    for name in names:
-        trace.of(name).seconds = min(run.of(name).seconds for run in runs)
-    trace.measured = True
-    return trace
-
-
 @contextmanager
 def without_hooks(root: nn.Module) -> Iterator[None]:
     """Within: hooks are off that were on before; those that the model's own code puts on fire."""
@@ -155,18 +132,24 @@ def _trace_fake(
     return trace
 
 
-def _trace_real(
-    root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, only_times: bool = False
-) -> ModuleTrace:
+def _trace_real(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleTrace:
     trace = ModuleTrace()
+    storages = {p.untyped_storage()._cdata for p in root.parameters()}
+    with run_for_real(root, args, kwargs):
+        watch = _Watch(root, trace, storages)
+        with watch.calls(), watch:
+            root(*args, **kwargs)
+    return trace
+
+
+@contextmanager
+def run_for_real(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Puts back what a run changes, random numbers and buffers too."""
     tables = [(module._buffers, dict(module._buffers)) for module in root.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in root.buffers()]
-    storages = {p.untyped_storage()._cdata for p in root.parameters()}
     try:
         with untouched(root, args, kwargs), kept():
-            watch = _Watch(root, trace, storages)
-            with watch.times() if only_times else watch.calls(), nullcontext() if only_times else watch:
-                root(*args, **kwargs)
+            yield
     finally:
         for table, own in tables:  # a module may have bound its buffers anew
             table.clear()
@@ -174,7 +157,6 @@ def _trace_real(
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-    return trace
 
 
 class _Watch(TorchDispatchMode):
@@ -214,31 +196,6 @@ class _Watch(TorchDispatchMode):
         now = time.perf_counter()
         self.trace.of(self.stack[-1][1]).seconds += now - self.clock
         self.clock = now
-
-    @contextmanager
-    def times(self) -> Iterator[None]:
-        """Follows module calls for their seconds alone."""
-        original: Callable[..., Any] = nn.Module.__call__
-
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            name = self.names.get(id(module))
-            if name is None:
-                return original(module, *args, **kwargs)
-            self._charge()
-            self.stack.append([name, name])
-            try:
-                return original(module, *args, **kwargs)
-            finally:
-                self._charge()
-                self.stack.pop()
-                self.stack[-1][1] = name
-
-        nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
-        self.clock = time.perf_counter()
-        try:
-            yield
-        finally:
-            nn.Module.__call__ = original  # type: ignore[method-assign]
 
     @contextmanager
     def calls(self) -> Iterator[None]:
