@@ -209,7 +209,11 @@ def _table_text(session: Session, choice: ShapeChoice, trace: ModuleTrace | None
     head = f"pipeline auto, by simulation of {choice.unit.origin}:"
     if trace is None and session.cfg.chooses_pieces:
         head = f"pipeline auto, one piece for each partition, since {why_not}; by {choice.unit.origin}:"
-    return f"{head}\n{choice.table()}"
+    text = f"{head}\n{choice.table()}"
+    taken = choice.taken
+    if taken is not None and len(taken.pipelines) == 1:
+        text += f"\nof the schedules of that shape only {taken.pipeline} is within the bound: it stays"
+    return text
 
 
 def _nothing_fits_text(session: Session, choice: ShapeChoice) -> str:

@@ -12,6 +12,8 @@ from tests.transparency.pipeline_auto import Told
 RANKS = "tests.transparency.pipeline_auto"
 CHOICE = "pipeline auto, by simulation of times of the modules, as measured on rank 0:"
 AFTERWARDS = "pipeline auto, by simulation of what the first steps have taken:"
+ALONE = "is within the bound: it stays"
+ENOUGH = {"memory_limit": "1 GiB"}  # everything fits, so that there is a second choice
 
 
 def run(function: str, num_ranks: int = 2, **kwargs: Any) -> list[Told]:
@@ -28,8 +30,8 @@ def run(function: str, num_ranks: int = 2, **kwargs: Any) -> list[Told]:
 def test_two_ranks(name: str) -> None:
     first = run("train", name=name, parameters={})[0]
     assert first.printed.count(CHOICE) == 1
-    assert first.printed.count(AFTERWARDS) == (1 if first.pipeline else 0)
-    assert first.printed.count("  taken") == 2
+    # What else is within the bound depends on what was measured.
+    assert (AFTERWARDS in first.printed) != (ALONE in first.printed)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,7 @@ def test_two_ranks(name: str) -> None:
     [({"virtual_stages": "v"}, (0, 1, 0)), ({"virtual_stages": 2}, (0, 1, 0, 1))],
 )
 def test_pieces_that_are_given_stay(parameters: dict[str, Any], visits: tuple[int, ...]) -> None:
-    first = run("train", name="plain", parameters=parameters)[0]
+    first = run("train", name="plain", parameters={**parameters, **ENOUGH})[0]
     assert first.visits == visits
     chosen, _, later = first.printed.partition(AFTERWARDS)
     split = "zero_bubble_v" if parameters["virtual_stages"] == "v" else "interleaved_virtual"
@@ -46,7 +48,7 @@ def test_pieces_that_are_given_stay(parameters: dict[str, Any], visits: tuple[in
 
 
 def test_replicas() -> None:
-    found = run("replicas", 4, parameters={})
+    found = run("replicas", 4, parameters=ENOUGH)
     assert found[0].printed.count(CHOICE) == found[0].printed.count(AFTERWARDS) == 1
 
 
@@ -66,26 +68,27 @@ STEPS = [
 
 
 def test_evaluation_and_failing_steps_between() -> None:
-    first = run("events", kinds=STEPS, parameters={})[0]
+    first = run("events", kinds=STEPS, parameters=ENOUGH)[0]
     assert first.printed.count(AFTERWARDS) == 1
 
 
 def test_steps_that_are_not_alike() -> None:
     kinds = ["train", "train", "train", "short", "train", "short", "train"]
-    first = run("events", kinds=kinds, parameters={"virtual_stages": 1})[0]
+    first = run("events", kinds=kinds, parameters={"virtual_stages": 1, **ENOUGH})[0]
     assert "pipeline auto: interleaved, without a choice: steps are not alike" in first.printed
     assert first.pipeline == "interleaved"
 
 
 def test_a_model_that_cannot_be_traced() -> None:
-    first = run("events", kinds=["train"] * 5, parameters={}, model_name="queued")[0]
+    first = run("events", kinds=["train"] * 5, parameters=ENOUGH, model_name="queued")[0]
     assert "pipeline auto, one piece for each partition, since the model cannot be traced: " in first.printed
     assert first.visits == (0, 1)
     assert first.printed.count(AFTERWARDS) == 1
 
 
 def test_skip_tracing() -> None:
-    first = run("events", kinds=["train"], parameters={"skip_tracing": True, "memory_limit": "1 GiB"})[0]
+    parameters = {"skip_tracing": True, **ENOUGH}
+    first = run("events", kinds=["train"], parameters=parameters)[0]
     assert (
         "one piece for each partition, since skip_tracing is set; by numbers of parameters" in first.printed
     )
@@ -103,8 +106,8 @@ def test_a_limit_that_is_too_small_is_an_error_on_every_rank(pipeline: str) -> N
 
 
 def test_a_limit_leaves_what_fits() -> None:
-    first = run("events", kinds=["train"] * 6, parameters={"memory_limit": "1 GiB"})[0]
+    first = run("events", kinds=["train"] * 6, parameters=ENOUGH)[0]
     chosen, _, later = first.printed.partition(AFTERWARDS)
-    assert "allowed" not in chosen
+    assert later and "allowed" not in chosen
     assert "KiB" in later and "microbatches" not in later  # bytes count there as well
-    run("events", kinds=["train"] * 2, parameters={"memory_limit": "1 GiB", "pipeline": "simple"})
+    run("events", kinds=["train"] * 2, parameters={**ENOUGH, "pipeline": "simple"})
