@@ -71,6 +71,12 @@ class Config(LaterParameters):
         check_world_size(self, world_size)
 
     @property
+    def chooses_pieces(self) -> bool:
+        """Whether ``pipeline: auto`` says how many pieces of the model each partition gets."""
+        cuts = self.auto_partition and self.contiguous and not self.load_partition and self.partitions > 1
+        return self.pipeline == "auto" and cuts and "virtual_stages" not in self.model_fields_set
+
+    @property
     def is_of_smp_1_6(self) -> bool:
         """Whether the parameters have a key that SMP did not know before 1.6, which named files otherwise."""
         return not SINCE_1_6.isdisjoint(self.model_fields_set)
@@ -100,10 +106,12 @@ def _settle(parameters: Mapping[str, Any], supported: Mapping[str, Any]) -> dict
     settled.setdefault("pipeline_parallel_degree", settled["partitions"])
     if isinstance(settled["partitions"], int):
         # Stages that are visited v times hold up to P + (P-1)/v microbatches.
-        least = 2 * settled["partitions"] if settled.get("pipeline") == "interleaved_virtual" else 0
+        has_visits = settled.get("pipeline") in ("interleaved_virtual", "auto")
+        least = 2 * settled["partitions"] if has_visits else 0
         settled.setdefault("active_microbatches", max(settled["partitions"] + 2, least))
     is_cut_here = settled.get("auto_partition", True) and not settled.get("load_partition")
-    if is_cut_here and settled["partitions"] != 1:
+    # With auto, not given means that it is to be chosen.
+    if is_cut_here and settled["partitions"] != 1 and settled.get("pipeline") != "auto":
         settled.setdefault("virtual_stages", SHAPES.get(str(settled.get("pipeline")), 1))
     settled.setdefault("memory_weight", 0.2 if settled.get("optimize") == "speed" else 0.8)
     return settled

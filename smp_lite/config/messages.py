@@ -21,8 +21,8 @@ __all__ = ["default_text", "explain", "type_text"]
 _DEPENDENT_DEFAULTS = {
     "partitions": "required",
     "pipeline_parallel_degree": "partitions",
-    "active_microbatches": "partitions + 2; interleaved_virtual: at least 2 x partitions",
-    "virtual_stages": '1; 2 if pipeline is "interleaved_virtual", "v" if "zero_bubble_v"',
+    "active_microbatches": "partitions + 2; interleaved_virtual and auto: at least 2 x partitions",
+    "virtual_stages": '1; 2 if pipeline is "interleaved_virtual", "v" if "zero_bubble_v", chosen if "auto"',
     "memory_weight": '0.2 if optimize is "speed", else 0.8',
 }
 
@@ -40,6 +40,10 @@ _OWN_TEXTS = {
     "memory_weight": (
         "memory_weight must be between 0.0 and 1.0!",
         "write a number, without quotes",
+    ),
+    "memory_limit": (
+        "memory_limit must be a positive number of bytes.",
+        "write a whole number, or a text such as '3 GiB' (KiB, MiB, GiB, TiB, KB, MB, GB, TB)",
     ),
     "ddp_port": (
         "Invalid port number {value}.",

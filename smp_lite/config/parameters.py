@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from smp_lite.plan.units import num_bytes
+
 __all__ = ["Count", "Parameters", "Switch"]
 
 
@@ -22,6 +24,7 @@ def _switch(value: object) -> object:
 Switch = Annotated[bool, BeforeValidator(_switch)]
 Count = Annotated[int, Field(ge=1)]
 Pieces = Annotated[int, Field(ge=1)] | Literal["v"]
+Bytes = Annotated[int, Field(ge=1), BeforeValidator(num_bytes)]
 Placement = Literal["spread", "cluster", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"]
 
 
@@ -45,10 +48,11 @@ class Parameters(BaseModel):
         "a stage would wait, within the activations of 1F1B (ZB-H1, Qi et al. 2023); interleaved_virtual: "
         "for stages that are visited several times in the same order, that of Megatron-LM (Narayanan et "
         "al. 2021); zero_bubble_v: zero_bubble for stages that are visited twice, there and back (ZB-V, Qi "
-        "et al. 2023); auto: what is fastest by simulation, from what actions take in the first steps, "
-        "within the activations of 1F1B; _only_forward: forwards alone. Where stages have another shape or "
-        "costs, the fastest order within the bound of activations, by simulation, never one slower than "
-        "1F1B.",
+        "et al. 2023); auto: what is fastest by simulation, within memory_limit: the pieces of each "
+        "partition (if virtual_stages is not given) by the times of modules before the first step, then the "
+        "schedule by what actions have taken in the first steps; _only_forward: forwards alone. Where stages "
+        "have another shape or costs, the fastest order within the bound of activations, by simulation, "
+        "never one slower than 1F1B.",
     )
     placement_strategy: Placement = Field(
         "cluster",
@@ -133,6 +137,13 @@ class Parameters(BaseModel):
     memory_weight: float = Field(
         description="Weight of memory against computation when partitions are balanced: from 0.0 "
         "(only computation) to 1.0 (only memory).",
+    )
+    memory_limit: Bytes | None = Field(
+        None,
+        description="Most bytes of a rank for parameters, gradients, optimizer state and activations, by "
+        "estimate: a number, or a text such as '3 GiB'. Pipeline auto takes nothing that needs more; where "
+        "nothing fits, or the pipeline that is set does not, it is an error before the first step. none: "
+        "auto stays within what 1F1B needs on the rank that needs most; nothing else is checked.",
     )
     ddp_port: int | None = Field(
         None,

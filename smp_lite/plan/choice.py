@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .actions import ActionKind
 from .collecting import without_gc
 from .lowering import Schedule, lower
 from .schedules import compute_order
 from .segments import SegmentGraph
-from .simulate import recorded_cost, simulate
+from .simulate import Simulation, recorded_cost, simulate
 from .text_table import text_table
 from .work import Costs, Policy, Work
 
@@ -34,12 +34,14 @@ class Alternative:
         graph: of each microbatch.
         policy: the schedule.
         costs: of its segments; None: the recorded ones.
+        num_pieces: of the model on each stage.
     """
 
     name: str
     graph: SegmentGraph
     policy: Policy
     costs: Costs | None = None
+    num_pieces: int = 1
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Outcome:
         peaks: what each stage needs, in the unit of the bound.
         excluded: why it cannot be taken; empty: it can.
         schedule: the lists.
+        simulation: their replay.
     """
 
     alternative: Alternative
@@ -61,11 +64,12 @@ class Outcome:
     peaks: tuple[float, ...]
     excluded: str
     schedule: Schedule = field(repr=False, compare=False)
+    simulation: Simulation = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """All alternatives: those that can be taken first, by makespan."""
+    """All alternatives: the one to take, the others that can be taken, by makespan, and the rest."""
 
     outcomes: tuple[Outcome, ...]
 
@@ -84,12 +88,19 @@ class Choice:
         """A plain text table, the best alternative first; no newline at the end."""
         rows = []
         for outcome in self.outcomes:
-            note = outcome.excluded or ("taken" if outcome is self.best else "")
+            note = outcome.excluded or ("taken" if outcome is self.best else self._too_little(outcome))
             most = peak(max(outcome.peaks, default=0.0))
             rows.append(
                 (outcome.alternative.name, time(outcome.makespan), f"{outcome.idle_share:.1%}", most, note)
             )
         return text_table(("alternative", "step", "idle", "peak", "note"), rows, left={"alternative", "note"})
+
+    def _too_little(self, outcome: Outcome) -> str:
+        """Why something faster than the best one is not it."""
+        best = self.best
+        if best is None or outcome.makespan >= best.makespan * (1 - _EPSILON):
+            return ""
+        return f"{1 - outcome.makespan / best.makespan:.1%} faster, for more pieces: too little"
 
 
 def microbatches_held(schedule: Schedule) -> tuple[float, ...]:
@@ -122,6 +133,8 @@ def choose(
     bytes_per_s: float = float("inf"),
     peaks_of: Callable[[Alternative, Schedule], Sequence[float]] | None = None,
     limits: Sequence[float] | None = None,
+    slack: float = 0.0,
+    worth: float = 0.0,
     peak_text: Callable[[float], str] = "{:.4g}".format,
 ) -> Choice:
     """Tries all of them.
@@ -133,6 +146,8 @@ def choose(
         peaks_of: what each stage needs; None: see :func:`microbatches_held`.
         limits: of each stage; None: on every stage what the stage of 1F1B needs that needs most, 1F1B being
             the first alternative that is ``interleaved`` (without one: the first alternative).
+        slack: the share by which a peak may be above what 1F1B needs.
+        worth: the share of the time that more pieces have to save.
         peak_text: how to write a peak in a reason.
     """
     repeated = [name for name, times in Counter(a.name for a in alternatives).items() if times > 1]
@@ -146,7 +161,7 @@ def choose(
     if limits is None and tried:
         is_1f1b = [outcome.alternative.policy.pipeline == "interleaved" for outcome in tried]
         reference = tried[is_1f1b.index(True) if True in is_1f1b else 0]
-        bound = max(reference.peaks, default=0.0)
+        bound = max(reference.peaks, default=0.0) * (1 + slack)
     outcomes = []
     for outcome in tried:
         allowed = limits if limits is not None else [bound or 0.0] * len(outcome.peaks)
@@ -165,18 +180,14 @@ def choose(
             excluded = (
                 f"stage {stage} needs {peak_text(outcome.peaks[stage])}, {peak_text(allowed[stage])} allowed"
             )
-        outcomes.append(
-            Outcome(
-                outcome.alternative,
-                outcome.makespan,
-                outcome.idle_share,
-                outcome.peaks,
-                excluded,
-                outcome.schedule,
-            )
-        )
+        outcomes.append(replace(outcome, excluded=excluded))
     # Python's sort keeps the order of what is equal.
     outcomes.sort(key=lambda outcome: (bool(outcome.excluded), outcome.makespan))
+    fitting = [outcome for outcome in outcomes if not outcome.excluded]
+    if fitting:
+        near = [o for o in fitting if fitting[0].makespan > o.makespan * (1 - worth) or o is fitting[0]]
+        taken = min(near, key=lambda outcome: outcome.alternative.num_pieces)
+        outcomes = [taken, *(outcome for outcome in outcomes if outcome is not taken)]
     return Choice(tuple(outcomes))
 
 
@@ -199,4 +210,4 @@ def _tried(
         bytes_per_s=bytes_per_s,
     )
     peaks = peaks_of(alternative, schedule) if peaks_of else microbatches_held(schedule)
-    return Outcome(alternative, found.makespan, found.idle_share, tuple(peaks), "", schedule)
+    return Outcome(alternative, found.makespan, found.idle_share, tuple(peaks), "", schedule, found)

@@ -33,7 +33,7 @@ from ..record.values.placed import TensorMeta
 from ..runtime.batches import Batch
 from ..runtime.reduction.reductions import rule_of
 from ..session import Session
-from ..wrapper.partitioning import optimizer_states
+from ..wrapper.schedules import optimizer_states
 from .action_memory import CannotPlay, Played, play
 from .optimizer_memory import OptimizerMemory, optimizer_memory
 

@@ -8,6 +8,10 @@ be far larger than this machine.
 Time is computation: a stage runs one GFLOP (10^9 floating point operations) in a unit of time, a backward has
 twice the operations of its forward, and messages take no time.
 
+With ``pipeline: auto`` the pieces of each stage and the schedule are those that a job would begin with if it
+measured nothing: :mod:`smp_lite.plan.shape_choice` counts operations, and messages by an assumed speed. Its
+table is printed, and the picture shows what it has tried.
+
 With ``--config``, the plan of any of the five systems is what is played; what it says stands above the
 pictures, with the key that said it. Ranks that share a stage are one of them, with its parts of split
 parameters: their collectives give the shapes of results, and talk to nobody.
@@ -52,6 +56,7 @@ from ..systems.plan.parallel_plan import ParallelPlan
 from ..systems.showing.explain import SYSTEMS, settings_table
 from ..wrapper.distributed_model import DistributedModel
 from ..wrapper.partitioning import report_partition
+from .drawing import draw, pipeline_text
 from .memory_preview import CannotPlay, MemoryPreview, preview_memory
 from .shares import notes_on_schedule, shares_text
 
@@ -269,7 +274,7 @@ def _print(ready: PlanReady, args: argparse.Namespace, given: JobConfig | None) 
     width = max(shutil.get_terminal_size((120, 24)).columns, 60)
     plan = given.plan if given is not None else session.plan
     title = (
-        f"{config.partitions} partitions, {config.microbatches} microbatches, {config.pipeline}, "
+        f"{config.partitions} partitions, {config.microbatches} microbatches, {pipeline_text(session)}, "
         f"optimize={config.optimize}"
     )
     if config.virtual_stages != 1:
@@ -289,10 +294,7 @@ def _print(ready: PlanReady, args: argparse.Namespace, given: JobConfig | None) 
         print(f"{compute_lists(ready.batch.schedule)}\n")
     memory = _memory(session, ready)
     if args.png:
-        from ..views.schedule_picture import draw_schedule
-
-        stages = memory.stages if memory is not None else ()
-        draw_schedule(simulation, args.png, title=title, time_unit="GFLOP", memory=stages)
+        draw(session, simulation, args.png, title, memory.stages if memory is not None else ())
         print(f"picture: {args.png}")
 
 

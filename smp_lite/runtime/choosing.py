@@ -1,12 +1,14 @@
 """``pipeline: auto``: the schedule is chosen when the first steps have shown what actions take.
 
-Nothing but the order of actions, and whether backwards leave gradients of parameters for later, differs
-between schedules, so a change of them from one step to the next changes no result. The first two training
-steps run under ``zero_bubble`` (the first one learns what can be split, see :mod:`.weights.deferral`), the
-third one under ``interleaved``, the fourth one split again; the medians of the last two are what each action
-takes whole, and split. Then all ranks tell each other, and each simulates the same alternatives with the same
-numbers (:mod:`smp_lite.plan.choice`) and comes to the same answer: the fastest one that holds no more
-microbatches than 1F1B.
+The partition is there by then, and with it the schedules that suit its shape: one that runs backwards whole
+and one that splits them (:mod:`smp_lite.wrapper.schedules`). Nothing but the order of actions, and whether
+backwards leave gradients of parameters for later, differs between schedules, so a change of them from one
+step to the next changes no result. The first two training steps run split (the first one learns what can be
+split, see :mod:`.weights.deferral`), the third one whole, the fourth one split again; the medians of the last
+two are what each action takes whole, and split. Then all ranks tell each other, and each simulates the same
+alternatives with the same numbers (:mod:`smp_lite.plan.choice`) and comes to the same answer: the fastest one
+that holds no more microbatches than 1F1B; or, where there is a ``memory_limit``, whose bytes are within that,
+by what the trace has said that a microbatch keeps (:class:`smp_lite.plan.pieces.MemoryEstimate`).
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ from typing import Any, NamedTuple
 
 from ..plan.actions import ActionKind
 from ..plan.choice import Alternative, Choice, choose
+from ..plan.pieces import MemoryEstimate
 from ..plan.segments import SegmentGraph
+from ..plan.shape_choice import SECONDS
+from ..plan.units import human_bytes
 from ..plan.work import ActionCosts, Costs, Policy
 from .batches import Batch
 from .executor import Span
 
 __all__ = ["Decision", "ScheduleChooser"]
 
-_WHOLE, _SPLIT = "interleaved", "zero_bubble"
+_WHOLE, _SPLIT = 0, 1
 _PLAYED = (_SPLIT, _SPLIT, _WHOLE, _SPLIT)
 _MEASURED_FROM = 2
 
@@ -55,11 +60,25 @@ class ScheduleChooser:
     Args:
         policy: what ``optimize`` and ``active_microbatches`` say.
         exchange: gives every rank's object to all ranks of the job, under a name; collective.
+        pipelines: the one with whole backwards, and the one that splits them.
+        memory: what the partition needs; None: microbatches are counted instead.
+        memory_limit: bytes of each rank, where there is ``memory``.
     """
 
-    def __init__(self, policy: Policy, exchange: Callable[[Any, str], Sequence[Any]]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        exchange: Callable[[Any, str], Sequence[Any]],
+        *,
+        pipelines: Sequence[str] = ("interleaved", "zero_bubble"),
+        memory: MemoryEstimate | None = None,
+        memory_limit: int | None = None,
+    ) -> None:
         self._policy = policy
         self._exchange = exchange
+        self._pipelines = tuple(pipelines)
+        self._memory = memory
+        self._limit = memory_limit
         self._num_steps = 0
         self._durations: list[_Durations] = []
         self._graph: SegmentGraph | None = None
@@ -68,7 +87,7 @@ class ScheduleChooser:
     @property
     def policy(self) -> Policy:
         """For the next step."""
-        return replace(self._policy, pipeline=_PLAYED[self._num_steps])
+        return replace(self._policy, pipeline=self._pipelines[_PLAYED[self._num_steps]])
 
     def after_step(self, batch: Batch, spans: Mapping[int, Sequence[Span]]) -> Decision | None:
         """A training step has ended on all ranks; collective when it was the last one to be measured."""
@@ -101,33 +120,54 @@ class ScheduleChooser:
         self._durations.append({key: statistics.median(times) for key, times in seconds.items()})
 
     def _decide(self, found: Sequence[tuple[str, list[_Durations]]], num_microbatches: int) -> Decision:
-        fallback = replace(self._policy, pipeline=_WHOLE)
+        whole_name, split_name = self._pipelines
+        fallback = replace(self._policy, pipeline=whole_name)
         reasons = [reason for reason, _ in found if reason]
         if reasons or self._graph is None:
-            text = f"pipeline auto: interleaved, without a choice: {reasons[0] if reasons else 'no steps'}"
+            text = f"pipeline auto: {whole_name}, without a choice: {reasons[0] if reasons else 'no steps'}"
             return Decision(fallback, None, None, text)
         whole = _costs(self._graph, [durations[0] for _, durations in found])
         split = _costs(self._graph, [durations[1] for _, durations in found])
         alternatives = [
-            Alternative(name, self._graph, replace(self._policy, pipeline=pipeline), costs)
-            for name, pipeline, costs in (
-                ("interleaved", _WHOLE, whole),
-                ("zero_bubble", _SPLIT, split),
-                ("simple", "simple", whole),
-            )
+            Alternative(pipeline, self._graph, replace(self._policy, pipeline=pipeline), costs)
+            for pipeline, costs in ((whole_name, whole), (split_name, split), ("simple", whole))
         ]
-        choice = choose(alternatives, num_microbatches)
+        choice = self._choose(alternatives, num_microbatches)
         best = choice.best
-        assert best is not None, "the bound is what the first alternative needs"
+        if best is None:  # recorded, the graph is another one than the trace has made of the partition
+            text = f"{self._text(choice)}\nnothing fits, by estimate: {whole_name}"
+            return Decision(fallback, self._graph, whole, text)
         taken = best.alternative
-        return Decision(taken.policy, self._graph, taken.costs, _text(choice))
+        return Decision(taken.policy, self._graph, taken.costs, self._text(choice))
+
+    def _choose(self, alternatives: Sequence[Alternative], num_microbatches: int) -> Choice:
+        memory, limit = self._memory, self._limit
+        messages = {"latency_s": SECONDS.latency, "bytes_per_s": SECONDS.bytes_per_unit}
+        if memory is None or limit is None:
+            return choose(alternatives, num_microbatches, **messages)
+        return choose(
+            alternatives,
+            num_microbatches,
+            **messages,
+            peaks_of=lambda _, schedule: memory.peaks(schedule),
+            limits=[limit] * len(memory.state),
+            peak_text=_bytes_text,
+        )
+
+    def _text(self, choice: Choice) -> str:
+        table = choice.table(
+            time=lambda seconds: f"{seconds * 1e3:.1f} ms",
+            peak=_held_text if self._limit is None else _bytes_text,
+        )
+        return f"pipeline auto, by simulation of what the first steps have taken:\n{table}"
 
 
-def _text(choice: Choice) -> str:
-    table = choice.table(
-        time=lambda seconds: f"{seconds * 1e3:.1f} ms", peak=lambda held: f"{held:g} microbatches"
-    )
-    return f"pipeline auto, by simulation of what the first steps have taken:\n{table}"
+def _held_text(held: float) -> str:
+    return f"{held:g} microbatches"
+
+
+def _bytes_text(num_bytes: float) -> str:
+    return human_bytes(round(num_bytes))
 
 
 def _costs(graph: SegmentGraph, of_ranks: Sequence[_Durations]) -> Costs:

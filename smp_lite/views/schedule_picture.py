@@ -11,7 +11,7 @@ matplotlib is an extra and used without pyplot: no global figure, no backend to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_schedule"]
+__all__ = ["draw_legend", "draw_schedule", "draw_stage"]
 
 _FAMILIES = {
     ActionKind.FORWARD: "forward",
@@ -101,11 +101,10 @@ def draw_schedule(
         (t.action.microbatch_index for stage in simulation.timings for t in stage), default=0
     )
     for stage_index, timings in enumerate(simulation.timings):
-        _draw_stage(axes, stage_index, timings, num_microbatches, points_per_unit, 72 * row_in)
+        draw_stage(axes, stage_index, timings, num_microbatches, points_per_unit, 72 * row_in)
     _draw_axes(axes, simulation, time_unit, num_ticks=int(width_in / _INCHES_PER_TICK))
     _draw_margin(axes, simulation, title, time_unit, memory)
-    drawn = {t.action.kind for stage in simulation.timings for t in stage}
-    _draw_legend(figure, num_microbatches, [k for k in _FAMILIES if k is not ActionKind.WEIGHT or k in drawn])
+    draw_legend(figure, num_microbatches, {t.action.kind for stage in simulation.timings for t in stage})
     figure.savefig(path)
     return Path(path)
 
@@ -116,7 +115,7 @@ def _time_axis_in(simulation: Simulation) -> float:
     return min(max(_INCHES_PER_ACTION * num_actions, _MIN_WIDTH_IN), _MAX_WIDTH_IN)
 
 
-def _draw_stage(
+def draw_stage(
     axes: Axes,
     stage_index: int,
     timings: tuple[Timing, ...],
@@ -124,6 +123,7 @@ def _draw_stage(
     points_per_unit: float,
     row_pt: float,
 ) -> None:
+    """The blocks of one row."""
     colours = [_colour(t, num_microbatches) for t in timings]
     widths_pt = [(t.end - t.start) * points_per_unit for t in timings]
     # A white edge would swallow the shortest blocks.
@@ -218,10 +218,12 @@ def _idle_share(simulation: Simulation, busy: float) -> float:
     return 1 - busy / simulation.makespan if simulation.makespan else 0.0
 
 
-def _draw_legend(figure: Figure, num_microbatches: int, kinds: Sequence[ActionKind]) -> None:
+def draw_legend(figure: Figure, num_microbatches: int, drawn: Collection[ActionKind]) -> None:
+    """What the colours of these kinds mean, below the rows."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
+    kinds = [kind for kind in _FAMILIES if kind is not ActionKind.WEIGHT or kind in drawn]
     last = num_microbatches - 1
     span = f"microbatches 0 to {last}" if last else "microbatch 0"
     # Any: matplotlib's own types do not know that a handle may be a tuple.

@@ -38,7 +38,8 @@ from .hops import end_hops
 from .lazy_modules import has_lazy_modules, initialise_lazy_modules
 from .model_with_state import ModelWithState
 from .outside_step import OutsideStep
-from .partitioning import decide_partition, load_partition, report_partition, schedule_chooser
+from .partitioning import decide_partition, load_partition, report_partition
+from .schedules import Schedules, first_policy, schedule_chooser
 from .sharding import announce_slices, sharding_of
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class DistributedModel(ModelWithState):
         self.own_parameters: OwnParameters | None = None  # after partition
         self._partition: tuple[Partition, ModuleCost] | None = None
         self._stored_partition: Partition | None = None
+        self.schedules: Schedules | None = None  # of pipeline auto, and where memory is limited
         self._post_partition_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._steps_done = 0
@@ -286,7 +288,7 @@ class DistributedModel(ModelWithState):
         if example is not None:
             initialise_lazy_modules(self.module, *example)
         peers = session.peers()
-        self._partition = decide_partition(
+        partition, costs, self.schedules = decide_partition(
             session,
             self.module,
             example,
@@ -294,7 +296,7 @@ class DistributedModel(ModelWithState):
             measure_times=self._measure_times,
             stored=self._stored_partition,
         )
-        partition, costs = self._partition
+        self._partition = partition, costs
         if session.num_stages > 1 and session.rank == 0:
             print(report_partition(session, partition, costs), flush=True)
         sharding = sharding_of(session, self.module)
@@ -306,7 +308,7 @@ class DistributedModel(ModelWithState):
             placement,
             peers,
             session.wire(),
-            session.policy(),
+            first_policy(session, self.schedules),
             session.ranks(),
             self._options,
             session.exchange_over_replicas,
@@ -314,7 +316,7 @@ class DistributedModel(ModelWithState):
             sharding,
             session.cfg.activation_loading_horizon if session.cfg.offload_activations else None,
             waiting,
-            schedule_chooser(session),
+            schedule_chooser(session, self.schedules),
         )
         group_marked(self._runtime.recorder.runs)
         self.own_parameters.after_partition()

@@ -16,15 +16,16 @@ from ..comm.peers import Peers
 from ..errors import SMPError
 from ..plan.partition import ModuleCost, Partition, manual_partition
 from ..plan.partition_report import format_partition_table, partition_warnings, stage_summaries
-from ..plan.partition_solver import TooFewModulesError, solve_partition
+from ..plan.partition_solver import TooFewModulesError
 from ..plan.partition_tree import stage_visits
 from ..plan.virtual_stages import piece_stages, runs_of
 from ..record.describe.effects import NeedsOpening
 from ..record.describe.metadata import MetadataInference
-from ..record.describe.tracing import cost_tree, trace_model
+from ..record.describe.module_times import measured_trace
+from ..record.describe.tracing import ModuleTrace, cost_tree, trace_model
 from ..record.source_line import warn_once_at_user_line
-from ..runtime.choosing import ScheduleChooser
 from ..session import Session
+from .schedules import NothingFits, Schedules, decide_schedules, measures_for_choice, model_costs
 
 
 def decide_partition(
@@ -35,8 +36,8 @@ def decide_partition(
     *,
     measure_times: bool,
     stored: Partition | None = None,
-) -> tuple[Partition, ModuleCost]:
-    """The partition, and the costs that it was made from.
+) -> tuple[Partition, ModuleCost, Schedules | None]:
+    """The partition, the costs that it was made from, and what schedules may be taken for it.
 
     Args:
         session: configuration and ``smp.partition`` assignments.
@@ -45,52 +46,70 @@ def decide_partition(
         peers: the mp group.
         measure_times: balance measured seconds instead of flops.
         stored: a decision that was made before; it is used as it is.
+
+    Raises:
+        SMPError: there are too few modules, or nothing fits into ``memory_limit``; on all ranks.
     """
     config = session.cfg
-    trace = None
+    trace, why_not = None, "skip_tracing is set"
     if example is not None and not config.skip_tracing and session.num_stages > 1:
         session.is_tracing = True
         try:
-            trace = trace_model(module, *example, MetadataInference(), measure_times=measure_times)
+            trace = _trace(session, module, example, measure_times=measure_times)
         except NeedsOpening as reason:
+            why_not = f"the model cannot be traced: its code {reason}"
             warn_once_at_user_line(
                 f"the model cannot be traced before the first step, since its code {reason}: it is "
                 "partitioned by its parameters alone, as with skip_tracing"
             )
         finally:
             session.is_tracing = False
-    costs = cost_tree(
-        module,
-        trace,
-        optimizer_states=optimizer_states(session.optimizer),
-        microbatches_in_flight=_in_flight(session),
-        losses_in_flight=config.microbatches if config.pipeline == "simple" else 1,
-        use_times=measure_times,
-    )
-    if stored is not None:
-        partition = stored
-    elif config.load_partition:
+    costs = model_costs(session, module, trace)
+    decided: tuple[Partition, Schedules | None] | str | None = None
+    given = stored
+    if given is None and config.load_partition:
         assert config.partition_file is not None
-        partition = load_partition(session, module, config.partition_file)
-    elif not config.auto_partition:
-        partition = _manual(session, module, costs)
-    else:
-        solved = None
-        if 0 in peers.stages:
-            solved = _solved(session, costs)
-        solved = peers.share_object(solved, 0, "the partition")
-        if isinstance(solved, str):
-            raise SMPError(solved)
-        partition = solved
-    if session.rank == 0:
-        _warn_of_pieces(session, partition, costs, is_stored=stored is not None or config.load_partition)
+        given = load_partition(session, module, config.partition_file)
+    elif given is None and not config.auto_partition:
+        given = _manual(session, module, costs.balanced)
+    if 0 in peers.stages:
+        try:
+            decided = decide_schedules(session, costs, trace, given, why_not)
+        except (TooFewModulesError, NothingFits) as error:
+            decided = str(error)
+    decided = peers.share_object(decided, 0, "the partition")
     if session.world is not None and len(session.group("DP")) > 1:
         # Replicas must cut alike, or they would average gradients of different parameters.
-        said = partition if session.world.group_rank("DP") == 0 else None
-        partition = session.world.exchange(said, "DP", "the partition of the replicas")[0]
+        said = decided if session.world.group_rank("DP") == 0 else None
+        decided = session.world.exchange(said, "DP", "the partition of the replicas")[0]
+    if isinstance(decided, str):
+        raise SMPError(decided)
+    assert decided is not None
+    partition, schedules = decided
+    if session.rank == 0:
+        is_stored = stored is not None or config.load_partition
+        _warn_of_pieces(session, partition, costs.balanced, is_stored=is_stored)
     if config.partition_file and not config.load_partition and session.rank == 0:
         Path(config.partition_file).write_text(partition.to_json())
-    return partition, costs
+    return partition, costs.balanced, schedules
+
+
+def _trace(
+    session: Session,
+    module: nn.Module,
+    example: tuple[tuple[Any, ...], dict[str, Any]],
+    *,
+    measure_times: bool,
+) -> ModuleTrace:
+    """With times where they are asked for, or where pieces are to be chosen by rank 0's."""
+    inference = MetadataInference()
+    if measure_times or not measures_for_choice(session, module):
+        return trace_model(module, *example, inference, measure_times=measure_times)
+    try:
+        return measured_trace(module, *example, inference)
+    except Exception:
+        # What a real run says of the model, the recording of the step says too, on all ranks.
+        return trace_model(module, *example, inference)
 
 
 def report_partition(session: Session, partition: Partition, costs: ModuleCost) -> str:
@@ -120,22 +139,6 @@ def load_partition(session: Session, module: nn.Module, path: str | os.PathLike[
         )
     partition.check(cost_tree(module, None, optimizer_states=0, microbatches_in_flight=1))
     return partition
-
-
-def _solved(session: Session, costs: ModuleCost) -> Partition | str:
-    """The solver's partition, or why there is none: all ranks have to hear of it."""
-    config = session.cfg
-    assert config.memory_weight is not None
-    try:
-        return solve_partition(
-            costs,
-            session.num_stages,
-            memory_weight=config.memory_weight,
-            contiguous=config.contiguous,
-            virtual_stages=config.virtual_stages,
-        )
-    except TooFewModulesError as error:
-        return str(error)
 
 
 def _warn_of_pieces(session: Session, partition: Partition, costs: ModuleCost, *, is_stored: bool) -> None:
@@ -170,31 +173,3 @@ def _manual(session: Session, module: nn.Module, costs: ModuleCost) -> Partition
     return manual_partition(
         costs, session.num_stages, assigned=assigned, default=session.cfg.default_partition
     )
-
-
-def _in_flight(session: Session) -> int:
-    """Microbatches whose activations a stage holds at once."""
-    if session.cfg.pipeline == "simple":
-        return session.cfg.microbatches
-    assert session.cfg.active_microbatches is not None
-    return min(session.cfg.microbatches, session.cfg.active_microbatches, session.num_stages)
-
-
-def optimizer_states(optimizer: Any) -> float:
-    """Numbers kept for each parameter element: Adam's two moments, SGD's momentum; two if not known."""
-    if optimizer is None:
-        return 2.0
-    inner = getattr(optimizer, "optimizer", optimizer)
-    defaults = getattr(inner, "defaults", {})
-    if "betas" in defaults:
-        return 3.0 if defaults.get("amsgrad") else 2.0
-    if "momentum" in defaults:
-        return 1.0 if defaults["momentum"] else 0.0
-    return 1.0
-
-
-def schedule_chooser(session: Session) -> ScheduleChooser | None:
-    """What chooses the schedule once steps have been seen; None: the configuration names one."""
-    if session.cfg.pipeline != "auto" or session.num_stages == 1:
-        return None
-    return ScheduleChooser(session.policy(), session.exchange_over_world)

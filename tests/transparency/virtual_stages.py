@@ -23,7 +23,7 @@ from tests.transparency.comparison import (
 )
 from tests.transparency.replicas import half, replica_runs
 
-__all__ = ["NAMES", "checkpoints", "replicas", "told", "train"]
+__all__ = ["NAMES", "Language", "case_of", "checkpoints", "replicas", "same", "told", "train"]
 
 WIDTH = 16
 
@@ -76,6 +76,10 @@ _CASES = {
 NAMES = tuple(_CASES)
 
 
+def case_of(name: str) -> Case:
+    return _CASES[name]
+
+
 def _open(parameters: dict[str, Any]) -> None:
     smp.reset()
     smp.init({"partitions": 2, "microbatches": NUM_MICROBATCHES, **parameters})
@@ -109,8 +113,8 @@ def train(name: str, all_parameters: Sequence[dict[str, Any]]) -> list[tuple[lis
         state = smp.state.model.state_dict()
         _open(parameters | {"virtual_stages": 1, "pipeline": "interleaved"})
         wanted = [snapshot.outputs for snapshot in smp_run(case)]
-        same = _same(outputs, wanted) and _same(state, smp.state.model.state_dict())
-        found.append(([] if same else ["other numbers than with one piece"], visits))
+        is_same = same(outputs, wanted) and same(state, smp.state.model.state_dict())
+        found.append(([] if is_same else ["other numbers than with one piece"], visits))
     return found
 
 
@@ -119,13 +123,14 @@ def _checkpoint_blocks(model: smp.DistributedModel) -> None:
         smp.set_activation_checkpointing(block)
 
 
-def _same(ours: Any, theirs: Any) -> bool:
+def same(ours: Any, theirs: Any) -> bool:
+    """To the bit."""
     if isinstance(ours, Tensor):
         return torch.equal(ours, theirs)
     if isinstance(ours, dict):
-        return ours.keys() == theirs.keys() and all(_same(ours[key], theirs[key]) for key in ours)
+        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in ours)
     if isinstance(ours, list | tuple):
-        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
     return bool(ours == theirs)
 
 
@@ -188,7 +193,7 @@ def checkpoints(folder: str, before: dict[str, Any], after: dict[str, Any]) -> d
             warnings.simplefilter("always")
             smp.resume_from_checkpoint(folder, tag=form, partial=form != "full")
             found = [run(1), run(2)], model.state_dict(), optimizer.state_dict()
-        said[form] = _same(found, wanted), _visits()
+        said[form] = same(found, wanted), _visits()
         said[f"{form} warnings"] = [str(w.message) for w in caught if "virtual_stages" in str(w.message)]
     model, optimizer, run = _start(after, seed=2)
     run(0)

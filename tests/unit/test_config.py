@@ -32,6 +32,7 @@ DEFAULTS_OF_TWO_PARTITIONS = {
     "partition_file": None,
     "default_partition": 0,
     "memory_weight": 0.8,
+    "memory_limit": None,
     "ddp_port": None,
     "ddp_dist_backend": "auto",
 }
@@ -99,6 +100,44 @@ def test_default_virtual_stages_follow_the_pipeline_where_the_library_cuts(
     stored = {**parameters, "load_partition": True, "partition_file": "p.json"}
     for other in (by_hand, stored, {**parameters, "partitions": 1}):
         assert Config.from_parameters(other).virtual_stages == 1
+
+
+def test_auto_chooses_pieces_where_none_are_given_and_the_library_cuts() -> None:
+    auto = {"partitions": 4, "pipeline": "auto"}
+    assert Config.from_parameters(auto).chooses_pieces
+    for more in (
+        {"virtual_stages": 1},
+        {"virtual_stages": "v"},
+        {"contiguous": False},
+        {"auto_partition": False, "default_partition": 0},
+        {"load_partition": True, "partition_file": "p.json"},
+        {"partitions": 1},
+        {"pipeline": "zero_bubble"},
+    ):
+        assert not Config.from_parameters({**auto, **more}).chooses_pieces, more
+
+
+@pytest.mark.parametrize(
+    ("given", "num_bytes"),
+    [
+        (3, 3),
+        ("3 GiB", 3 << 30),
+        ("1.5KiB", 1536),
+        ("500 MB", 500_000_000),
+        ("2tib", 2 << 40),
+        ("7B", 7),
+        (None, None),
+    ],
+)
+def test_memory_limit_is_a_number_of_bytes_or_a_text(given: object, num_bytes: int | None) -> None:
+    assert Config.from_parameters({"partitions": 2, "memory_limit": given}).memory_limit == num_bytes
+
+
+@pytest.mark.parametrize("given", [0, -1, True, 2.5, "", "3", "GiB", "-1 GiB", "3 GiBs", "0 B"])
+def test_another_memory_limit_is_told(given: object) -> None:
+    said = failure({"partitions": 2, "memory_limit": given})
+    assert said.startswith("memory_limit must be a positive number of bytes. Got memory_limit=")
+    assert "such as '3 GiB'" in said
 
 
 @pytest.mark.parametrize(("optimize", "memory_weight"), [("speed", 0.2), ("memory", 0.8), (None, 0.8)])
@@ -312,7 +351,7 @@ def test_the_description_has_every_parameter() -> None:
     assert rows["partitions"][:2] == ["int >= 1", "required"]
     assert rows["active_microbatches"][:2] == [
         "int >= 1",
-        "partitions + 2; interleaved_virtual: at least 2 x partitions",
+        "partitions + 2; interleaved_virtual and auto: at least 2 x partitions",
     ]
     pipelines = (
         '"simple", "interleaved", "zero_bubble", "interleaved_virtual", "zero_bubble_v", "auto", '

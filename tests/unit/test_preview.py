@@ -22,6 +22,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "from torch import nn\n"
         "def equal():\n"
         "    return nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)]), torch.zeros(64, 512)\n"
+        "def blocks():\n"
+        "    return nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)]), torch.zeros(4096, 1024)\n"
         "def huge():\n"
         "    with torch.device('meta'):\n"
         "        return nn.Sequential(*[nn.Linear(100_000, 100_000) for _ in range(8)])\n"
@@ -134,3 +136,47 @@ def test_the_losss_share_of_memory_is_shown(
 def test_bad_targets(target: str, message: str, package: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--parameters", FOUR, target]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_auto_shows_what_was_tried_and_plans_with_the_best(
+    package: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture = tmp_path / "alternatives.png"
+    parameters = json.dumps({"partitions": 2, "microbatches": 4, "pipeline": "auto"})
+    assert main(["plan", "--parameters", parameters, "--png", str(picture), f"{package}:blocks"]) == 0
+    text = capsys.readouterr().out
+    table, _, rest = text.partition("stage  modules")
+    assert table.startswith("pipeline auto, by simulation of operations of the modules, counted:\n")
+    taken = re.search(r"^(\w+), (.*?)  .* GFLOP .*  taken$", table, re.MULTILINE)
+    assert taken and taken[2] in ("2 pieces", "4 pieces", "2 pieces, v")
+    assert len(re.findall(r" GFLOP ", table)) == 10
+    assert " | " in rest  # several pieces of a stage
+    assert f"2 partitions, 4 microbatches, auto ({taken[1]}), optimize=memory" in rest
+    # The bubble of the one is that of the recorded step, but for the loss and messages.
+    idle = re.search(r"^idle +([\d.]+)% ", rest, re.MULTILINE)
+    told = re.search(r"GFLOP +([\d.]+)% .*  taken$", table, re.MULTILINE)
+    assert idle and told and float(idle[1]) == pytest.approx(float(told[1]), abs=5)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_auto_with_a_limit_that_nothing_keeps(package: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parameters = {"partitions": 2, "microbatches": 4, "pipeline": "auto", "memory_limit": "1 MiB"}
+    assert main(["plan", "--parameters", json.dumps(parameters), f"{package}:equal"]) == 2
+    said = capsys.readouterr().err
+    assert "memory_limit=1048576 (1.0 MiB) is less than pipeline='auto' needs on a rank" in said
+    assert "zero_bubble_v, 2 pieces, v" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"partitions": 1}, "with partitions=1 there is nothing to choose"),
+        ({"shard_optimizer_state": True, "ddp": True}, ".* lie in pieces on several ranks"),
+    ],
+)
+def test_a_limit_is_not_silent_where_nobody_looks_at_it(
+    package: str, more: dict[str, object], reason: str
+) -> None:
+    parameters = {"partitions": 2, "microbatches": 4, "memory_limit": 1, **more}
+    with pytest.warns(UserWarning, match=f"memory_limit=1 is not looked at: {reason}"):
+        assert main(["plan", "--parameters", json.dumps(parameters), f"{package}:equal"]) == 0

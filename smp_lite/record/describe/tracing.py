@@ -63,7 +63,7 @@ class ModuleTrace:
 
     def __init__(self) -> None:
         self.tallies: dict[str, _Tally] = {}
-        self.ran_for_real = False
+        self.measured = False  # whether its seconds are to be used
 
     def of(self, name: str) -> _Tally:
         return self.tallies.setdefault(name, _Tally())
@@ -91,10 +91,12 @@ def trace_model(
                 ) from error
     try:
         with without_hooks(root):
-            return _trace_real(root, args, kwargs)
+            trace = _trace_real(root, args, kwargs)
     except Exception:
         # What only works with hooks; if it does not work with them either, the error is the user's.
-        return _trace_real(root, args, kwargs)
+        trace = _trace_real(root, args, kwargs)
+    trace.measured = measure_times
+    return trace
 
 
 @contextmanager
@@ -132,15 +134,22 @@ def _trace_fake(
 
 def _trace_real(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleTrace:
     trace = ModuleTrace()
-    trace.ran_for_real = True
+    storages = {p.untyped_storage()._cdata for p in root.parameters()}
+    with run_for_real(root, args, kwargs):
+        watch = _Watch(root, trace, storages)
+        with watch.calls(), watch:
+            root(*args, **kwargs)
+    return trace
+
+
+@contextmanager
+def run_for_real(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Puts back what a run changes, random numbers and buffers too."""
     tables = [(module._buffers, dict(module._buffers)) for module in root.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in root.buffers()]
-    storages = {p.untyped_storage()._cdata for p in root.parameters()}
     try:
         with untouched(root, args, kwargs), kept():
-            watch = _Watch(root, trace, storages)
-            with watch.calls(), watch:
-                root(*args, **kwargs)
+            yield
     finally:
         for table, own in tables:  # a module may have bound its buffers anew
             table.clear()
@@ -148,7 +157,6 @@ def _trace_real(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-    return trace
 
 
 class _Watch(TorchDispatchMode):

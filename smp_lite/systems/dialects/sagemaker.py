@@ -27,6 +27,7 @@ SCHEDULES: dict[str, ScheduleName] = {
     "zero_bubble": "zero_bubble",
     "interleaved_virtual": "virtual",
     "zero_bubble_v": "zero_bubble_v",
+    "auto": "auto",
     "_only_forward": "forward",
 }
 #: Fields that the plan has a place for; the others are carried under their own names.

@@ -110,7 +110,9 @@ class Microbatches:
     global_batch_size: int | None = None
 
 
-ScheduleName = Literal["sequential", "gpipe", "1f1b", "virtual", "zero_bubble", "zero_bubble_v", "forward"]
+ScheduleName = Literal[
+    "sequential", "gpipe", "1f1b", "virtual", "zero_bubble", "zero_bubble_v", "auto", "forward"
+]
 
 
 @dataclass(frozen=True)

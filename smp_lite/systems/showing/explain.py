@@ -42,6 +42,7 @@ _SCHEDULES = {
     "virtual": "1F1B over the chunks of each rank (virtual stages)",
     "zero_bubble": "1F1B with gradients of parameters where a stage would wait (ZB-H1)",
     "zero_bubble_v": "gradients of parameters where a stage would wait, over two chunks of each rank (ZB-V)",
+    "auto": "what is fastest by simulation, with the pieces of each partition",
     "forward": "forwards only",
 }
 _AXES = {"pp": "pipeline", "dp": "data", "tp": "tensor", "ep": "expert", "cp": "context"}
