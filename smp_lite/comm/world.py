@@ -17,7 +17,8 @@ from typing import Any
 from ..errors import SMPError
 from ..plan.topology import Topology
 from .collectives import Collectives, Pending
-from .roll_call import RollCall, RollCalls
+from .roll_call import RollCall
+from .roll_calls import RollCalls
 from .transport import Tag, Transport
 from .tree import nearby
 from .waiting import wait_until, watch_departures, watchdog_s
@@ -41,6 +42,7 @@ class World:
         self.local_rank, self.local_size = transport.local_rank, transport.local_size
         self._groups: dict[str, tuple[int, ...]] = {}
         self.calls = RollCalls(transport, self.group, ("WORLD", *dict(topology.kinds)))
+        watchdog_s()  # what is wrong with the variable shows now, not in the first long wait
         watch_departures(transport.departed)
         atexit.register(self._leave)
 

@@ -108,6 +108,20 @@ def test_calls_over_different_groups_do_not_mix() -> None:
         assert found[rank] == [[(i, member) for member in group] for i, group in enumerate(groups)]
 
 
+@pytest.mark.parametrize("size", [2, 4, RADIX + 1, 73])
+def test_a_waiting_call_drives_its_own_messages(size: int) -> None:
+    network = Network(size, as_a_store=True)
+    # Each has words in its boxes that nobody has taken yet: of a call that it gave up.
+    given_up = {rank.rank: rank.begin("old") for rank in network.ranks}
+    for call in given_up.values():
+        call.poll(network.now)
+        call.give_up()
+    for turn in range(3):
+        found = network.run({rank.rank: rank.begin(turn) for rank in network.ranks})
+        assert found.keys() == set(range(size))
+    assert found == {rank: [2] * size for rank in range(size)}
+
+
 # Something goes wrong ---------------------------------------------------------------------------------------
 
 
