@@ -19,7 +19,7 @@ class Done:
 
 
 class Posted:
-    """It lies in the box when that is empty and somebody polls it, as in a store with one key for each box."""
+    """It comes into the box when that is empty and somebody polls it, as in a store with a key a box."""
 
     def __init__(self, box: deque[bytes], data: bytes) -> None:
         self._box, self._data = box, data
@@ -50,6 +50,7 @@ class Network:
         as_a_store: bool = False,
     ) -> None:
         self.size, self.now, self.as_a_store = size, 0.0, as_a_store
+        self.is_slow = False  # nothing arrives for now
         self.boxes: dict[tuple[int, int, int], deque[bytes]] = {}
         self.notes: dict[int, deque[tuple[int, bytes]]] = {rank: deque() for rank in range(size)}
         self.sent: Counter[int] = Counter()
@@ -127,7 +128,7 @@ class Rank:
 
     def receive(self, source: int, tag: int) -> bytes | None:
         box = self._network.boxes.get((source, self.rank, tag))
-        return box.popleft() if box else None
+        return box.popleft() if box and not self._network.is_slow else None
 
     def notify(self, data: bytes, dest: int) -> None:
         self._network.notes[dest].append((self.rank, data))
