@@ -30,6 +30,12 @@ _SMALL_BYTES = 1 << 16
 class World:
     """The ranks of the job.
 
+    What collectives cost: in a group of up to 8 each member sends to every other; in a larger one a member
+    sends at most 15 messages, all together about two for each member (:mod:`smp_lite.comm.tree`). One rank
+    still sends to all others by itself in ``smp.broadcast``, where its peers call ``recv_from`` and so must
+    name the one they hear, and in :meth:`post_failure`, which may wait for nobody and happens once. What all
+    say to all, as host names in ``smp.init``, is as long as the group is large at each member.
+
     Args:
         topology: axes over all ranks.
         transport: between them.
