@@ -105,6 +105,8 @@ class RollCall:
         elif now > self._look_at:
             self._look_at = now + _LOOK_EVERY_S
             self._look(now)
+        if self._all.unawaited:
+            self._all.drive_unawaited()  # others may still wait for them in the call that this rank gave up
         if self._sent:
             self.under_way()  # over a store a message leaves only when the one before has been taken
         early, receive = self._early, self._messages.receive

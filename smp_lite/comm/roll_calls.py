@@ -57,11 +57,14 @@ class RollCalls:
         number = self.completed.get(kind, 0) + 1  # one that failed is called again
         self.begun[kind] = number
         if self.unawaited:
-            self.unawaited = [pending for pending in self.unawaited if not pending.done()]
+            self.drive_unawaited()
         if len(self.group(kind)) <= self.radix:
             return RollCall(self, payload, kind, number, what, to_first)
         self.begun_in_trees[kind] = number
         return TreeCall(self, payload, kind, number, what, to_first)
+
+    def drive_unawaited(self) -> None:
+        self.unawaited = [pending for pending in self.unawaited if not pending.done()]
 
     def over(self, kind: str, number: int, *, completed: bool) -> None:
         if completed:
