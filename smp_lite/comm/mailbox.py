@@ -41,10 +41,13 @@ class Mailbox:
         self._store, self._rank, self._where = store, rank, where
         self._unfinished: dict[str, list[bytes]] = {}
         self._have_read: dict[str, int] = {}
+        self._last: dict[str, Posted] = {}
 
     def post(self, data: bytes, dest: int, tag: int, *, until_taken: bool) -> Posted:
         """Starts sending; done when the last part lies in the store, or is taken from it."""
-        return Posted(self, f"{self._rank}>{dest}/{tag}", data, until_taken)
+        key = f"{self._rank}>{dest}/{tag}"
+        posted = self._last[key] = Posted(self, key, data, until_taken, self._last.get(key))
+        return posted
 
     def take(self, source: int, tag: int) -> bytes | None:
         """The next message of that rank, if it is there."""
@@ -101,8 +104,11 @@ class Mailbox:
 class Posted:
     """A message that is being sent."""
 
-    def __init__(self, mailbox: Mailbox, key: str, data: bytes, until_taken: bool) -> None:
+    def __init__(
+        self, mailbox: Mailbox, key: str, data: bytes, until_taken: bool, before: Posted | None
+    ) -> None:
         self._mailbox, self._key, self._until_taken = mailbox, key, until_taken
+        self._before = before  # the message to the same rank that must lie there first
         starts = range(0, max(len(data), 1), PART_BYTES)
         self._parts = deque(_MORE + data[start : start + PART_BYTES] for start in starts)
         self._parts[-1] = _LAST + self._parts[-1][1:]
@@ -110,6 +116,11 @@ class Posted:
 
     def done(self) -> bool:
         """Polls, and puts the next part into the store if the one before is taken."""
+        if self._before is not None:
+            self._before.done()
+            if self._before._parts:
+                return False
+            self._before = None
         while self._parts:
             if self._mailbox.holds(self._key):
                 return False

@@ -51,6 +51,7 @@ class MPITransport:
         self._comm = MPI.COMM_WORLD.Dup()
         host = _same_host(self._comm)
         self.local_rank, self.local_size = host.Get_rank(), host.Get_size()
+        self._status = MPI.Status()  # of the last message
         self._departed: dict[int, bytes] = {}
         self._notes: list[_Sent] = []
         self._passes_on_to = nearby(self.size, self.rank)
@@ -62,22 +63,23 @@ class MPITransport:
         return _Sent(start([data, MPI.BYTE], dest=dest, tag=tag), data)
 
     def receive(self, source: int, tag: Tag) -> bytes | None:
-        found = self._receive(source, tag)
-        return found and found[1]
+        message = self._comm.Improbe(source, tag, self._status)
+        if message is None:
+            return None
+        buffer = bytearray(self._status.Get_count(MPI.BYTE))
+        message.Recv([buffer, MPI.BYTE])
+        return bytes(buffer)
 
     def notify(self, data: bytes, dest: int) -> None:
         self._note(data, [dest], Tag.NOTICE)
 
     def notices(self) -> list[tuple[int, bytes]]:
-        return list(iter(lambda: self._receive(MPI.ANY_SOURCE, Tag.NOTICE), None))
+        return list(iter(lambda: self._receive_any(Tag.NOTICE), None))
 
-    def _receive(self, source: int, tag: Tag) -> tuple[int, bytes] | None:
-        message = self._comm.Improbe(source=source, tag=tag, status=(status := MPI.Status()))
-        if message is None:
-            return None
-        buffer = bytearray(status.Get_count(MPI.BYTE))
-        message.Recv([buffer, MPI.BYTE])
-        return status.Get_source(), bytes(buffer)
+    def _receive_any(self, tag: Tag) -> tuple[int, bytes] | None:
+        """The next message, and from which rank."""
+        data = self.receive(MPI.ANY_SOURCE, tag)
+        return None if data is None else (self._status.Get_source(), data)
 
     def _note(self, data: bytes, dests: Iterable[int], tag: Tag) -> None:
         self._notes = [note for note in self._notes if not note.done()]
@@ -86,7 +88,7 @@ class MPITransport:
     # Leaving ------------------------------------------------------------------------------------------------
 
     def departed(self) -> Mapping[int, bytes]:
-        while (found := self._receive(MPI.ANY_SOURCE, Tag.GOODBYE)) is not None:
+        while (found := self._receive_any(Tag.GOODBYE)) is not None:
             source, data = found
             rank, words = _RANK.unpack_from(data)[0], data[_RANK.size :]
             if rank not in self._departed:

@@ -17,7 +17,8 @@ from typing import Any
 from ..errors import SMPError
 from ..plan.topology import Topology
 from .collectives import Collectives, Pending
-from .roll_call import RollCall, RollCalls
+from .roll_call import RollCall
+from .roll_calls import RollCalls
 from .transport import Tag, Transport
 from .tree import nearby
 from .waiting import wait_until, watch_departures, watchdog_s
@@ -28,6 +29,12 @@ _SMALL_BYTES = 1 << 16
 
 class World:
     """The ranks of the job.
+
+    What collectives cost: in a group of up to 8 each member sends to every other; in a larger one a member
+    sends at most 15 messages, all together about two for each member (:mod:`smp_lite.comm.tree`). One rank
+    still sends to all others by itself in ``smp.broadcast``, where its peers call ``recv_from`` and so must
+    name the one they hear, and in :meth:`post_failure`, which may wait for nobody and happens once. What all
+    say to all, as host names in ``smp.init``, is as long as the group is large at each member.
 
     Args:
         topology: axes over all ranks.
@@ -41,6 +48,7 @@ class World:
         self.local_rank, self.local_size = transport.local_rank, transport.local_size
         self._groups: dict[str, tuple[int, ...]] = {}
         self.calls = RollCalls(transport, self.group, ("WORLD", *dict(topology.kinds)))
+        watchdog_s()  # what is wrong with the variable shows now, not in the first long wait
         watch_departures(transport.departed)
         atexit.register(self._leave)
 

@@ -6,7 +6,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from smp_lite.comm.roll_call import RollCall, RollCalls
+from smp_lite.comm.roll_call import RollCall
+from smp_lite.comm.roll_calls import RollCalls
 from smp_lite.errors import SMPError
 
 LIMIT_S = 300.0
@@ -17,16 +18,39 @@ class Done:
         return True
 
 
+class Posted:
+    """It comes into the box when that is empty and somebody polls it, as in a store with a key a box."""
+
+    def __init__(self, box: deque[bytes], data: bytes) -> None:
+        self._box, self._data = box, data
+        self._is_there = False
+        self.done()
+
+    def done(self) -> bool:
+        if not self._is_there and not self._box:
+            self._box.append(self._data)
+            self._is_there = True
+        return self._is_there
+
+
 class Network:
     """All ranks.
 
     Args:
         size: how many.
         groups: world ranks of the groups of each kind; WORLD is there.
+        as_a_store: a message leaves only when the one before has been taken, and its sender polls it.
     """
 
-    def __init__(self, size: int, groups: Mapping[str, list[tuple[int, ...]]] | None = None) -> None:
-        self.size, self.now = size, 0.0
+    def __init__(
+        self,
+        size: int,
+        groups: Mapping[str, list[tuple[int, ...]]] | None = None,
+        *,
+        as_a_store: bool = False,
+    ) -> None:
+        self.size, self.now, self.as_a_store = size, 0.0, as_a_store
+        self.is_slow = False  # nothing arrives for now
         self.boxes: dict[tuple[int, int, int], deque[bytes]] = {}
         self.notes: dict[int, deque[tuple[int, bytes]]] = {rank: deque() for rank in range(size)}
         self.sent: Counter[int] = Counter()
@@ -51,7 +75,7 @@ class Network:
                 if rank in found:
                     continue
                 try:
-                    if call.poll(self.now):
+                    if call.poll(self.now) and not call.under_way():
                         found[rank] = call.result()
                 except SMPError as error:
                     found[rank] = error
@@ -93,15 +117,18 @@ class Rank:
     def begin(self, payload: Any = None, kind: str = "WORLD", what: str = "x", **more: Any) -> RollCall:
         return self.calls.begin(payload, kind, what, **more)
 
-    def send(self, data: bytes, dest: int, tag: int) -> Done:
-        self._network.boxes.setdefault((self.rank, dest, tag), deque()).append(data)
+    def send(self, data: bytes, dest: int, tag: int) -> Done | Posted:
+        box = self._network.boxes.setdefault((self.rank, dest, tag), deque())
         self._network.sent[self.rank] += 1
         self._network.bytes_from[self.rank] += len(data)
+        if self._network.as_a_store:
+            return Posted(box, data)
+        box.append(data)
         return Done()
 
     def receive(self, source: int, tag: int) -> bytes | None:
         box = self._network.boxes.get((source, self.rank, tag))
-        return box.popleft() if box else None
+        return box.popleft() if box and not self._network.is_slow else None
 
     def notify(self, data: bytes, dest: int) -> None:
         self._network.notes[dest].append((self.rank, data))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 import random
+from collections import deque
 
 import pytest
 
+from smp_lite.comm.transport import Tag
 from smp_lite.comm.tree import RADIX, nearby, place, subtree
 from smp_lite.errors import SMPError, SMPMismatch, SMPTimeout
 from tests.unit.roll_call_network import Network
@@ -106,6 +109,20 @@ def test_calls_over_different_groups_do_not_mix() -> None:
     for rank in range(size):
         groups = [network.group_of[kind][rank] for kind in order]
         assert found[rank] == [[(i, member) for member in group] for i, group in enumerate(groups)]
+
+
+@pytest.mark.parametrize("size", [2, 4, RADIX + 1, 73])
+def test_a_waiting_call_drives_its_own_messages(size: int) -> None:
+    network = Network(size, as_a_store=True)
+    # Each box holds a word of an earlier call that nobody has taken yet.
+    word = pickle.dumps(("WORLD", 0, "earlier", {}, None))
+    for source, dest in itertools.permutations(range(size), 2):
+        network.boxes[source, dest, Tag.ROLL_CALL] = deque([word])
+    calls = {rank.rank: rank.begin(rank.rank) for rank in network.ranks}
+    network.is_slow = True  # so all send before anyone takes
+    assert network.run(calls, 1) == {}
+    network.is_slow = False
+    assert network.run(calls) == {rank: list(range(size)) for rank in range(size)}
 
 
 # Something goes wrong ---------------------------------------------------------------------------------------
