@@ -17,6 +17,7 @@ from .amp import overflows_of_the_whole_model
 from .config import PARAMETERS_VARIABLE, Config, load_config
 from .errors import PeerFailed, SMPError
 from .errors_record import record_failure
+from .freed_memory import keep_freed_memory
 from .optim.checked_settings import other_optimizers_checked
 from .optim.norms.whole_model import norms_of_the_whole_model
 from .plan.topology import Topology
@@ -86,6 +87,7 @@ def init(
     from .comm.world import World
 
     listen()
+    keep_freed_memory()
     transport = connect(os.environ)
     _install_excepthook(transport)
     plan, config = given_plan(config, os.environ, transport.size, dialect, overrides)
