@@ -3,7 +3,8 @@
 The executor that runs real steps runs here too, with the same lists and the same books of gradients, but on
 fake parameters and with a wire that carries nothing: what keeps a tensor alive there keeps it alive here.
 Each kind of microbatch (those with one graph are of one kind) is played twice, since its first backward
-makes the gradients that later ones add to. Of stages that are alike (:mod:`.alike_stages`) one plays for all.
+makes the gradients that later ones add to; where gradients of parameters have actions of their own once
+before, to see what can be split. Of stages that are alike (:mod:`.alike_stages`) one plays for all.
 The cost is that of the forward and backward of two microbatches on fake tensors, some 50 us an operator,
 whatever the number of microbatches and their size.
 
@@ -14,17 +15,21 @@ it keeps is not known: something stands in for it (:mod:`.fake_step`), and it is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from ..plan.actions import Action
+from ..plan.actions import Action, ActionKind
 from ..plan.collecting import without_gc
 from ..plan.lowering import lower
 from ..plan.memory import ActionMemory
 from ..plan.schedules import Policy, Work, compute_order
+from ..plan.segments import Segment
 from ..record.describe.effects import untouched
 from ..record.describe.live_bytes import LiveBytes
 from ..record.describe.metadata import MetadataInference
@@ -35,6 +40,7 @@ from ..runtime.executor import StageExecutor
 from ..runtime.gradients import GradientBooks
 from ..runtime.microbatch import MicrobatchState, StagePart
 from ..runtime.random_streams import RandomStreams
+from ..runtime.weights.deferral import WeightGradients
 from .alike_stages import Likeness, alike
 from .fake_step import FakeCommands, FakeWire, fake_parameters
 
@@ -153,6 +159,27 @@ class _Player:
     def run(self, work: Work, recording: Recording, actions: Sequence[Action]) -> dict[Action, ActionMemory]:
         """Plays one microbatch; gradients add up from call to call."""
         recording, ordinary = self.commands.of(recording)
+        weights = None
+        if any(action.kind is ActionKind.WEIGHT for action in actions):
+            weights = WeightGradients(self._touched, self.placement.alias, _anything)
+            before = {parameter: parameter.grad for parameter in self.parameters.values()}
+            self._run(work, recording, actions, weights)
+            for parameter, gradient in before.items():  # that run has shown what can be split
+                parameter.grad = gradient
+        found: dict[Action, ActionMemory] = {}
+        self.live.ignore(ordinary)
+        self._run(work, recording, actions, weights, found)
+        return found
+
+    def _run(
+        self,
+        work: Work,
+        recording: Recording,
+        actions: Sequence[Action],
+        weights: WeightGradients | None,
+        found: dict[Action, ActionMemory] | None = None,
+    ) -> None:
+        """One microbatch; ``found`` takes what its actions do."""
         books = GradientBooks(self.placement)
         executor = StageExecutor(
             self.stage,
@@ -161,28 +188,36 @@ class _Player:
             self.streams,
             before_backward=books.before,
             after_backward=books.after,
+            weights=weights,
         )
+        if found is not None:
+            executor.watch(partial(self._measured, found))
         state = MicrobatchState(recording)
         executor.states[0] = state
         state.update(StagePart(work.graph, self.stage), self.stage)
         books.plan([work], {0: recording}, actions, self.stage, last_batch=True)
-        live = self.live
-        live.ignore(ordinary)
-        found: dict[Action, ActionMemory] = {}
-        with self.inference.mode, live:
-            for action in actions:
-                alive, gradients = live.alive, self._gradient_bytes()
-                live.peak = alive
-                for reason in executor.run([action]):
-                    raise AssertionError(f"playing waits: {reason}")
-                if (error := executor.error) is not None:
-                    raise CannotPlay(
-                        f"{action} does not run on tensors without data ({type(error).__name__}: {error})"
-                    ) from error
-                more = self._gradient_bytes() - gradients
-                found[action] = ActionMemory(live.alive - alive - more, more, live.peak - alive)
+        with self.inference.mode, self.live if found is not None else contextlib.nullcontext():
+            for reason in executor.run(actions):
+                raise AssertionError(f"playing waits: {reason}")
+            if (error := executor.error) is not None:
+                assert executor.failure is not None
+                raise CannotPlay(
+                    f"{executor.failure.action} does not run on tensors without data "
+                    f"({type(error).__name__}: {error})"
+                ) from error
             executor.end_step()
-        return found
+
+    @contextlib.contextmanager
+    def _measured(self, found: dict[Action, ActionMemory], action: Action) -> Iterator[None]:
+        live = self.live
+        alive, gradients = live.alive, self._gradient_bytes()
+        live.peak = alive
+        yield
+        more = self._gradient_bytes() - gradients
+        found[action] = ActionMemory(live.alive - alive - more, more, live.peak - alive)
+
+    def _touched(self, recording: Recording, segment: Segment) -> list[nn.Parameter]:
+        return GradientBooks(self.placement).touched(recording, segment)
 
     def _gradient_bytes(self) -> int:
         storages = [
@@ -191,3 +226,8 @@ class _Player:
             if parameter.grad is not None and parameter.grad.layout is torch.strided
         ]
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def _anything(arrived: torch.Tensor, made: torch.Tensor) -> bool:
+    """Tensors without data are not compared."""
+    return arrived.shape == made.shape

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,6 +110,11 @@ class StageExecutor:
         """From now on ``observer`` sees each command that runs; None: nobody does."""
         self._commands.observer = observer
 
+    def watch(self, around: Callable[[Action], contextlib.AbstractContextManager[Any]]) -> None:
+        """From now on ``around(action)`` is entered around each action's method."""
+        for kind, method in self._table.items():
+            self._table[kind] = partial(_within, around, method)
+
     def run(self, actions: Sequence[Action]) -> Iterator[str]:
         """Executes the list; yields what it waits for whenever it cannot go on.
 
@@ -134,6 +140,7 @@ class StageExecutor:
                         yield waits
                         while not transfer.done():
                             yield waits
+                    del transfer  # it holds what has arrived
                 start = time.perf_counter()
                 try:
                     if sharded is not None:
@@ -432,6 +439,16 @@ class StageExecutor:
         assert value is not None and peer is not None
         transfer = self.wire.receive(state.recording.values[value].meta, peer)
         state.arriving_gradients[value, peer] = transfer
+
+
+def _within(
+    around: Callable[[Action], contextlib.AbstractContextManager[Any]],
+    method: Callable[[Action, MicrobatchState], None],
+    action: Action,
+    state: MicrobatchState,
+) -> None:
+    with around(action):
+        method(action, state)
 
 
 def _profiler_span(action: Action) -> contextlib.AbstractContextManager[object]:

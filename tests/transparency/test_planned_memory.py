@@ -18,6 +18,7 @@ ALLOWED = 0.05
     ("num_stages", "pipeline"),
     [
         (2, "interleaved"),
+        (2, "zero_bubble"),
         pytest.param(2, "simple", marks=pytest.mark.thorough),
         pytest.param(4, "interleaved", marks=pytest.mark.thorough),
     ],

@@ -419,3 +419,24 @@ def test_hooks_on_the_node_that_accumulates(check: Callable[..., set[str]]) -> N
         return model
 
     assert "blocks.1.expand.weight" in check(build)
+
+
+class Looking(nn.Module):
+    """A hook on the backward of a module looks at the gradients of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear.register_full_backward_hook(self._double)
+
+    @staticmethod
+    def _double(module: nn.Module, *gradients: Any) -> None:
+        if module.weight.grad is not None:
+            module.weight.grad.mul_(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def test_hooks_on_backwards_of_modules(check: Callable[..., set[str]]) -> None:
+    check(lambda: Around(Looking))

@@ -61,13 +61,17 @@ class WeightGradients:
     Args:
         parameters_of: the parameters that a segment of a recording may use.
         name_of: of a parameter, for errors.
+        are_equal: compares the gradient that has arrived with what a rule has made; another one where
+            tensors have no data.
     """
 
     def __init__(
         self,
         parameters_of: Callable[[Recording, Segment], Sequence[nn.Parameter]],
         name_of: Callable[[nn.Parameter], str | None],
+        are_equal: Callable[[Tensor, Tensor], bool] = torch.equal,
     ) -> None:
+        self._are_equal = are_equal
         self._parameters_of = parameters_of
         self._name_of = name_of
         self._mode = SplitCalls(self)
@@ -246,9 +250,13 @@ class WeightGradients:
             # A backward inside the backward (somebody's own autograd.grad) has another number.
             if use.task not in task or not use.is_as_it_was() or any(counts[key] > 1 for key in keys):
                 continue
-            if all(_same(arrived.get(k), gradient) for k, gradient in zip(keys, use.made(), strict=True)):
+            made = zip(keys, use.made(), strict=True)
+            if all(key in arrived and self._are_same(arrived[key], gradient) for key, gradient in made):
                 found.update(keys)
         self._watched.clear()
+
+    def _are_same(self, arrived: Tensor, made: Tensor) -> bool:
+        return arrived.dtype == made.dtype and self._are_equal(arrived, made)
 
     # Gradients of parameters ------------------------------------------------------------------------------
 
@@ -302,10 +310,6 @@ def _note_task(task: list[int]) -> Callable[[Any], None]:
         task.append(torch._C._current_graph_task_id())
 
     return note
-
-
-def _same(one: Tensor | None, other: Tensor) -> bool:
-    return one is not None and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _state_of(parameter: nn.Parameter) -> tuple[Tensor | None, int]:

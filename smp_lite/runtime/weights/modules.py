@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules import module as torch_module
 
+from .rules import is_plain
 from .splitting import may_split
 
 __all__ = ["Forward", "LinearUse", "installed", "split_forwards"]
@@ -40,6 +42,12 @@ def split_forwards(
         mode: splits the calls of those that are no plain linear layers.
     """
     found: list[Forward] = []
+    modules = list(modules)
+    # A hook on a module's backward may look at the gradients of its parameters.
+    hooked = [m for m in modules if m._backward_hooks or m._backward_pre_hooks]
+    deferred = deferred - {id(p) for module in hooked for p in module.parameters()}
+    if torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks:
+        return found
     for module in modules:
         own = {id(p) for p in module._parameters.values() if p is not None and p.requires_grad}
         if "forward" in module.__dict__ or own.isdisjoint(deferred):
@@ -81,7 +89,7 @@ class SplitLinear:
 
     def __call__(self, input: Tensor) -> Tensor:
         if (
-            type(input) is not Tensor
+            not is_plain(input)
             or not input.requires_grad
             or input.dim() < 2
             or not input.is_contiguous()

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
-__all__ = ["RULES", "Call"]
+__all__ = ["RULES", "Call", "is_plain"]
 
 Gradients = Callable[[Tensor], tuple[Tensor, ...]]
 """From the gradient of the output those of the parameters of the call, in their order."""
@@ -39,13 +40,18 @@ class Call(NamedTuple):
     reads: tuple[Tensor, ...]
 
 
+def is_plain(tensor: Any) -> bool:
+    """Whether it has no ways of its own. (Fake tensors have none: memory is planned with them.)"""
+    return type(tensor) in (Tensor, nn.Parameter, FakeTensor)
+
+
 def _trained(weight: Any, bias: Any) -> tuple[nn.Parameter, ...] | None:
     """The parameters of a call, if they are what its rule expects."""
-    if type(weight) is not nn.Parameter or not weight.requires_grad:
+    if not isinstance(weight, nn.Parameter) or not is_plain(weight) or not weight.requires_grad:
         return None
     if bias is None:
         return (weight,)
-    if type(bias) is not nn.Parameter:
+    if not isinstance(bias, nn.Parameter) or not is_plain(bias):
         return None if bias.requires_grad else (weight,)
     return (weight, bias) if bias.requires_grad else (weight,)
 

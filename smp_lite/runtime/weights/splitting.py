@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .rules import RULES, Call, Gradients
+from .rules import RULES, Call, Gradients, is_plain
 
 __all__ = ["Owner", "SplitCalls", "Use", "may_split"]
 
@@ -77,7 +77,7 @@ class SplitCalls(TorchFunctionMode):
         if rule is None or not may_split():
             return func(*args, **kwargs)
         call = rule(*args, **kwargs)
-        if call is None or type(call.input) not in (Tensor, nn.Parameter):
+        if call is None or not is_plain(call.input):
             return func(*args, **kwargs)
         if self._owner.splits(call):
             if call.input.requires_grad:
