@@ -440,3 +440,19 @@ class Looking(nn.Module):
 
 def test_hooks_on_backwards_of_modules(check: Callable[..., set[str]]) -> None:
     check(lambda: Around(Looking))
+
+
+def test_numbers_that_are_none_at_first(open_session: OpenSession) -> None:
+    """As with a loss scale that is too large."""
+    open_session(2, "zigzag", pipeline="zero_bubble")
+    module = Chain()
+    model = smp.DistributedModel(module)
+    for index, block in enumerate(module.blocks):
+        smp.set_partition(block, index % 2)
+
+    @smp.step
+    def step(model: Any, batch: Batch) -> Any:
+        return train(model, batch, model.backward)
+
+    step(model, {**BATCH, "x": BATCH["x"] * float("inf")})
+    assert split_names(model) == all_but_norms(Chain)

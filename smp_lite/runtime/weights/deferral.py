@@ -61,17 +61,16 @@ class WeightGradients:
     Args:
         parameters_of: the parameters that a segment of a recording may use.
         name_of: of a parameter, for errors.
-        are_equal: compares the gradient that has arrived with what a rule has made; another one where
-            tensors have no data.
+        are_equal: compares the gradient that has arrived with what a rule has made; None: bit by bit.
     """
 
     def __init__(
         self,
         parameters_of: Callable[[Recording, Segment], Sequence[nn.Parameter]],
         name_of: Callable[[nn.Parameter], str | None],
-        are_equal: Callable[[Tensor, Tensor], bool] = torch.equal,
+        are_equal: Callable[[Tensor, Tensor], bool] | None = None,
     ) -> None:
-        self._are_equal = are_equal
+        self._are_equal = are_equal or _same_bits
         self._parameters_of = parameters_of
         self._name_of = name_of
         self._mode = SplitCalls(self)
@@ -310,6 +309,14 @@ def _note_task(task: list[int]) -> Callable[[Any], None]:
         task.append(torch._C._current_graph_task_id())
 
     return note
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Also of what is no number, as a loss scale that is too large makes it."""
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return False
+    bits = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*bits)
 
 
 def _state_of(parameter: nn.Parameter) -> tuple[Tensor | None, int]:
