@@ -54,7 +54,7 @@ def table(quick: bool) -> Table:
         title="Execution against its simulation, 2 ranks, M 8: median (quartiles)",
     )
     for workload, num_steps in plan:
-        for pipeline in ("interleaved", "simple"):
+        for pipeline in ("interleaved", "zero_bubble", "simple"):
             ranks: list[RankRun] = run_distributed(
                 f"{__name__}:measure_in_ranks",
                 _NUM_STAGES,
