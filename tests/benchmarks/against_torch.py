@@ -32,7 +32,7 @@ def table(quick: bool) -> Table:
     """Runs the comparison and describes it."""
     # (workload, number of rounds)
     plan = [
-        (Workload(d_model, 8, length, 16, num_microbatches), 20 if d_model == 128 else 12)
+        (Workload(d_model, 8, length, 16, num_microbatches), 16 if d_model == 128 else 10)
         for d_model, length in ((128, 64), (512, 256))
         for num_microbatches in (4, 8)
     ]
