@@ -26,7 +26,16 @@ from ..values.calls import Arguments
 from ..values.structure import flatten, rebuild
 from ..values.torch_functions import METADATA_FUNCTIONS, METADATA_PROPERTIES, changes_first, function_name
 
-__all__ = ["AwayParameter", "AwayTensor", "away_buffer", "is_away", "needed", "root_of", "send_away"]
+__all__ = [
+    "AwayParameter",
+    "AwayTensor",
+    "away_buffer",
+    "is_away",
+    "needed",
+    "note_gradient",
+    "root_of",
+    "send_away",
+]
 
 _NEEDS_DATA = frozenset(
     [
@@ -131,6 +140,17 @@ def away_buffer(tensor: torch.Tensor, stage: int, name: str) -> AwayTensor:
     """An away tensor of that form."""
     with torch.no_grad(), torch._C.DisableTorchFunction():
         return _wrap(torch.empty_like(tensor, device="meta"), stage, name)
+
+
+def note_gradient(parameter: AwayParameter, stage: int, name: str) -> None:
+    """The away parameter has a gradient by now, which is away too; keeps the one that it has.
+
+    A script that drops its gradients makes this happen in every step, for every parameter: so the form is the
+    parameter's own, a detached view of no data.
+    """
+    with torch._C.DisableTorchFunction():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = _wrap(parameter, stage, f"the gradient of {name}")
 
 
 def send_away(parameter: nn.Parameter, stage: int, name: str) -> nn.Parameter:

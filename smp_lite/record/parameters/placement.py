@@ -20,7 +20,7 @@ from torch import nn
 
 from ...errors import SMPError
 from ..values.placed import PlacedTensor, TensorMeta
-from .away import LOCAL, away_buffer, forget_memory, is_away, send_away
+from .away import LOCAL, away_buffer, forget_memory, is_away, note_gradient, send_away
 from .tables import BufferListener, BufferTable, ParameterTable, plain_table
 
 SPLIT = -1
@@ -242,8 +242,8 @@ class Placement:
         """These parameters have got gradients; those of other stages are away."""
         for full in names:
             parameter = self.parameter(full)
-            if is_away(parameter) and parameter.requires_grad and parameter.grad is None:
-                parameter.grad = away_buffer(parameter, self.parameter_stage[full], f"the gradient of {full}")
+            if is_away(parameter):
+                note_gradient(parameter, self.parameter_stage[full], full)
 
     def refresh(self, recorder: Any) -> bool:
         """Makes the placed parameters; returns whether any ``requires_grad`` has changed."""
