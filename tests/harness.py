@@ -216,14 +216,17 @@ def run_script(
     world_size: int,
     *,
     env: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
     timeout_s: float = 60.0,
 ) -> subprocess.CompletedProcess[str]:
     """Run plain `mpirun -np world_size python argv...` and return its exit code and output.
 
+    options: of mpirun, besides.
+
     Raises AssertionError with the output where it takes longer than `timeout_s`.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = _mpirun((sys.executable, *argv), world_size, env or {}, out, err)
+        process = _mpirun((sys.executable, *argv), world_size, env or {}, out, err, options)
         timed_out = False
         try:
             process.wait(timeout_s)
@@ -239,7 +242,12 @@ def run_script(
 
 
 def _mpirun(
-    command: Sequence[str], world_size: int, environment: Mapping[str, str], out: Any, err: Any
+    command: Sequence[str],
+    world_size: int,
+    environment: Mapping[str, str],
+    out: Any,
+    err: Any,
+    options: Sequence[str] = (),
 ) -> subprocess.Popen[bytes]:
     plan = plan_mpirun(
         processes=world_size,
@@ -250,7 +258,7 @@ def _mpirun(
     )
     search_path = os.pathsep.join([str(_REPOSITORY), *filter(None, [os.getenv("PYTHONPATH")])])
     return subprocess.Popen(
-        plan.argv,
+        (plan.argv[0], *options, *plan.argv[1:]),
         env=plan.full_environment({**os.environ, "PYTHONPATH": search_path}),
         stdin=subprocess.DEVNULL,
         stdout=out,

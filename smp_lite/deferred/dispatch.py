@@ -219,7 +219,9 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with plainly():
             result = func(*meta_args, **twin_kwargs)
     except (NotImplementedError, RuntimeError):
-        return _for_real(func, args, kwargs, written)  # numbers decide; or raises what torch would
+        # Either numbers decide what comes out, or the call is wrong. Meta tensors raise the same for both, so
+        # it runs for real: then it works, or torch's own error for real tensors comes.
+        return _for_real(func, args, kwargs, written)
     results, result_spec = tree_flatten(result)
     out = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
     if not deferred and all(leaf.numel() == 0 for leaf in out):

@@ -64,11 +64,11 @@ def lower(
                 _send(lists, ActionKind.SEND_FORWARD, m, value, here, stage, visit)
         elif action_kind is ActionKind.BACKWARD:
             for value, producer, num_consumers in kind.backward[here, visit]:
-                if num_consumers > 1:
-                    key = (m, value, here)
-                    left = backward_left[key] = backward_left.get(key, num_consumers) - 1
-                    if left:
-                        continue
+                key = (m, value, here)
+                left = backward_left.pop(key, num_consumers) - 1
+                if left:
+                    backward_left[key] = left
+                    continue
                 home, home_visit = producer
                 _send(lists, ActionKind.SEND_BACKWARD, m, value, here, home, visit, home_visit)
     return tuple(tuple(actions) for actions in lists)

@@ -116,8 +116,7 @@ class ModelRuntime:
         self.reducer: Reductions | None = None
         self._shared = stage_peers if stage_peers is not None and stage_peers.share_batch else None
         self._checks = False
-        self._activation_horizon = activation_horizon
-        self._offloads = activation_horizon is not None
+        self._unchecked_horizon = activation_horizon
         self._watched: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._passes = 0
         # Gradients of sharded parameters do not stay whole from one pass to the next.
@@ -279,10 +278,10 @@ class ModelRuntime:
 
     def _check_offloading(self) -> None:
         """Says so where nothing can be offloaded."""
-        horizon, batch = self._activation_horizon, self.runner.last_batch
-        if not self._offloads or horizon is None or batch is None:
+        horizon, batch = self._unchecked_horizon, self.runner.last_batch
+        if horizon is None or batch is None:
             return
-        self._offloads = False  # once is enough
+        self._unchecked_horizon = None  # once is enough
         if not self.recorder.runs and not any(map(is_marked, self.placement.root.modules())):
             warn_once_at_user_line(
                 "offload_activations: no module is checkpointed by smp.set_activation_checkpointing or "

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.harness import run_distributed
-from tests.launch.test_api_failures import fails
+from smp_lite.comm.tree import place
+from tests.harness import run_distributed, run_script
+from tests.launch.launching import left_behind
+from tests.launch.test_api_failures import HANG_S, fails, write
 from tests.launch.tree_cases import LARGE
 
 
@@ -63,3 +65,62 @@ world.exchange(None, "WORLD", "the call")
     shown = fails(tmp_path, body, ranks=4)
     assert "rank(s) 3 ended the script early: the call is collective" in shown[-1]
     assert "but rank(s) 3 did not call it" in shown[-1]
+
+
+IN_A_TREE = """
+from pathlib import Path
+import signal
+
+folder, size = Path(sys.argv[1]), 10
+smp.init({"partitions": 2, "ddp": True})
+world = smp.state.world
+world.barrier()
+world.calls.radix = 2
+world.barrier()
+
+class Raises:
+    def __reduce__(self):
+        raise OSError("it cannot be read")
+
+class Kills:
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def call(payload):
+    try:
+        told = world.exchange(payload, "WORLD", "the call")
+    except (OSError, smp.SMPError) as error:
+        told = f"{type(error).__name__}: {error}"
+    return f"{told}\\n"
+
+told = ""
+for turn, payload in enumerate([Raises(), rank, Kills()]):
+    smp.set_watchdog(60 if turn == 1 else 3 if rank == 4 else 30)
+    told += call(payload if rank == 3 else rank)
+    (folder / f"turn{turn}-rank{rank}").touch()
+    while turn == 0 and len(list(folder.glob("turn0-*"))) < size:
+        time.sleep(0.01)
+(folder / f"told{rank}").write_text(told)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_member_inside_a_tree_that_raises_or_is_killed_in_a_call_is_named_on_all_others(
+    tmp_path: Path,
+) -> None:
+    """mpirun would end the others of a killed rank; it is told not to, so their waits must."""
+    here = place(10, 3, radix=2)
+    assert here.parent is not None and here.children
+    script = write(tmp_path, IN_A_TREE)
+    run_script([str(script), str(tmp_path)], 10, options=["--enable-recovery"], timeout_s=2 * HANG_S)
+    assert left_behind(script) == []
+    assert sorted(path.name for path in tmp_path.glob("told*")) == [f"told{i}" for i in range(10) if i != 3]
+    for path in tmp_path.glob("told*"):
+        raised, again, killed = path.read_text().splitlines()
+        assert again == str(list(range(10)))
+        for error in (raised, killed):
+            assert error.startswith("SMPTimeout: ")
+            assert "waited 3 s: the call is collective over the WORLD group" in error
+            assert "but rank(s) 3 did not call it" in error
+            assert path.name == "told4" or "rank 4 waited 3 s" in error

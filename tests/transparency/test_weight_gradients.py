@@ -402,6 +402,30 @@ def test_replicas_and_buckets() -> None:
     assert all(started for _, _, started in found)
 
 
+class FlatGradients(Chain):
+    """Gradients are views of one tensor, and so count their changes together."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        parameters = list(self.parameters())
+        sizes = [parameter.numel() for parameter in parameters]
+        for parameter, part in zip(parameters, torch.zeros(sum(sizes)).split(sizes), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+
+def test_gradients_that_are_views_of_one_tensor(check: Callable[..., set[str]]) -> None:
+    assert check(FlatGradients) == all_but_norms(Chain)
+
+
+def test_gradients_that_become_views_of_one_tensor(check: Callable[..., set[str]]) -> None:
+    """As with ``gradient_as_bucket_view`` where gradients add up over steps."""
+
+    def flat(module: nn.Module) -> None:
+        module.__class__ = FlatGradients
+
+    rounds = [Round(train, BATCH)] * 2
+    assert check(Chain, *rounds, Round(train, BATCH, before=flat), *rounds) == all_but_norms(Chain)
+
+
 def test_hooks_on_the_node_that_accumulates(check: Callable[..., set[str]]) -> None:
     """What optimizers of other libraries did before there were hooks on parameters."""
     kept: list[Any] = []

@@ -125,6 +125,26 @@ def test_a_waiting_call_drives_its_own_messages(size: int) -> None:
     assert network.run(calls) == {rank: list(range(size)) for rank in range(size)}
 
 
+@pytest.mark.parametrize("size", [2, 4, RADIX + 1, 73])
+def test_messages_of_a_call_that_failed_leave_while_the_next_one_waits(size: int) -> None:
+    network = Network(size, as_a_store=True)
+    calls = {rank.rank: rank.begin(what="left" if rank.rank == 0 else "right") for rank in network.ranks}
+    others = {rank: call for rank, call in calls.items() if rank}
+    assert network.run(others, 1) == {}
+    # What rank 0 says stays with it: each box holds a word of an earlier call that nobody has taken yet.
+    word = pickle.dumps(("WORLD", 0, "earlier", {}, None))
+    for dest in others:
+        network.boxes[0, dest, Tag.ROLL_CALL] = deque([word])
+    assert isinstance(network.run({0: calls[0]}, 1)[0], SMPMismatch)
+    after = network.ranks[0].begin(what="after")
+    assert network.run({0: after}, 1) == {}
+    found = network.run({0: after, **others})
+    assert found.keys() == others.keys()
+    assert all("rank 0 called left" in str(error) for error in found.values())
+    again = {rank: network.ranks[rank].begin(what="after") for rank in others}
+    assert network.run({0: after, **again}) == {rank: [None] * size for rank in range(size)}
+
+
 # Something goes wrong ---------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,9 @@ list of actions splits a parameter in all microbatches or in none, in one segmen
 microbatches keep their order, and results their bits.
 
 Whole stay also: calls under autocast, in checkpointed or offloaded modules and wherever else what autograd
-saves is hooked, in function transforms (``torch.func``) and in code that is being compiled.
+saves is hooked, in function transforms (``torch.func``) and in code that is being compiled; and, as long as
+its gradient is a view, a parameter: views of one tensor count their changes together, so one that came in
+between would not be seen.
 
 Input and output gradient of a split call are held until its ``W``.
 """
@@ -113,7 +115,11 @@ class WeightGradients:
         if known not in self._decided:
             self._decided[known] = self._decide(here, later)
         # What does not want a gradient now is not touched; it may want one later.
-        split = {number: p for number, p in self._decided[known].items() if p.requires_grad}
+        split = {
+            number: p
+            for number, p in self._decided[known].items()
+            if p.requires_grad and not (p.grad is not None and p.grad._is_view())
+        }
         self._places = later
         self.deferred = frozenset(split)
         self._held = frozenset([number for number, parameter in split.items() if node_is_held(parameter)])
