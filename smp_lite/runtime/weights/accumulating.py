@@ -10,7 +10,7 @@ __all__ = ["accumulate", "node_is_held"]
 _SEEN = "smp_lite.seen"
 
 
-def accumulate(parameter: nn.Parameter, gradient: Tensor, *, is_held: bool) -> None:
+def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
     """By autograd's own node where anybody listens, or this is the first gradient; else by an addition.
 
     The node is what hooks on the parameter hang on; to run it takes ten times as long as a small addition.
@@ -18,12 +18,10 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, *, is_held: bool) -> N
     Args:
         parameter: a leaf.
         gradient: of its shape.
-        is_held: what :func:`node_is_held` says.
     """
     total = parameter.grad
     if (
-        is_held
-        or total is None
+        total is None
         or total.requires_grad
         or total.layout is not torch.strided
         or parameter._backward_hooks

@@ -9,14 +9,15 @@ of replicas see no difference but the time.
 What is split is *learned*: the first time that a segment of some form runs, all its calls stay whole, and
 where a parameter was used by just one call that has a rule, the gradient that the rule makes is compared with
 the one that autograd has made. Only where every bit is the same the parameter is split from then on. So what
-a rule cannot know (a hook, a second use in code that is not seen, another kernel) keeps a parameter whole. A
-list of actions splits a parameter in all microbatches or in none, in one segment of each: sums over
-microbatches keep their order, and results their bits.
+a rule cannot know (a second use in code that is not seen, another kernel) keeps a parameter whole, see
+:mod:`.learning`. A list of actions splits a parameter in all microbatches or in none, in one segment of each:
+sums over microbatches keep their order, and results their bits.
 
-Whole stay also: calls under autocast, in checkpointed or offloaded modules and wherever else what autograd
-saves is hooked, in function transforms (``torch.func``) and in code that is being compiled; and, as long as
-its gradient is a view, a parameter: views of one tensor count their changes together, so one that came in
-between would not be seen.
+No code of the user's runs within a ``W``: a parameter that has hooks, or is read by those of others, stays
+whole, since hooks may count together and look at each other's gradients. Whole stay also: calls under
+autocast, in checkpointed or offloaded modules and wherever else what autograd saves is hooked, in function
+transforms (``torch.func``) and in code that is being compiled; and, as long as its gradient is a view, a
+parameter: views of one tensor count their changes together, so one that came in between would not be seen.
 
 Input and output gradient of a split call are held until its ``W``.
 """
@@ -34,8 +35,9 @@ from ...errors import SMPError
 from ...plan.actions import Action, ActionKind
 from ...plan.segments import Segment
 from ...record.recording import Recording
-from .accumulating import accumulate, node_is_held
-from .modules import Forward, LinearUse, installed, split_forwards
+from .accumulating import accumulate
+from .learning import GradientReads, comparing, same_bits
+from .modules import Forward, LinearUse, installed, split_forwards, without_hooks
 from .rules import Call
 from .splitting import SplitCalls, Use
 
@@ -72,10 +74,11 @@ class WeightGradients:
         name_of: Callable[[nn.Parameter], str | None],
         are_equal: Callable[[Tensor, Tensor], bool] | None = None,
     ) -> None:
-        self._are_equal = are_equal or _same_bits
+        self._are_equal = are_equal or same_bits
         self._parameters_of = parameters_of
         self._name_of = name_of
         self._mode = SplitCalls(self)
+        self._reads = GradientReads(self._refuse_read)
         self._learned: dict[Any, frozenset[int]] = {}  # by form of a segment, parameters to split
         self._touched: dict[Any, dict[int, nn.Parameter]] = {}
         self._modules: dict[Any, list[nn.Module]] = {}  # by form, all of the segment
@@ -87,7 +90,6 @@ class WeightGradients:
         self._learning: dict[Any, _Place] = {}  # forms that this list learns, and where
         self._watched: list[Use] = []  # of the learning segment whose backward runs
         self._uses: dict[_Place, list[Use | LinearUse]] = {}  # what their W will find
-        self._held: frozenset[int] = _NOTHING  # parameters of which somebody keeps autograd's node
         self._grads: dict[int, tuple[Tensor | None, int]] = {}
         self._learns = False  # the segment that runs forward
         self._backward: _Place | None = None
@@ -120,9 +122,11 @@ class WeightGradients:
             for number, p in self._decided[known].items()
             if p.requires_grad and not (p.grad is not None and p.grad._is_view())
         }
+        if split:
+            modules = [m for _, segment, state in here for m in self._modules[_form(state, segment)]]
+            split = without_hooks(split, modules)
         self._places = later
         self.deferred = frozenset(split)
-        self._held = frozenset([number for number, parameter in split.items() if node_is_held(parameter)])
         self._grads = {number: _state_of(parameter) for number, parameter in split.items()}
 
     def _decide(
@@ -154,6 +158,7 @@ class WeightGradients:
     def _touched_by(self, state: Microbatch, segment: Segment) -> dict[int, nn.Parameter]:
         form = _form(state, segment)
         if form not in self._touched:
+            self._modules[form] = _modules_of(state.recording, segment)
             self._touched[form] = {id(p): p for p in self._parameters_of(state.recording, segment)}
         return self._touched[form]
 
@@ -201,12 +206,15 @@ class WeightGradients:
         self._backward = place
         try:
             if self._learning.get(form) == place:
-                with self._comparing(self._touched_by(state, segment), starts) as agreeing:
+                touched = self._touched_by(state, segment)
+                with comparing(touched, starts, self._watched, self._are_equal) as agreeing:
                     yield
                 self._learned[form] = frozenset(agreeing)
-                self._modules[form] = _modules_of(state.recording, segment)
                 self._decided.clear()
                 del self._learning[form]
+            elif self.deferred:
+                with self._reads:
+                    yield
             else:
                 yield
         finally:
@@ -224,44 +232,8 @@ class WeightGradients:
             )
         else:
             self._uses.setdefault(self._backward, []).append(use)
-        use.gradient = gradient
+        use.gradient, use.gradient_version = gradient, gradient._version
         use.task = torch._C._current_graph_task_id()
-
-    @contextlib.contextmanager
-    def _comparing(self, touched: Mapping[int, nn.Parameter], starts: Sequence[Any]) -> Iterator[set[int]]:
-        """Around a backward; afterwards the set holds the parameters of which rules make the same."""
-        arrived: dict[int, Tensor] = {}
-        task: list[int] = []
-        handles = [
-            parameter.register_hook(_into(arrived, key))
-            for key, parameter in touched.items()
-            if not parameter._backward_hooks  # others change it on its way
-        ]
-        nodes = [getattr(start, "node", None) or getattr(start, "grad_fn", None) for start in starts]
-        handles += [node.register_prehook(_note_task(task)) for node in nodes if node is not None]
-        found: set[int] = set()
-        self._watched.clear()
-        try:
-            yield found
-        finally:
-            for handle in handles:
-                handle.remove()
-        counts: dict[int, int] = {}
-        for use in self._watched:
-            for parameter in use.parameters:
-                counts[id(parameter)] = counts.get(id(parameter), 0) + 1
-        for use in self._watched:
-            keys = [id(parameter) for parameter in use.parameters]
-            # A backward inside the backward (somebody's own autograd.grad) has another number.
-            if use.task not in task or not use.is_as_it_was() or any(counts[key] > 1 for key in keys):
-                continue
-            made = zip(keys, use.made(), strict=True)
-            if all(key in arrived and self._are_same(arrived[key], gradient) for key, gradient in made):
-                found.update(keys)
-        self._watched.clear()
-
-    def _are_same(self, arrived: Tensor, made: Tensor) -> bool:
-        return arrived.dtype == made.dtype and self._are_equal(arrived, made)
 
     # Gradients of parameters ------------------------------------------------------------------------------
 
@@ -271,9 +243,9 @@ class WeightGradients:
         for use in self._uses.pop((m, visit), ()):
             if not use.is_as_it_was():
                 raise SMPError(
-                    f"what a call with {self._names(use.parameters)} has read was changed in place "
-                    "before their gradients were made: clone() it before the change, or set pipeline to "
-                    "'interleaved'"
+                    f"what a call with {self._names(use.parameters)} has read, or the gradient of what it "
+                    "has given, was changed in place before their gradients were made: clone() it before "
+                    "the change, or set pipeline to 'interleaved'"
                 )
             for parameter in use.parameters:
                 if id(parameter) in done or not _same_state(parameter, self._grads[id(parameter)]):
@@ -285,44 +257,33 @@ class WeightGradients:
                 done.add(id(parameter))
             # One call after the other: what was just made is added while it is in the cache.
             for parameter, gradient in zip(use.parameters, use.made(), strict=True):
-                accumulate(parameter, gradient, is_held=id(parameter) in self._held)
+                accumulate(parameter, gradient)
                 self._grads[id(parameter)] = _state_of(parameter)
             use.gradient = None
+
+    def _refuse_read(self, tensor: Any) -> None:
+        if id(tensor) in self.deferred:
+            raise SMPError(
+                f"the gradient of {self._names([tensor])} is read or set within a backward (by a hook, or "
+                "the backward of an autograd function), which it was not in the first step, so it is given "
+                "later and not there yet: do this from the first step on, or set pipeline to 'interleaved'"
+            )
 
     def _names(self, parameters: Iterable[nn.Parameter]) -> str:
         return "parameter " + ", ".join([repr(self._name_of(p)) for p in parameters])
 
 
 def _form(state: Microbatch, segment: Segment) -> Any:
-    """Segments of one form make the same calls on tensors of the same shapes."""
-    return state.recording.plan_key(), segment.stage_index, segment.visit
+    """Segments of one form make the same calls on tensors of the same shapes, with the same parameters."""
+    recording = state.recording
+    commands = [recording.commands[index] for index in segment.commands]
+    owners = tuple([c.parameter or id(c.module) for c in commands if c.parameter or c.module is not None])
+    return recording.plan_key(), owners, segment.stage_index, segment.visit
 
 
 def _modules_of(recording: Recording, segment: Segment) -> list[nn.Module]:
     owners = [recording.commands[index].module for index in segment.commands]
     return list({id(m): m for owner in owners if owner is not None for m in owner.modules()}.values())
-
-
-def _into(arrived: dict[int, Tensor], key: int) -> Callable[[Tensor], None]:
-    def note(gradient: Tensor) -> None:
-        arrived[key] = gradient
-
-    return note
-
-
-def _note_task(task: list[int]) -> Callable[[Any], None]:
-    def note(gradients: Any) -> None:
-        task.append(torch._C._current_graph_task_id())
-
-    return note
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Also of what is no number, as a loss scale that is too large makes it."""
-    if one.layout is not torch.strided or other.layout is not torch.strided:
-        return False
-    bits = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
-    return torch.equal(*bits)
 
 
 def _state_of(parameter: nn.Parameter) -> tuple[Tensor | None, int]:

@@ -10,7 +10,7 @@ used whole.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
+from .accumulating import node_is_held
 from .rules import is_plain
 from .splitting import may_split
 
-__all__ = ["Forward", "LinearUse", "installed", "split_forwards"]
+__all__ = ["Forward", "LinearUse", "installed", "split_forwards", "without_hooks"]
+
+_LINEAR_FILE = torch.nn.modules.linear.__file__
 
 Forward = tuple[nn.Module, Callable[..., Any]]
 """A module, and what its forward is while its segment runs."""
@@ -42,21 +45,49 @@ def split_forwards(
         mode: splits the calls of those that are no plain linear layers.
     """
     found: list[Forward] = []
-    modules = list(modules)
-    # A hook on a module's backward may look at the gradients of its parameters.
-    hooked = [m for m in modules if m._backward_hooks or m._backward_pre_hooks]
-    deferred = deferred - {id(p) for module in hooked for p in module.parameters()}
-    if torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks:
-        return found
     for module in modules:
         own = {id(p) for p in module._parameters.values() if p is not None and p.requires_grad}
         if "forward" in module.__dict__ or own.isdisjoint(deferred):
             continue  # somebody else has put another forward there
-        if type(module) is nn.Linear and own <= deferred and module.weight.requires_grad:
+        if _is_own_linear(module) and own <= deferred and module.weight.requires_grad:
             found.append((module, SplitLinear(module, took)))
         else:
             found.append((module, _within(mode, module)))
     return found
+
+
+def without_hooks(
+    parameters: Mapping[int, nn.Parameter], modules: Iterable[nn.Module]
+) -> dict[int, nn.Parameter]:
+    """Those that no hooks listen to: on themselves, on autograd's nodes that add up their gradients, or on
+    the backward of a module that they are in.
+
+    Args:
+        parameters: by id.
+        modules: all that use them.
+    """
+    if torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks:
+        return {}
+    hooked = [m for m in modules if m._backward_hooks or m._backward_pre_hooks]
+    inside = {id(p) for module in hooked for p in module.parameters()}
+    return {
+        number: p
+        for number, p in parameters.items()
+        if number not in inside
+        and not p._backward_hooks
+        and not p._post_accumulate_grad_hooks
+        and not node_is_held(p)
+    }
+
+
+def _is_own_linear(module: nn.Module) -> bool:
+    """Whether its forward is torch's own, and calls torch's own function: scripts patch both."""
+    if type(module) is not nn.Linear or not module.weight.is_contiguous():
+        return False
+    if F.linear is not torch._C._nn.linear:
+        return False
+    code = getattr(nn.Linear.forward, "__code__", None)
+    return code is not None and code.co_filename == _LINEAR_FILE
 
 
 def _within(mode: contextlib.AbstractContextManager[Any], module: nn.Module) -> Callable[..., Any]:
@@ -77,13 +108,11 @@ class SplitLinear:
         took: hears of each use to which autograd has come.
     """
 
-    __slots__ = ("_bias", "_took", "_weight", "module", "parameters")
+    __slots__ = ("_took", "module", "parameters")
 
     def __init__(self, module: nn.Linear, took: Callable[[Any, Tensor, bool], None]) -> None:
         self.module = module
         self._took = took
-        self._weight = module.weight.detach()
-        self._bias = None if module.bias is None else module.bias.detach()
         trained = module.bias is not None and module.bias.requires_grad
         self.parameters = (module.weight, module.bias) if trained else (module.weight,)
 
@@ -96,7 +125,9 @@ class SplitLinear:
             or not may_split()
         ):
             return nn.Linear.forward(self.module, input)  # whole
-        output = F.linear(input, self._weight, self._bias)
+        # Now, since a script may set weight.data in a forward.
+        weight, bias = self.module.weight, self.module.bias
+        output = F.linear(input, weight.detach(), None if bias is None else bias.detach())
         node = output.grad_fn
         assert node is not None
         node.register_prehook(LinearUse(self, input, self._took).take)
@@ -106,12 +137,13 @@ class SplitLinear:
 class LinearUse:
     """One call of such a layer; as :class:`.splitting.Use`."""
 
-    __slots__ = ("_input", "_owner", "_took", "_version", "gradient", "task")
+    __slots__ = ("_input", "_owner", "_took", "_version", "gradient", "gradient_version", "task")
 
     def __init__(self, owner: SplitLinear, input: Tensor, took: Callable[[Any, Tensor, bool], None]) -> None:
         self._owner, self._input, self._took = owner, input, took
         self._version = input._version
         self.gradient: Tensor | None = None
+        self.gradient_version = 0
         self.task = -1
 
     @property
@@ -134,7 +166,9 @@ class LinearUse:
             return found, (rows if input.dim() < 4 else gradient).sum_to_size((gradient.shape[-1],))
 
     def is_as_it_was(self) -> bool:
-        return self._input._version == self._version
+        gradient = self.gradient
+        is_gradient_same = gradient is None or gradient._version == self.gradient_version
+        return is_gradient_same and self._input._version == self._version
 
 
 @contextlib.contextmanager

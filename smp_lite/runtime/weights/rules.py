@@ -49,6 +49,8 @@ def _trained(weight: Any, bias: Any) -> tuple[nn.Parameter, ...] | None:
     """The parameters of a call, if they are what its rule expects."""
     if not isinstance(weight, nn.Parameter) or not is_plain(weight) or not weight.requires_grad:
         return None
+    if not weight.is_floating_point():  # complex ones take conjugates
+        return None
     if bias is None:
         return (weight,)
     if not isinstance(bias, nn.Parameter) or not is_plain(bias):
@@ -58,8 +60,10 @@ def _trained(weight: Any, bias: Any) -> tuple[nn.Parameter, ...] | None:
 
 def _linear(input: Tensor, weight: Any, bias: Any = None) -> Call | None:
     parameters = _trained(weight, bias)
-    if parameters is None or input.dim() < 2 or weight.dim() != 2 or not input.is_contiguous():
+    if parameters is None or input.dim() < 2 or weight.dim() != 2:
         return None
+    if not input.is_contiguous() or not weight.is_contiguous():
+        return None  # autograd's product is turned round where they are
     is_addmm = input.dim() < 4  # else a product and a sum
 
     def run(stand_in: Callable[[Any], Any]) -> tuple[Tensor, Gradients]:

@@ -23,15 +23,17 @@ class Use:
     Attributes:
         call: the call.
         gradient: of its output, once autograd has come to it.
+        gradient_version: what it counted by then.
         task: autograd's number of the backward that gave it.
     """
 
-    __slots__ = ("_gradients", "_versions", "call", "gradient", "task")
+    __slots__ = ("_gradients", "_versions", "call", "gradient", "gradient_version", "task")
 
     def __init__(self, call: Call, gradients: Gradients) -> None:
         self.call, self._gradients = call, gradients
         self._versions = [tensor._version for tensor in call.reads]
         self.gradient: Tensor | None = None
+        self.gradient_version = 0
         self.task = -1
 
     @property
@@ -46,7 +48,10 @@ class Use:
             return self._gradients(self.gradient)
 
     def is_as_it_was(self) -> bool:
-        """Whether what the call has read has not been changed in place."""
+        """Whether what the call has read, and its gradient, have not been changed in place."""
+        gradient = self.gradient
+        if gradient is not None and gradient._version != self.gradient_version:
+            return False
         return all(t._version == v for t, v in zip(self.call.reads, self._versions, strict=True))
 
 

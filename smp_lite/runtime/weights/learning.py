@@ -1,0 +1,130 @@
+"""What a backward in which everything stays whole shows: which parameters rules give the same gradients.
+
+A parameter that can be split has one use in the segment (one edge of autograd's graph comes to it), it is
+that of a call with a rule, nobody else reads its gradient within the backward, and the rule has made every
+bit of what has arrived. Edges are counted since a gradient of zeros, which a second use may give in the first
+step, shows nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .splitting import Use
+
+__all__ = ["GradientReads", "comparing", "same_bits"]
+
+_OF_GRADIENTS = (Tensor.grad.__get__, Tensor.grad.__set__, Tensor.grad.__delete__)
+
+
+class GradientReads(TorchFunctionMode):
+    """Within a backward: tells of each tensor whose ``grad`` Python code reads or sets (hooks, own autograd
+    functions), since that would find another one there if gradients are made later."""
+
+    def __init__(self, on_read: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._on_read = on_read
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OF_GRADIENTS:
+            self._on_read(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def comparing(
+    touched: Mapping[int, nn.Parameter],
+    starts: Sequence[Any],
+    watched: list[Use],
+    are_equal: Callable[[Tensor, Tensor], bool],
+) -> Iterator[set[int]]:
+    """Around a backward; afterwards the set holds the ids of the parameters that can be split.
+
+    Args:
+        touched: what may get gradients, by id.
+        starts: of the backward.
+        watched: the calls with rules; the backward fills it.
+        are_equal: compares what has arrived with what a rule has made.
+    """
+    arrived: dict[int, Tensor] = {}
+    task: list[int] = []
+    read: set[int] = set()
+    handles = [
+        parameter.register_hook(_into(arrived, key))
+        for key, parameter in touched.items()
+        if not parameter._backward_hooks  # others change it on its way
+    ]
+    nodes = [getattr(start, "node", None) or getattr(start, "grad_fn", None) for start in starts]
+    nodes = [node for node in nodes if node is not None]
+    edges = _edges_to_parameters(nodes)
+    handles += [node.register_prehook(_note_task(task)) for node in nodes]
+    found: set[int] = set()
+    watched.clear()
+    try:
+        with GradientReads(lambda tensor: read.add(id(tensor))):
+            yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+    uses = Counter(id(parameter) for use in watched for parameter in use.parameters)
+    for use in watched:
+        keys = [id(parameter) for parameter in use.parameters]
+        # A backward inside the backward (somebody's own autograd.grad) has another number.
+        if use.task not in task or not use.is_as_it_was():
+            continue
+        if any(uses[key] > 1 or edges[key] > 1 or key in read for key in keys):
+            continue
+        made = zip(keys, use.made(), strict=True)
+        if all(
+            key in arrived and arrived[key].dtype == gradient.dtype and are_equal(arrived[key], gradient)
+            for key, gradient in made
+        ):
+            found.update(keys)
+    watched.clear()
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Also of what is no number, as a loss scale that is too large makes it."""
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return False
+    bits = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*bits)
+
+
+def _edges_to_parameters(nodes: Sequence[Any]) -> Counter[int]:
+    """How many edges of the graph come to each leaf, by its id; also those that bring zeros for now."""
+    found: Counter[int] = Counter()
+    seen = set(nodes)
+    todo = list(seen)
+    while todo:
+        for node, _ in todo.pop().next_functions:
+            if node is None:
+                continue
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                found[id(leaf)] += 1
+            elif node not in seen:
+                seen.add(node)
+                todo.append(node)
+    return found
+
+
+def _into(arrived: dict[int, Tensor], key: int) -> Callable[[Tensor], None]:
+    def note(gradient: Tensor) -> None:
+        arrived[key] = gradient
+
+    return note
+
+
+def _note_task(task: list[int]) -> Callable[[Any], None]:
+    def note(gradients: Any) -> None:
+        task.append(torch._C._current_graph_task_id())
+
+    return note
