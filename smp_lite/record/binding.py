@@ -48,7 +48,7 @@ class Binder:
         leaves: list[Any] = []
         for leaf in meta.leaves:
             if type(leaf) is NewTensor:
-                placed = self._place(leaf, command)
+                placed = self.place(leaf, command.stage_index, _base_of(leaf, command))
                 outputs.append(placed.smp_value)
                 links.append(tuple([sources[i] for i in leaf.links if sources[i] >= 0]))
                 new.append(placed)
@@ -76,21 +76,21 @@ class Binder:
     def _bind_one(self, command: Command, meta: ResultMeta, leaf: NewTensor) -> tuple[Any, Links]:
         """The same for a call that returns one new tensor, as most do."""
         sources = command.sources
-        placed = self._place(leaf, command)
+        placed = self.place(leaf, command.stage_index, _base_of(leaf, command))
         command.meta = meta
         command.outputs = (placed.smp_value,)
         if meta.draws and command.module is not None:
             self.recording.draws = True
         return placed, (tuple([sources[i] for i in leaf.links if sources[i] >= 0]),)
 
-    def _place(self, leaf: NewTensor, command: Command) -> PlacedTensor:
+    def place(self, leaf: NewTensor, stage_index: int, base: Any = None) -> PlacedTensor:
+        """A placed tensor for a new value of a stage, whose memory is that of ``base``, if that is one."""
         placed = PlacedTensor(leaf.meta)
         placed.smp_recorder = self.listener
-        placed.smp_stage = command.stage_index
+        placed.smp_stage = stage_index
         placed.smp_microbatch = self.serial
-        placed.smp_value = self.recording.new_value(command.stage_index, leaf.meta)
+        placed.smp_value = self.recording.new_value(stage_index, leaf.meta)
         self.made.append(weakref.ref(placed))
-        base = command.arguments.tensors[leaf.aliases] if leaf.aliases is not None else None
         if type(base) is PlacedTensor:
             if base.smp_aliases is None:
                 base.smp_aliases = [weakref.ref(base)]
@@ -129,6 +129,10 @@ class Binder:
             before = (old,) if self.recording.values[old].meta.requires_grad else ()
             found.append((old, member.smp_value, tuple(dict.fromkeys((*reached, *before)))))
         return found
+
+
+def _base_of(leaf: NewTensor, command: Command) -> Any:
+    return None if leaf.aliases is None else command.arguments.tensors[leaf.aliases]
 
 
 def sharing_memory(placed: PlacedTensor) -> list[PlacedTensor]:

@@ -35,7 +35,7 @@ from .recording import Command, Recording
 from .source_line import CHECKPOINT_BETWEEN_MODULES, HOOKS_WITHOUT_EFFECT, warn_once_at_user_line
 from .state.ambient import Ambient
 from .state.draws import Draw
-from .values.calls import Arguments, ResultMeta
+from .values.calls import Arguments, NewTensor, ResultMeta
 from .values.placed import PlacedTensor
 from .values.torch_functions import function_name
 
@@ -127,9 +127,9 @@ class CommandWriter:
             # Neither the partition nor what else is recorded changes what is drawn.
             if type(module) is CheckpointedRun:
                 parts = [recorder.placement.name(part) for part in module.children()]
-                command.seeds = tuple([self._seed_key(part) for part in parts])
+                command.seeds = tuple([self.seed_key(part) for part in parts])
             else:
-                command.seed_key = self._seed_key(name)
+                command.seed_key = self.seed_key(name)
         if not isinstance(described, Description):
             assert type(described) is NotDescribed
             return self._run_for_real(command, described)
@@ -140,10 +140,10 @@ class CommandWriter:
             command.must_stay = recorder.saved_state.note(module, described.meta, recorder.recording)
         command.touches = recorder.modules.touched(module, described.meta.buffers)
         result = self._append(command, described)
-        recorder.modules.note(command)
+        recorder.modules.note(command, recorder.descriptions.read)
         return None, result
 
-    def _seed_key(self, name: str) -> tuple[str, int]:
+    def seed_key(self, name: str) -> tuple[str, int]:
         """Of a module that draws, for its next call."""
         key = (name, self._drawn[name])
         self._drawn[name] += 1
@@ -255,15 +255,24 @@ class CommandWriter:
     def _append(self, command: Command, described: Description) -> Any:
         """Adds a described command; returns its result."""
         assert self.recorder.recording is not None
+        recording, repeated = self.recorder.recording, self.recorder.repeated
         written = [changed.argument for changed in described.meta.changed]
         self.recorder.ordinary.capture(
             command.arguments, command.sources, described.meta.saved_arguments, written
         )
-        returned, links = self._bind(command, described.meta)
-        self.recorder.recording.add(command, links, (described.content, described.structure))
+        leaves, before = repeated.leaves_of(command), (recording.digest, recording.structure_digest)
+        returned, links = self.bind(command, described.meta)
+        recording.add(command, links, (described.content, described.structure))
+        repeated.learn(command, described, leaves, before)
         return returned
 
-    def _bind(self, command: Command, meta: ResultMeta) -> tuple[Any, Any]:
+    def place(self, leaf: NewTensor, stage_index: int) -> PlacedTensor:
+        """A placed tensor for a new value that shares its memory with no other."""
+        assert self._binder is not None
+        return self._binder.place(leaf, stage_index)
+
+    def bind(self, command: Command, meta: ResultMeta) -> tuple[Any, Any]:
+        """Completes a command; returns its result and, for each output, the values it depends on."""
         assert self._binder is not None
         returned, links = self._binder.bind(command, meta)
         command.arguments.forget(command.sources)
@@ -308,7 +317,7 @@ class CommandWriter:
         if command.module is not None:
             command.touches = self.recorder.modules.touched(command.module, found.buffers)
         self.recorder.descriptions.learn(unknown, command.label, command.arguments, found)
-        returned, links = self._bind(command, found)
+        returned, links = self.bind(command, found)
         recording.links[-1] = links
         recording.structure_digest = hash((recording.structure_digest, structure_token(found)))
         recording.epoch += 1

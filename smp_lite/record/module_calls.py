@@ -150,6 +150,10 @@ class ModuleCalls:
         home = subtree.home
         if home == SPLIT:
             return self._call_container(module, call, args, kwargs)
+        repeated = self.recorder.repeated
+        known = repeated.find(module, args, kwargs)
+        if known is not None and self._is_whole(subtree) and repeated.is_unchanged(known, module):
+            return repeated.write(known, args, kwargs, module)
         if home == FOREIGN and subtree.has_state:
             return call(module, *args, **kwargs)
         arguments: Arguments | None = None
@@ -187,6 +191,18 @@ class ModuleCalls:
         ) > 1:
             return "is under forward hooks for all modules"
         return None
+
+    def _is_whole(self, subtree: _Subtree) -> bool:
+        """Whether a call of it is one closed call without anything around it, of its own parameters."""
+        return not (
+            self._stateful
+            or subtree.opened is not None
+            or self.placement.strange
+            or any(subtree.own_hooks)
+            or any(subtree.inner_hooks)
+            or torch_module._global_forward_hooks
+            or torch_module._global_forward_pre_hooks
+        )
 
     def _call_container(
         self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -289,14 +305,13 @@ class ModuleCalls:
         found = self._subtrees.get(id(run)) or self._new_subtree(run)
         return subtree if self._open_for(found) is not None else found
 
-    def note(self, command: Command) -> None:
-        """A closed call was recorded."""
+    def note(self, command: Command, places: PlacesRead | None) -> None:
+        """A closed call was recorded, whose code reads these places."""
         module = command.module
         assert module is not None
         pending = self._pending.get(id(module))
         if pending is None:
             pending = self._pending[id(module)] = _Pending(self._subtrees[id(module)])
-        places = self.recorder.descriptions.read
         if places is not None:
             self.recorder.read_between.look(places)
         pending.commands.append((command, places, places.seen if places is not None else None))

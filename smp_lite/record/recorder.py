@@ -28,6 +28,7 @@ from .ordinary_tensors import PARAMETERS, OrdinaryTensors
 from .parameters.away import is_away, needed
 from .parameters.placement import Placement
 from .recording import Recording
+from .repeated import RepeatedCalls
 from .replay import Tape, refuse
 from .state.ambient import FUNCTORCH, Ambient, refuse_transformations
 from .state.between import ReadBetween
@@ -74,6 +75,7 @@ class Recorder:
         self.recordings: dict[int, Recording] = {}
         self.ordinary = OrdinaryTensors(self)
         self.writer = CommandWriter(self)
+        self.repeated = RepeatedCalls(self)
 
     @property
     def not_listening(self) -> bool:
@@ -87,6 +89,7 @@ class Recorder:
         self.num_microbatches = num_microbatches
         if self.placement.refresh(self):
             self.descriptions.signatures.forget()
+            self.repeated.forget()
         self.descriptions.signatures.new_step()
         self.modules.begin_step(strict=strict)
         self.draws.begin_step()
@@ -170,6 +173,9 @@ class Recorder:
             raise SMPError("a value of the step was used by code that runs on fake tensors")
         if self.recording is None or self.suspended:
             return self.forced.after_the_step(func, args, kwargs)
+        known = self.repeated.find(func, args, kwargs)
+        if known is not None:
+            return self.repeated.write(known, args, kwargs)
         name = getattr(func, "__name__", "")
         if name in LOOKS_AT_DATA:
             return self.forced.call(func, args, kwargs)

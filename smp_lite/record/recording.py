@@ -83,6 +83,23 @@ class Command:
         """Whether parameters get gradients by it. A product with a weight has one for each operand."""
         return self.module is not None and any(p.requires_grad for p in self.module.parameters())
 
+    def again(self, arguments: Arguments) -> Command:
+        """The same call with arguments of its own and without state to carry."""
+        return Command(
+            self.index,
+            self.stage_index,
+            self.label,
+            arguments,
+            self.sources,
+            self.ambient,
+            self.epoch,
+            self.function,
+            self.module,
+            unit=self.unit,
+            meta=self.meta,
+            seed_key=self.seed_key,
+        )
+
     def carry(self, state: list[tuple[Place, Any]]) -> None:
         """Runs with this state, unless what is there by then was noted before: the earlier word counts."""
         known = {place.identity for place, _ in self.carried or ()}

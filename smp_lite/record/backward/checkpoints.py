@@ -18,7 +18,14 @@ from torch import nn
 from ...errors import SMPError
 from ..code.readers import Readers
 
-__all__ = ["Region", "inside_reentrant", "is_inside_checkpoint", "refuse_effect", "refuse_saved_hooks"]
+__all__ = [
+    "Region",
+    "inside_reentrant",
+    "is_inside_checkpoint",
+    "is_inside_reentrant",
+    "refuse_effect",
+    "refuse_saved_hooks",
+]
 
 _CHANGES = ("sets ", "changes ", "fills ", "may take ", "may fill ", "adds or removes ", "binds ")
 _depth = 0
@@ -71,6 +78,11 @@ def refuse_effect(label: str, effect: str) -> None:
     """
     if effect.startswith(_CHANGES) and is_inside_checkpoint():
         raise _again(label, effect)
+
+
+def is_inside_reentrant() -> bool:
+    """Whether the line that runs now is a reentrant checkpoint's; others show by their hooks."""
+    return _depth > 0
 
 
 def is_inside_checkpoint() -> bool:

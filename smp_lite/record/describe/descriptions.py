@@ -9,7 +9,7 @@ kept too, unless it depended on data.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -136,7 +136,7 @@ class Descriptions:
     def _key(self, label: str, what: Any, arguments: Arguments, ambient: Ambient) -> Any:
         if isinstance(what, nn.Module):
             signature = self.signatures.of(what)
-            self.read = places = self._places_of(what, signature)
+            self.read = places = self.places_of(what, signature)
             named, number = signature, places.look().number if places is not None else -1
         else:
             named, number = what, label
@@ -147,7 +147,7 @@ class Descriptions:
 
     # What a module's code reads elsewhere -------------------------------------------------------------------
 
-    def _places_of(self, module: nn.Module, signature: int) -> PlacesRead | None:
+    def places_of(self, module: nn.Module, signature: int) -> PlacesRead | None:
         """Where the code of the module finds plain values; None as long as it has not run."""
         names = self._names.get(signature)
         if names is None:
@@ -157,6 +157,10 @@ class Descriptions:
             found = (signature, len(names.functions), places_read(module, names))
             self._places[id(module)] = found
         return found[2]
+
+    def functions_of(self, signature: int) -> Collection[types.CodeType]:
+        """The code that modules of that signature have been seen to enter; it may become more."""
+        return self._names[signature].functions
 
     def all_places(self) -> list[PlacesRead]:
         """What the code of all modules reads that have been called."""
@@ -170,7 +174,7 @@ class Descriptions:
         known = self._names.setdefault(signature, names)
         if known is not names:
             known.add(names)
-        self.read = self._places_of(module, signature)
+        self.read = self.places_of(module, signature)
         assert self.read is not None
         self.read.look()
 

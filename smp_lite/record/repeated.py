@@ -1,0 +1,265 @@
+"""Calls that repeat those of an earlier microbatch.
+
+Microbatches mostly do the same, so the next call is mostly known: the one that stands at this place of the
+last microbatch that was recorded in full. If everything is as it was then that its command was made of, the
+command is written again as it was, and nobody asks anew what it returns, where it runs and what its code
+reads:
+
+- the calls before it: both digests of the recording are what they were;
+- what is called, with which values and plain arguments, and the form of ordinary tensors among them;
+- the torch state around it;
+- of a module: its signature, its hooks and what its code reads elsewhere.
+
+Only calls are known that leave nothing behind but their results. All others, and all that differ in anything,
+are recorded in full, and known from then on. It is the same command either way: this is a shorter way to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .apply_function import ApplyFunction
+from .backward.checkpoints import is_inside_reentrant
+from .describe.checkpointed_calls import CheckpointedRun
+from .describe.descriptions import Description
+from .describe.signature import tensor_meta
+from .recording import Command
+from .state.ambient import Ambient
+from .state.places import PlacesRead, Seen
+from .values.calls import Arguments, NewTensor
+from .values.placed import PlacedTensor, TensorMeta
+from .values.structure import LEAF, Spec, flatten, is_flat
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+__all__ = ["RepeatedCalls"]
+
+_Digests = tuple[int, int]
+_EXACT = frozenset((bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout))
+"""Kinds of plain values of which equal ones are the same; 0.0 and -0.0 are not."""
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_OF_VALUES = frozenset(
+    ("smp_recorder", "smp_value", "smp_stage", "smp_meta", "smp_microbatch", "smp_aliases")
+)
+"""What a placed tensor has that stands for no parameter, and that nobody has given anything."""
+_NO_ARGUMENTS = Arguments([], None)
+
+
+class _Leaf(NamedTuple):
+    """One argument: of a placed tensor its value and form, of an ordinary one its form, else the value."""
+
+    kind: type
+    value: Any
+    meta: TensorMeta | None
+
+
+@dataclass(slots=True)
+class _Known:
+    """One call as it was recorded, and what there was before and after it."""
+
+    what: Callable[..., Any]
+    command: Command
+    """As it was written first; without tensors."""
+    leaves: list[_Leaf]
+    spec: Spec
+    is_flat: bool
+    has_ordinary: bool
+    before: _Digests
+    after: _Digests
+    links: tuple[tuple[int, ...], ...]
+    home: int | None
+    is_shared: bool
+    """Whether it returns one new tensor and gets no ordinary one: its commands share their arguments."""
+    signature: int = -1
+    places: PlacesRead | None = None
+    seen: Seen | None = None
+    functions: Collection[Any] = ()
+    """What the module's code calls, which may be found to be more; ``num_functions`` were known."""
+    num_functions: int = 0
+
+
+class RepeatedCalls:
+    """The calls of a recorder's last microbatches, by their place among the commands."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self._known: list[_Known | None] = []
+
+    def forget(self) -> None:
+        """What modules are, or where they lie, has changed."""
+        self._known.clear()
+
+    def find(self, what: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Known | None:
+        """The known call that this one repeats, as far as its arguments tell; None: there is none."""
+        recorder = self.recorder
+        recording = recorder.recording
+        assert recording is not None
+        index = len(recording.commands)
+        if index >= len(self._known):
+            return None
+        known = self._known[index]
+        if (
+            known is None
+            or known.what is not what
+            or known.before != (recording.digest, recording.structure_digest)
+            or known.command.epoch != recording.epoch
+            or recorder.modules.home != known.home
+            or recorder.ordinary.twins
+            or recorder.modules.rebound
+            or recorder.tape is not None
+            or _saved_tensors_hooks(True) is not None
+            or is_inside_reentrant()
+            or Ambient.current() is not known.command.ambient
+        ):
+            return None
+        leaves: Any = args
+        if kwargs or not known.is_flat:
+            leaves = []
+            if flatten((args, kwargs), leaves) != known.spec:
+                return None
+        if len(leaves) != len(known.leaves):
+            return None
+        serial = recorder.serial
+        for leaf, (kind, value, meta) in zip(leaves, known.leaves):
+            if type(leaf) is not kind:
+                return None
+            if kind is PlacedTensor:
+                own = leaf.__dict__
+                if (
+                    own["smp_value"] != value
+                    or own["smp_microbatch"] != serial
+                    or own["smp_recorder"] is not recorder
+                    or (own["smp_meta"] is not meta and own["smp_meta"] != meta)
+                    or not own.keys() <= _OF_VALUES
+                ):
+                    return None
+            elif kind is torch.Tensor:
+                if leaf.__dict__ or tensor_meta(leaf) != meta:
+                    return None
+            elif leaf is not value and (kind not in _EXACT or leaf != value):
+                return None
+        return known
+
+    def is_unchanged(self, known: _Known, module: nn.Module) -> bool:
+        """Whether a module that is called again is what it was, and its code reads what it read."""
+        return (
+            self.recorder.descriptions.signatures.of(module) == known.signature
+            and len(known.functions) == known.num_functions
+            and self.recorder.num_modes == known.command.ambient.num_modes
+            and (known.places is None or known.places.look() is known.seen)
+        )
+
+    def write(
+        self, known: _Known, args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module | None = None
+    ) -> Any:
+        """Adds the command once more; returns its result."""
+        recorder = self.recorder
+        recording = recorder.recording
+        assert recording is not None
+        template = known.command
+        meta = template.meta
+        assert meta is not None
+        if known.is_shared:
+            command = template.again(template.arguments)
+            (only,) = meta.leaves
+            assert type(only) is NewTensor
+            returned: Any = recorder.writer.place(only, template.stage_index)
+            command.outputs = (returned.smp_value,)
+            recording.links.append(known.links)
+        else:
+            command = template.again(Arguments.of(args, kwargs))
+            if known.has_ordinary:
+                recorder.ordinary.capture(command.arguments, command.sources, meta.saved_arguments)
+            returned, links = recorder.writer.bind(command, meta)
+            recording.links.append(links)
+        recording.commands.append(command)
+        recording.digest, recording.structure_digest = known.after
+        if module is not None:
+            if meta.draws:
+                recording.draws = True
+                command.seed_key = recorder.writer.seed_key(template.label)
+            if meta.saved_state:
+                recorder.saved_state.note(module, meta, recording)
+            recorder.modules.note(command, known.places)
+        return returned
+
+    def leaves_of(self, command: Command) -> list[_Leaf] | None:
+        """The arguments of a command that is about to be bound, to know them again; None: they cannot be."""
+        leaves = []
+        serial = self.recorder.serial
+        sources = iter(command.sources)
+        for leaf in command.arguments.leaves:
+            kind = type(leaf)
+            if isinstance(leaf, torch.Tensor):
+                source = next(sources)
+                if kind is PlacedTensor:
+                    if not leaf.__dict__.keys() <= _OF_VALUES or leaf.smp_microbatch != serial:
+                        return None
+                    leaves.append(_Leaf(kind, source, leaf.smp_meta))
+                elif kind is torch.Tensor:
+                    leaves.append(_Leaf(kind, None, tensor_meta(leaf)))
+                else:
+                    return None
+            elif kind in _EXACT or kind is float:
+                leaves.append(_Leaf(kind, leaf, None))
+            else:
+                return None
+        return leaves
+
+    def learn(
+        self, command: Command, described: Description, leaves: list[_Leaf] | None, before: _Digests
+    ) -> None:
+        """A command has just been recorded in full; ``leaves`` and ``before`` are from before it."""
+        recorder = self.recorder
+        recording = recorder.recording
+        assert recording is not None
+        self._known += [None] * (command.index + 1 - len(self._known))
+        self._known[command.index] = None
+        what = command.module if command.module is not None else command.function
+        meta = described.meta
+        if (
+            leaves is None
+            or what is None
+            or meta.changed
+            or meta.buffers
+            or meta.unguarded
+            or meta.sets_attributes
+            or command.draw is not None
+            or command.bare
+            or command.on_made
+            or command.touches
+            or command.must_stay
+            or command.seeds
+            or type(what) in (ApplyFunction, CheckpointedRun)
+        ):
+            return
+        has_ordinary = any(leaf.kind is torch.Tensor for leaf in leaves)
+        only = meta.leaves[0] if meta.spec is LEAF else None
+        is_shared = not has_ordinary and type(only) is NewTensor and only.aliases is None
+        known = self._known[command.index] = _Known(
+            what=what,
+            command=command.again(command.arguments if is_shared else _NO_ARGUMENTS),
+            leaves=leaves,
+            spec=command.arguments.spec,
+            is_flat=is_flat(command.arguments.spec, len(leaves)),
+            has_ordinary=has_ordinary,
+            before=before,
+            after=(recording.digest, recording.structure_digest),
+            links=recording.links[-1],
+            home=recorder.modules.home,
+            is_shared=is_shared,
+        )
+        if command.module is not None:
+            descriptions = recorder.descriptions
+            known.signature = descriptions.signatures.of(command.module)
+            known.places = descriptions.places_of(command.module, known.signature)
+            if known.places is not None:
+                known.seen = known.places.seen
+                known.functions = descriptions.functions_of(known.signature)
+                known.num_functions = len(known.functions)
