@@ -104,15 +104,17 @@ def test_the_commands_are_those_of_a_full_recording(
 
 
 class Part(nn.Module):
-    """One layer whose code reads an attribute, a global and a dict."""
+    """One layer whose code reads attributes, of itself and of what it is given, a global and a dict."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
         self.inner = nn.Tanh()
         self.scale = 1.0
+        self.length = 2
 
     def forward(self, x: Tensor, more: Any = 0.0) -> Tensor:
+        x = x[: self.length] * getattr(x, "factor", 1.0)
         return self.inner(self.layer(x)) * self.scale * FACTORS["of"] + OFFSET + more
 
 
@@ -142,6 +144,11 @@ Step = Callable[[Any, Tensor, int], Tensor]
 
 def _attribute(model: Any, x: Tensor, m: int) -> Tensor:
     _module(model).second.scale = 1.0 + (m > 1)
+    return model(x)
+
+
+def _attribute_that_shapes(model: Any, x: Tensor, m: int) -> Tensor:
+    _module(model).second.length = 1 if m > 1 else 2
     return model(x)
 
 
@@ -267,11 +274,7 @@ def _attribute_of_tensor(model: Any, x: Tensor, m: int) -> Tensor:
     result = model(x)
     if m > 1:
         result.factor = 3.0
-    return _times_factor(_module(model).second(result), result)
-
-
-def _times_factor(x: Tensor, marked: Tensor) -> Tensor:
-    return x * getattr(marked, "factor", 1.0)
+    return _module(model).second(result)
 
 
 def _checkpointed(model: Any, x: Tensor, m: int) -> Tensor:
@@ -288,6 +291,7 @@ STEPS: dict[str, Step] = {
     step.__name__.strip("_"): step
     for step in (
         _attribute,
+        _attribute_that_shapes,
         _global,
         _entry,
         _number,
