@@ -138,7 +138,7 @@ class CommandWriter:
         assert recorder.recording is not None
         if described.meta.saved_state or described.meta.unguarded:
             command.must_stay = recorder.saved_state.note(module, described.meta, recorder.recording)
-        command.touches = recorder.modules.touched(module, described.meta.buffers)
+        command.touches = recorder.buffers.touched(module, described.meta.buffers)
         result = self._append(command, described)
         recorder.modules.note(command, recorder.descriptions.read)
         return None, result
@@ -222,7 +222,7 @@ class CommandWriter:
                     continue
                 if member.smp_meta.requires_grad and recording.microbatch_index > 0:
                     command.must_stay = (full,)  # to clip it again is no change
-                touched.update(dict.fromkeys(self.recorder.modules.note_parameter(full)))
+                touched.update(dict.fromkeys(self.recorder.buffers.note_parameter(full)))
         command.touches = tuple(touched)
 
     def _command(
@@ -315,7 +315,7 @@ class CommandWriter:
         for buffer in found.buffers:
             refuse_effect(command.label, f"changes the buffer {buffer}")
         if command.module is not None:
-            command.touches = self.recorder.modules.touched(command.module, found.buffers)
+            command.touches = self.recorder.buffers.touched(command.module, found.buffers)
         self.recorder.descriptions.learn(unknown, command.label, command.arguments, found)
         returned, links = self.bind(command, found)
         recording.links[-1] = links

@@ -32,7 +32,6 @@ from ..errors import SMPError
 from .backward.checkpoints import is_inside_checkpoint, refuse_effect
 from .describe.checkpointed_calls import CheckpointedRun, call_in_runs, is_marked
 from .parameters.placement import FOREIGN, SPLIT
-from .parameters.tables import plain_table
 from .recording import Command
 from .replay import refuse
 from .source_line import warn_once_at_user_line
@@ -112,33 +111,19 @@ class ModuleCalls:
         self._subtrees: dict[int, _Subtree] = {}
         self._pending: dict[int, _Pending] = {}
         self._given: list[tuple[Command, PythonState]] = []  # objects that autograd functions have got
-        self.rebound: dict[tuple[int, str], nn.Module] = {}  # buffers that placed values stand for
-        self._changing: dict[tuple[int, str], nn.Module] = {}  # buffers that closed calls change
-        self._exposed: dict[int | None, nn.Module] = {}  # whose buffers Python code has seen, by memory
-        self._saved: dict[tuple[int, str], tuple[nn.Module, torch.Tensor, torch.Tensor]] = {}
-        self._numbers: dict[int, int] = {}
-        self._stateful: dict[int, nn.Module] = {}  # modules with parameters that are changed between calls
 
     # The life of a step -------------------------------------------------------------------------------------
 
     def begin_step(self, *, strict: bool) -> None:
-        self._saved.clear()
-        for (_, name), module in self._changing.items():
-            self._save_buffer(module, name)
         self.strict = strict
         self.home = None
         self._pending.clear()
         self._given.clear()
-        self._exposed.clear()
 
     def end_step(self) -> None:
         self.home = None
         self._pending.clear()
         self._given.clear()
-        self._exposed.clear()
-        self.rebound.clear()
-        for (_, name), module in self._changing.items():
-            self.placement.send_buffer_away(module, name)
 
     # Calls --------------------------------------------------------------------------------------------------
 
@@ -195,7 +180,7 @@ class ModuleCalls:
     def _is_whole(self, subtree: _Subtree) -> bool:
         """Whether a call of it is one closed call without anything around it, of its own parameters."""
         return not (
-            self._stateful
+            self.recorder.buffers.num_stateful
             or subtree.opened is not None
             or self.placement.strange
             or any(subtree.own_hooks)
@@ -272,18 +257,18 @@ class ModuleCalls:
         recorder = self.recorder
         if is_inside_checkpoint() and not bare:
             subtree = self._checkpointed(subtree)
-        if self.rebound or recorder.ordinary.twins:
-            self._write_buffers_of(subtree)
+        if recorder.buffers.rebound or recorder.ordinary.twins:
+            recorder.buffers.write(subtree.module, subtree.ids)
         if arguments is None:
             arguments = recorder.arguments(args, kwargs)
         if any(map(has_attributes, arguments.tensors)):
-            self._take_over_buffers(subtree.module)
+            self.recorder.buffers.take_over(subtree.module)
             reason = "is given a tensor with attributes of its own"
             return self._call_open(subtree, reason, call, args, kwargs)
         if not are_plain(arguments.leaves):
             for leaf in arguments.leaves:
                 if may_change(leaf):
-                    self._take_over_buffers(subtree.module)
+                    self.recorder.buffers.take_over(subtree.module)
                     reason = f"is given a {type(leaf).__name__}, which may change before it would run"
                     return self._call_open(subtree, reason, call, args, kwargs)
         reason, result = recorder.writer.record_module(
@@ -293,7 +278,7 @@ class ModuleCalls:
             return result
         if reason is not UNDER_A_MODE:
             subtree.opened = reason
-        self._take_over_buffers(subtree.module)
+        self.recorder.buffers.take_over(subtree.module)
         return self._call_open(subtree, reason, call, args, kwargs)
 
     def _checkpointed(self, subtree: _Subtree) -> _Subtree:
@@ -428,110 +413,21 @@ class ModuleCalls:
                     )
         self._pending.clear()
 
-    # Buffers ------------------------------------------------------------------------------------------------
-
-    def touched(self, module: nn.Module, buffers: tuple[str, ...]) -> tuple[int, ...]:
-        """A closed call changes these buffers: numbers for modules whose state it changes or depends on."""
-        if not buffers and not self._stateful:
-            return ()
-        touched: dict[int, None] = {}
-        for name in buffers:
-            prefix, _, own = name.rpartition(".")
-            part = module.get_submodule(prefix)
-            if (id(part), own) not in self._changing:
-                self._changing[id(part), own] = part
-                self._save_buffer(part, own)
-            touched[self._number(part)] = None
-        for part in self._stateful.values():
-            if id(part) in self._subtrees[id(module)].ids:
-                touched[self._number(part)] = None
-        return tuple(touched)
-
-    def note_parameter(self, full: str) -> list[int]:
-        """A parameter is changed in place between calls: from now on its modules' calls keep their order."""
-        found = []
-        for part in self.placement.holders(full):
-            if id(part) not in self._stateful:
-                self._stateful[id(part)] = part
-                self.recorder.writer.touch_earlier(part, self._number(part))
-            found.append(self._number(part))
-        return found
-
-    def _number(self, part: nn.Module) -> int:
-        return self._numbers.setdefault(id(part), len(self._numbers))
-
-    def _save_buffer(self, module: nn.Module, name: str) -> None:
-        """Copies a buffer that closed calls change here, in case the step fails."""
-        buffer = plain_table(module._buffers).get(name)
-        if type(buffer) is torch.Tensor and self.placement.is_here(module):
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                self._saved[id(module), name] = (module, buffer, buffer.clone())
-
-    def restore_buffers(self) -> None:
-        """The step has failed: buffers are as they were before it."""
-        for (_, name), (module, buffer, value) in self._saved.items():
-            with torch.no_grad():
-                plain_table(module._buffers)[name] = buffer.copy_(value)
-
-    def buffer_read(self, module: nn.Module, name: str, value: Any) -> Any:
-        """Python code is about to see a buffer: it must be what it is after all calls before this line."""
-        if not isinstance(value, torch.Tensor) or type(value) is PlacedTensor:
-            return value
-        if self.recorder.descriptions.inferring:
-            # The modules whose code runs on fakes have other tables: this is a neighbour's.
-            self.recorder.descriptions.inference.touched_placed |= self.placement.home(module) >= 0
-            return value
-        if self.placement.home(module) < 0 or self.recorder.not_listening:
-            return value
-        if (id(module), name) in self._changing:
-            if self.recorder.tape is not None:
-                raise refuse(f"reads the buffer {name} of {self.placement.name(module)}")
-            stage = self.placement.stage_of[self.placement.names[id(module)]]
-            value = self.recorder.bring_up_to_date(value, stage, f"{self.placement.name(module)}.{name}")
-        storage = storage_of(value)
-        if storage is not None:
-            self._exposed[storage] = module
-        return value
-
-    def buffer_set(self, module: nn.Module, name: str, value: Any) -> None:
-        """Python code is about to bind a buffer anew, or to delete it."""
-        if self.recorder.not_listening:
-            return
-        refuse_effect(type(module).__name__, f"sets the buffer {name}")
-        self._run_pending(module)
-        if type(value) is PlacedTensor:
-            if self.recorder.tape is not None:
-                raise refuse(f"binds the buffer {name} of {self.placement.name(module)} anew")
-            self.rebound[id(module), name] = module
-
-    def before_change(self, target: Any) -> None:
-        """An ordinary tensor is about to change in place, which closed calls may still have to read."""
-        if not self._pending or not isinstance(target, torch.Tensor):
-            return
-        memory = storage_of(target)
-        module = self._exposed.get(memory)
-        if module is not None:
-            self._run_pending(module)
-        elif any(p.subtree is not None and memory in p.subtree.memories() for p in self._pending.values()):
-            self.recorder.run_all_recorded()
-
-    def _run_pending(self, module: nn.Module) -> None:
+    def run_pending(self, module: nn.Module) -> None:
+        """Before state of the module changes: what has been recorded of it runs with the present one."""
         owners = self.placement.owners.get(id(module), ())
         if any(owner in self._pending for owner in owners):
             self.recorder.run_all_recorded()
 
-    def _take_over_buffers(self, module: nn.Module) -> None:
-        """From now on the module's own code runs on every rank, so every rank needs its buffers' values."""
-        table = plain_table(module._buffers)
-        for name, value in list(table.items()):
-            table[name] = self.buffer_read(module, name, value)
-            self._changing.pop((id(module), name), None)
+    def run_those_with(self, memory: int | None) -> None:
+        """Before this memory changes: calls that may read it by way of plain attributes run."""
+        if any(p.subtree is not None and memory in p.subtree.memories() for p in self._pending.values()):
+            self.recorder.run_all_recorded()
 
-    def _write_buffers_of(self, subtree: _Subtree) -> None:
-        """Before a closed call: placed values that stand for its buffers are written into them."""
-        rebound = any(module in subtree.ids for module, _ in self.rebound)
-        if rebound or self.recorder.ordinary.twins.of_any(subtree.module.buffers()):
-            self.recorder.ordinary.write_back()
+    @property
+    def are_pending(self) -> bool:
+        """Whether closed calls have been recorded that have not run."""
+        return bool(self._pending)
 
 
 def _forward_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -74,7 +74,7 @@ class OrdinaryTensors:
             (value,) = self.recorder.forced.fetch_quietly([twin])
             with torch.no_grad():
                 target.copy_(value)
-        rebound, self.recorder.modules.rebound = self.recorder.modules.rebound, {}
+        rebound, self.recorder.buffers.rebound = self.recorder.buffers.rebound, {}
         for (_, name), module in rebound.items():
             table = module._buffers
             placed = getattr(table, "real", table).get(name)
@@ -130,7 +130,7 @@ class OrdinaryTensors:
         self, func: Callable[..., Any], target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor | None:
         """``total += loss`` with an ordinary ``total``: goes on with its placed twin."""
-        self.recorder.modules.before_change(target)
+        self.recorder.buffers.before_change(target)
         if self.twins.get(target) is None:
             self.add_twin(target, self.recorder.writer.stage(self.recorder.arguments(args, kwargs), None))
         result = self.recorder.torch_function(func, *self.twins.substitute(args, kwargs))

@@ -23,6 +23,7 @@ from .command_writer import CommandWriter
 from .describe.descriptions import Descriptions
 from .forced import Forced, Host
 from .gradients import backward, gradient_of, require_gradient, set_attribute
+from .module_buffers import ModuleBuffers
 from .module_calls import ModuleCalls
 from .ordinary_tensors import PARAMETERS, OrdinaryTensors
 from .parameters.away import is_away, needed
@@ -67,6 +68,7 @@ class Recorder:
         self.draws = Draws()
         self.runs = CheckpointedRuns(placement)
         self.modules = ModuleCalls(self)
+        self.buffers = ModuleBuffers(self)
         self.read_between = ReadBetween()
         self.backward_state = BackwardState(placement, self.descriptions, self.read_between)
         self.saved_state = SavedState()
@@ -92,6 +94,7 @@ class Recorder:
             self.repeated.forget()
         self.descriptions.signatures.new_step()
         self.modules.begin_step(strict=strict)
+        self.buffers.begin_step()
         self.draws.begin_step()
         self.read_between.clear()
         self.ordinary.forget_captured()
@@ -133,6 +136,7 @@ class Recorder:
         self.ordinary.forget()
         self.ordinary.forget_captured()
         self.modules.end_step()
+        self.buffers.end_step()
         self.recordings.clear()
         self.writer.end_microbatch()
 
@@ -161,10 +165,10 @@ class Recorder:
         self.modules.attribute_set(module, name, value)
 
     def buffer_read(self, module: nn.Module, name: str, value: Any) -> Any:
-        return self.modules.buffer_read(module, name, value)
+        return self.buffers.read(module, name, value)
 
     def buffer_set(self, module: nn.Module, name: str, value: Any) -> None:
-        self.modules.buffer_set(module, name, value)
+        self.buffers.set(module, name, value)
 
     def torch_function(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A torch function with at least one placed argument."""
@@ -220,7 +224,7 @@ class Recorder:
             return set_attribute(self, func, args)
         if changes_first(name, kwargs) or name in SHARES_MEMORY:
             target = kwargs.get("out", args[0] if args else None)
-            self.modules.before_change(target)
+            self.buffers.before_change(target)
             self.ordinary.keep_captured(target)
         if self.tape is not None:
             return self.tape.call(func, args, kwargs)

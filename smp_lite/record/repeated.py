@@ -111,7 +111,7 @@ class RepeatedCalls:
             or known.command.epoch != recording.epoch
             or recorder.modules.home != known.home
             or recorder.ordinary.twins
-            or recorder.modules.rebound
+            or recorder.buffers.rebound
             or recorder.tape is not None
             or _saved_tensors_hooks(True) is not None
             or is_inside_reentrant()

@@ -376,7 +376,7 @@ class StepRunner:
         """The step has failed: nothing of it stays."""
         recorder = self._recorder
         assert recorder is not None
-        recorder.modules.restore_buffers()
+        recorder.buffers.restore()
         if self._touched_gradients or any(progress.backward_done for progress in self._progress.values()):
             self.drop_gradients_of(recorder.placement)
 
