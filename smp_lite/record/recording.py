@@ -10,7 +10,7 @@ process.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,10 @@ from .state.draws import Draw
 from .state.places import Place
 from .values.calls import Arguments, ResultMeta
 from .values.placed import TensorMeta
+
+
+def _nothing_around(stage_index: int, commands: Sequence[int]) -> AbstractContextManager[Any]:
+    return contextlib.nullcontext()
 
 
 @dataclass(slots=True)
@@ -122,7 +126,7 @@ class Recording:
     commands: list[Command] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     backwards: list[Backward] = field(default_factory=list)
-    around_backward: Callable[[int], AbstractContextManager[Any]] = contextlib.nullcontext  # of a stage
+    around_backward: Callable[[int, Sequence[int]], AbstractContextManager[Any]] = _nothing_around
     needed: set[int] = field(default_factory=set)
     links: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
     parameters: dict[str, int] = field(default_factory=dict)

@@ -336,7 +336,7 @@ class StageExecutor:
         starts, gradients = self._starts(state, segment)
         if self._before_backward is not None:
             self._before_backward(m, segment)
-        with state.recording.around_backward(self.stage_index):
+        with state.recording.around_backward(self.stage_index, segment.commands):
             try:
                 if self.weights is None:
                     torch.autograd.backward(starts, gradients)
@@ -376,7 +376,7 @@ class StageExecutor:
         m, segment = action.microbatch_index, state.by_visit[action.visit]
         if self._before_weights is not None:
             self._before_weights(m, segment)
-        with state.recording.around_backward(self.stage_index):
+        with state.recording.around_backward(self.stage_index, segment.commands):
             self.weights.run(m, segment.visit)
         if self._after_backward is not None:
             self._after_backward(m, segment)

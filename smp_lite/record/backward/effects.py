@@ -23,7 +23,10 @@ from ..code.readers import Copy, Readers
 from ..parameters.placement import Placement
 from ..state import random_state
 from ..state.hearing import hearing_attributes
-from .functions import functions_in, may_return_more
+from .functions import functions_in
+from .gradient_reads import refuse_reads_elsewhere
+from .part import Owners, Part
+from .sharing import SharedState, name_in
 
 if TYPE_CHECKING:
     from ..recording import Recording
@@ -47,9 +50,7 @@ class BackwardEffects:
         self.step_function: Any = None
         self._placement = placement
         self._codes: set[types.CodeType] = set()  # of backward code
-        # What could change gradients, by stage, and what lay where that mentions.
-        self._changing: dict[int | None, dict[int, Any]] = {}
-        self._shared: dict[int | None, tuple[Readers, Copy]] = {}
+        self._shared = SharedState()
         self._frames: dict[types.CodeType, Frame] = {}
         self._readers: Readers | None = None
         self._readers_of_attributes: Readers | None = None
@@ -64,20 +65,19 @@ class BackwardEffects:
         self._num_microbatches = num_microbatches
         self._num_backwards = 0
         self._done.clear()
-        self._changing.clear()
-        self._shared.clear()
+        self._shared.begin_step(num_microbatches)
         self._frames.clear()
         self._readers = self._readers_of_attributes = self._kept = None
         self._set.clear()
 
-    def meet(self, functions: Iterable[Any], stage_index: int | None = None) -> None:
-        """These will run within backwards, on that stage; None: on any."""
+    def meet(
+        self, functions: Iterable[Any], stage_index: int | None = None, owners: Owners = frozenset()
+    ) -> None:
+        """These will run within backwards, on that stage (None: on any), in the parts with these owners."""
         for function in functions:
             self.is_possible = True
-            called = functions_in(function)
-            self._codes |= {inner.__code__ for inner in called}
-            if any(map(may_return_more, called)):
-                self._changing.setdefault(stage_index, {})[id(function)] = function
+            self._codes |= {inner.__code__ for inner in functions_in(function)}
+            self._shared.meet(function, stage_index, owners)
 
     def meet_codes(self, codes: set[types.CodeType]) -> None:
         """Functions with this code may run within backwards."""
@@ -111,12 +111,7 @@ class BackwardEffects:
             return
         self._hooked = [(name, tensor) for name, tensor, _ in self._placement.hooked_parameters()]
         root, frames = self._placement.root, self._frames.values()
-        for stage, functions in self._changing.items():
-            users = Readers(None, ())
-            for function in functions.values():
-                users.add_user(function)
-            users.complete()
-            self._shared[stage] = (users, users.copy())
+        self._shared.before_running()
         later = Readers(None, self._codes)
         for frame in frames:
             later.add_later(frame, self.step_function)
@@ -146,24 +141,24 @@ class BackwardEffects:
         return self._has_later_calls or len(placement.local_stages) < placement.num_stages
 
     @contextlib.contextmanager
-    def watched(self, microbatch_index: int, stage_index: int) -> Iterator[None]:
-        """Within: a part of a microbatch's backward runs, on that stage.
+    def watched(self, part: Part) -> Iterator[None]:
+        """Within: a part of a microbatch's backward runs.
 
         Raises:
             SMPError: it has changed what code reads that has run before it, and in one process runs after
-                it; or it has drawn random numbers; or hooks have seen a part of a gradient.
+                it; or it has drawn random numbers; or hooks have seen a part of a gradient, or what other
+                parts give or share.
         """
-        others = [stage for stage in self._shared if stage != stage_index]
-        for stage in others:
-            users, copy = self._shared[stage]
-            if copy.changed() is not None:
-                self._shared[stage] = (users, users.copy())
         gradients = [_of_gradient(parameter) for _, parameter in self._hooked]
         buffers = self._versions() if self._has_later_calls else []
         drawn = random_state.all_states() if self.is_possible else None
         if self._readers is not None and self._kept is not None and self._kept.changed() is not None:
             self._kept = self._readers.copy()  # by a call that has run
-        with hearing_attributes(lambda module, name: self._set.append((module, name))):
+        with (
+            self._shared.watched(part),
+            self._reads(part),
+            hearing_attributes(lambda module, name: self._set.append((module, name))),
+        ):
             yield
         if drawn is not None and drawn != random_state.all_states():
             raise SMPError(
@@ -171,15 +166,7 @@ class BackwardEffects:
                 "on several ranks each draws its own. Draw them in the step function or in forward"
             )
         self._check_not_read(buffers)
-        for stage in others:
-            if (text := self._shared[stage][1].changed()) is not None:
-                raise SMPError(
-                    f"{_name_in(text)} is changed by {BACKWARD_CODE} on stage {stage_index}, and used by "
-                    "such code that changes gradients of other stages: stages run their backwards at the "
-                    "same time, and may be on several ranks, so it would not become what it becomes in one "
-                    "process. Let each hook have a place of its own"
-                )
-        done = self._done.setdefault(microbatch_index, set())
+        done = self._done.setdefault(part.microbatch_index, set())
         for (name, parameter), before in zip(self._hooked, gradients, strict=True):
             if _of_gradient(parameter) == before:
                 continue
@@ -192,6 +179,11 @@ class BackwardEffects:
                     "function, or place what uses the parameter on one stage, side by side"
                 )
             done.add(name)
+
+    def _reads(self, part: Part) -> contextlib.AbstractContextManager[Any]:
+        if not self.is_possible or (self._placement.num_stages == 1 and not part.elsewhere):
+            return contextlib.nullcontext()
+        return refuse_reads_elsewhere(self._placement, part, is_repeated=self._num_microbatches > 1)
 
     def _versions(self) -> list[tuple[nn.Module, str, torch.Tensor, int]]:
         return [
@@ -219,18 +211,13 @@ class BackwardEffects:
                 )
             raise _read_too_early(label)
         if self._kept is not None and (text := self._kept.changed()) is not None:
-            raise _read_too_early(_name_in(text))
+            raise _read_too_early(name_in(text))
 
     def _is_read(self, module: nn.Module, name: str) -> bool:
         """Whether a buffer that a backward changes is one that forwards read."""
         if type(module).__module__.partition(".")[0] in _OURS or self._readers is None:
             return True
         return name in self._readers.names.attributes
-
-
-def _name_in(text: str) -> str:
-    """S of "changes S, a list"."""
-    return text.partition(" ")[2].partition(",")[0]
 
 
 def _of_gradient(parameter: torch.Tensor) -> tuple[int, int]:

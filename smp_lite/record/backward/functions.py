@@ -1,16 +1,22 @@
-"""Which functions a hook consists of, and whether it could change the gradient that it sees."""
+"""Which functions a hook consists of, and whether it could change a gradient.
+
+It could by what it returns, and in place, whatever it returns: a hook that runs once a gradient has been
+added (``register_post_accumulate_grad_hook``) can do nothing else. What it calls is looked through too, as
+far as it is the user's (:mod:`..code.readers`).
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..code.bytecode import returned_by
+from ..code.bytecode import changes_tensors, returned_by
+from ..code.readers import Readers, defaults_of
 
-__all__ = ["functions_in", "may_return_more"]
+__all__ = ["functions_in", "may_change_gradients"]
 
 _OURS = ("torch", __name__.partition(".")[0])
 
@@ -38,15 +44,29 @@ def functions_in(function: Any) -> list[types.FunctionType]:
     return found
 
 
-def may_return_more(function: types.FunctionType, depth: int = 4) -> bool:
-    """Whether a function could return something but None, or change what it is given in place."""
+def may_change_gradients(hooks: Iterable[Any]) -> bool:
+    """Whether any of these hooks, which have the same code, could."""
+    readers, own = Readers(None, ()), set()
+    for hook in hooks:
+        for function in functions_in(hook):
+            if _may_return_more(function) or changes_tensors(
+                function.__code__, frozenset(defaults_of(function))
+            ):
+                return True
+            own.add(function.__code__)
+            readers.add_function(function)
+    return any(changes_tensors(code) for code in readers.complete().codes() if code not in own)
+
+
+def _may_return_more(function: types.FunctionType, depth: int = 4) -> bool:
+    """Whether a function could return something but None."""
     calls = returned_by(function.__code__)
     if calls is None or depth == 0:
         return True
     for names in calls:
         inner = _named(function, names)
         inner = getattr(inner, "__func__", inner)
-        if not isinstance(inner, types.FunctionType) or may_return_more(inner, depth - 1):
+        if not isinstance(inner, types.FunctionType) or _may_return_more(inner, depth - 1):
             return True
     return False
 

@@ -29,9 +29,10 @@ from ..parameters.placement import Placement
 from ..state.between import ReadBetween
 from ..state.places import ModuleAttribute, Place, PlacesRead, Seen, in_force
 from .effects import BACKWARD_CODE, BackwardEffects
+from .part import Owners, Part
 
 if TYPE_CHECKING:
-    from ..recording import Recording
+    from ..recording import Command, Recording
 
 __all__ = ["BackwardState"]
 
@@ -43,6 +44,7 @@ class _Called:
     """A ``model.backward()`` of this step: what was at the places, and at those that have changed since."""
 
     microbatch_index: int
+    commands: list[Command]  # of the microbatch, also those to come
     of_backward_code: list[PlacesRead]
     reads: list[tuple[PlacesRead, Seen]]
     changed: dict[Hashable, tuple[Place, Any]] = field(default_factory=dict)
@@ -105,18 +107,20 @@ class BackwardState:
         """Backward passes will run forward code again."""
         self.runs_python = True
 
-    def _runs(self, functions: list[Any], stage_index: int | None = None) -> None:
+    def _runs(
+        self, functions: list[Any], stage_index: int | None = None, owners: Owners = frozenset()
+    ) -> None:
         self.runs_python |= bool(functions)
-        self.effects.meet(functions, stage_index)
+        self.effects.meet(functions, stage_index, owners)
 
     def note(self, recording: Recording, values: Sequence[int]) -> None:
         """``model.backward()`` of these values is called now."""
         if self._of_hooks is None:
             hooks = self._placement.gradient_hooks()
             _refuse_hooks_on_several(hooks)
-            for stage, hook in hooks:
-                self._runs([hook], stage)
-            self._of_hooks = places_of_functions([hook for _, hook in hooks])
+            for stage, hook, owners in hooks:
+                self._runs([hook], stage, owners)
+            self._of_hooks = places_of_functions([hook for _, hook, _ in hooks])
             self.effects.meet_codes(self._descriptions.codes_with_node_hooks)
             self.runs_python |= self.effects.is_possible
         if not self.runs_python:
@@ -124,7 +128,8 @@ class BackwardState:
         own = [*self._of_classes.values(), self._of_hooks]
         if self._heard:
             own.append(places_of_functions(self._heard))
-        called = _Called(recording.microbatch_index, own, _looked_at([*own, *self._by_calls()]))
+        reads = _looked_at([*own, *self._by_calls()])
+        called = _Called(recording.microbatch_index, recording.commands, own, reads)
         for read in own:
             self._read_between.look(read)
         if self._called and self._called[-1].microbatch_index == called.microbatch_index:
@@ -183,14 +188,15 @@ class BackwardState:
     # Around each part of a backward -------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _as_when_called(self, called: _Called, stage_index: int) -> Iterator[None]:
-        """Within: a part of the microbatch's backward runs, on that stage.
+    def _as_when_called(self, called: _Called, stage_index: int, commands: Sequence[int]) -> Iterator[None]:
+        """Within: a part of the microbatch's backward runs, on that stage, that of these commands.
 
         Raises:
             SMPError: it has changed what the step function has changed too since ``model.backward()``.
         """
         state = list(called.changed.values())
-        with self.effects.watched(called.microbatch_index, stage_index), in_force(state):
+        part = Part.of(called.microbatch_index, stage_index, called.commands, commands)
+        with self.effects.watched(part), in_force(state):
             before = [place.get() for place, _ in state]
             yield
             self._check_only_changed_by_one(state, before)
@@ -206,8 +212,8 @@ class BackwardState:
                 )
 
 
-def _refuse_hooks_on_several(hooks: list[tuple[int | None, Any]]) -> None:
-    if any(getattr(hook, "__module__", "") == "torch.autograd.graph" for _, hook in hooks):
+def _refuse_hooks_on_several(hooks: list[tuple[int | None, Any, Owners]]) -> None:
+    if any(getattr(hook, "__module__", "") == "torch.autograd.graph" for _, hook, _ in hooks):
         raise SMPError(
             "torch.autograd.graph.register_multi_grad_hook() wants the gradients of several parameters in "
             "one place, and stages make them at different times: look at them after the step function, "

@@ -12,8 +12,11 @@ import types
 from collections.abc import Collection, Iterable, Iterator
 
 __all__ = [
+    "changes_tensors",
     "constant_keys",
     "names_after",
+    "names_used",
+    "reads_computed_names",
     "returned_by",
     "uses_of_attribute",
     "variables_around",
@@ -24,6 +27,9 @@ _COLLECTS = frozenset(
     ("append", "appendleft", "extend", "insert", "setdefault", "update", "__setitem__", "write", "info")
 )
 _CONTENTS = ("grad", "data")  # of a tensor
+_VIEWS = frozenset((*_CONTENTS, "T", "H", "mT", "mH", "real", "imag"))
+_CHANGING = frozenset(("setattr", "step", "zero_grad"))
+_MAKES_OWN = ("LOAD_CONST", "BUILD_MAP", "BUILD_CONST_KEY_MAP", "BUILD_LIST", "BUILD_SET", "LIST_EXTEND")
 _VARIABLES = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_FAST")
 _MAX_KNOWN = 4096
 _NO_USES = ("MAKE_CELL", "COPY_FREE_VARS", "LOAD_CLOSURE")  # bookkeeping of variables
@@ -103,15 +109,10 @@ def returned_by(code: types.CodeType) -> frozenset[tuple[str, ...]] | None:
     """By what calls a function returns something that may be other than None.
 
     Returns:
-        The names up to each such call (``log.add``); None if it returns more, or changes what it is given.
+        The names up to each such call (``log.add``); None if it returns more.
     """
-    if any(name.endswith("_") and not name.endswith("__") for name in code.co_names):
-        return None
-    lines = _lines(code)
-    if any(i.opname == "STORE_ATTR" and i.argval in _CONTENTS for line in lines for i in line):
-        return None
     found = set()
-    for line in lines:
+    for line in _lines(code):
         if line[-1].opname != "RETURN_VALUE" or _calls_collector(line):
             continue
         value = line[-2] if len(line) > 1 else None
@@ -134,12 +135,75 @@ def _first_names(line: list[dis.Instruction]) -> tuple[str, ...]:
 
 
 @functools.lru_cache(_MAX_KNOWN)
-def names_used(code: types.CodeType) -> frozenset[str]:
-    """What a function mentions, but for lines that do nothing but collect: ``counts[name] += 1``."""
+def changes_tensors(code: types.CodeType, defaults: frozenset[str] = frozenset()) -> bool:
+    """Whether a function could change tensors in place, or set what they hold: ``p.grad.mul_(2)``,
+    ``g *= 2``, ``p.grad[0] = 0``, ``optimizer.step()``.
+
+    Args:
+        code: of the function, without what is written in it.
+        defaults: its arguments that have defaults: they hold what functions keep, and no gradients.
+    """
+    if any(name in _CHANGING or (name.endswith("_") and name.strip("_")) for name in code.co_names):
+        return True
+    if any(isinstance(constant, tuple) and "out" in constant for constant in code.co_consts):
+        return True
+    known = defaults | _own_variables(code)
+    for line in _lines(code):
+        for i, instruction in enumerate(line):
+            opname = instruction.opname
+            if opname in ("STORE_ATTR", "DELETE_ATTR") and instruction.argval in _CONTENTS:
+                return True
+            if opname == "STORE_FAST" and i and _is_inplace(line[i - 1]) and instruction.argval not in known:
+                return True
+            if opname == "STORE_SUBSCR" and not _fills_container(line, instruction, known):
+                return True
+    return False
+
+
+def _is_inplace(instruction: dis.Instruction) -> bool:
+    return instruction.opname == "BINARY_OP" and instruction.argrepr.endswith("=")
+
+
+def _own_variables(code: types.CodeType) -> frozenset[str]:
+    """Local variables that hold nothing but constants, new containers, and what is added to them."""
+    found = set(code.co_varnames[code.co_argcount + code.co_kwonlyargcount :])
+    for line in _lines(code):
+        for i, instruction in enumerate(line):
+            if instruction.opname != "STORE_FAST":
+                continue
+            if not i or not (line[i - 1].opname in _MAKES_OWN or _is_inplace(line[i - 1])):
+                found.discard(instruction.argval)
+    return frozenset(found)
+
+
+def _fills_container(line: list[dis.Instruction], store: dis.Instruction, containers: frozenset[str]) -> bool:
+    """Of ``a.b[c] = value``: whether ``a.b`` is something around the function, or in it, and no tensor."""
+    start = _start(store)
+    chain = [instruction for instruction in line if _start(instruction) == start and start[0] is not None]
+    if not chain or any(i.opname == "LOAD_METHOD" or i.argval in _VIEWS for i in chain):
+        return False
+    root, has_attribute = chain[0], any(i.opname == "LOAD_ATTR" for i in chain)
+    return root.opname in ("LOAD_GLOBAL", "LOAD_DEREF") or has_attribute or root.argval in containers
+
+
+def _start(instruction: dis.Instruction) -> tuple[int | None, int | None]:
+    """Where in the source an expression begins."""
+    positions = instruction.positions
+    return (None, None) if positions is None else (positions.lineno, positions.col_offset)
+
+
+@functools.lru_cache(_MAX_KNOWN)
+def names_used(code: types.CodeType, defaults: frozenset[str] = frozenset()) -> frozenset[str]:
+    """What a function mentions, but for lines that do nothing but collect: ``counts[name] += 1``.
+
+    Args:
+        code: of the function, without what is written in it.
+        defaults: its arguments that have defaults.
+    """
     return frozenset(
         instruction.argval
         for line in _lines(code)
-        if not _only_collects(line)
+        if not _only_collects(line, defaults)
         for instruction in line
         if isinstance(instruction.argval, str)
     )
@@ -161,14 +225,13 @@ def _calls_collector(line: list[dis.Instruction]) -> bool:
     return called in _COLLECTS
 
 
-def _only_collects(line: list[dis.Instruction]) -> bool:
+def _only_collects(line: list[dis.Instruction], defaults: frozenset[str]) -> bool:
     opnames = [i.opname for i in line]
     if any("JUMP" in name or name in ("STORE_FAST", "FOR_ITER", "RETURN_VALUE") for name in opnames[:-1]):
         return False
     last = line[-1]
     if last.opname == "STORE_SUBSCR":
-        base = line[0] if "COPY" in opnames else line[-3] if len(line) > 2 else line[0]
-        return base.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR")
+        return _fills_container(line, last, defaults)
     if last.opname == "STORE_ATTR":
         return last.argval not in _CONTENTS
     if last.opname in ("STORE_GLOBAL", "STORE_DEREF"):

@@ -34,13 +34,14 @@ from .bytecode import (
 from .frames import Frame
 from .watch import Names
 
-__all__ = ["Copy", "Readers"]
+__all__ = ["Copy", "Readers", "defaults_of"]
 
 _OURS = __name__.partition(".")[0]
 _PASSED_OVER = (nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader)
 _CONTAINERS = (list, dict, set, tuple, frozenset, deque, torch.Tensor, types.ModuleType)
 _READ_ALL_ATTRIBUTES = ("asdict", "astuple", "__getstate__", "__reduce__")
 _RUN_BY_TORCH = ("forward", "setup_context")
+_TABLES = frozenset(nn.Module().__dict__)
 _NOT_RECORDED = (
     *("__init__", "__post_init__", "__new__", "__repr__", "__str__", "__hash__"),
     *("__doc__", "__module__", "__qualname__", "backward", "vjp"),
@@ -69,6 +70,8 @@ class Readers:
         self._closures: dict[int, Any] = {}  # functions whose variables are known, by id
         self._places: dict[Any, Place] = {}
         self._modules = list(root.modules()) if root is not None else []
+        self._users: list[types.CodeType] = []
+        self._held: dict[int, nn.Module] | None = None  # of users: modules whose attributes count, by id
         for module in self._modules:
             self._add_kind(type(module), trusted=True)
             for hooks in (module._forward_hooks, module._forward_pre_hooks):
@@ -81,9 +84,16 @@ class Readers:
         self._found(function, getattr(function, "__name__", "the step function"))
 
     def add_user(self, function: Any) -> None:
-        """What the function does more with than to collect something there counts."""
+        """What the function does more with than to collect something there counts.
+
+        That is what it holds (variables around it, defaults, the object whose method it is), globals, and the
+        attributes of modules among these; but not the parameters, whose stages know of them.
+        """
+        self._held = {} if self._held is None else self._held
         self._trust(str(getattr(function, "__module__", "")))
         while isinstance(function, functools.partial):
+            for value in (*function.args, *function.keywords.values()):
+                self._found(value, "what a hook is given")
             function = function.func
         if isinstance(function, types.MethodType):
             self._found(function.__self__, type(function.__self__).__name__)
@@ -91,8 +101,9 @@ class Readers:
         if not isinstance(function, types.FunctionType):
             self._found(function, "a hook")  # and its methods
             return
-        code = function.__code__
-        names = set().union(*[names_used(part) for part in with_nested(code)])
+        code, defaults = function.__code__, defaults_of(function)
+        self._users.append(code)
+        names = names_used(code, frozenset(defaults)).union(*map(names_used, with_nested(code)[1:]))
         self.names.attributes |= names
         for name in names & function.__globals__.keys():
             self._global(function.__globals__, name)
@@ -100,6 +111,17 @@ class Readers:
             if free in names:
                 self._places.setdefault(id(cell), Cell(cell, free))
                 self._found(_contents(cell), free)
+        for name in names & defaults.keys():
+            self._found(defaults[name], name)
+
+    def codes(self) -> list[types.CodeType]:
+        """The code that has been found, but for forwards that nobody mentions."""
+        return [
+            part
+            for code in self._functions
+            if code.co_name not in _RUN_BY_TORCH or code.co_name in self.names.attributes
+            for part in with_nested(code, but=self._but)
+        ]
 
     def add(self, frame: Frame) -> None:
         """The whole function counts; what variables around it hold is not known."""
@@ -124,7 +146,7 @@ class Readers:
     def complete(self) -> Readers:
         """Follows the names until nothing new is found."""
         known = -1
-        while known != (known := len(self.names.attributes) + len(self._functions) + len(self._roots)):
+        while known != (known := self._num_known()):
             for kind in list(self._kinds):
                 self._methods(kind)
             for namespace, name in list(self._spaces.values()):
@@ -134,14 +156,21 @@ class Readers:
                 for key, value in module.__dict__.items():
                     if key in self.names.attributes and not isinstance(value, (*PLAIN, *_PASSED_OVER)):
                         self._found(value, f"{type(module).__name__}.{key}")
+            for module in list((self._held or {}).values()):
+                self._attributes_of_module(module)
             for value, name in list(self._objects.values()):
                 self._attributes(value, name)
         self._narrow()
         return self
 
+    def _num_known(self) -> int:
+        found = (self.names.attributes, self._functions, self._roots, self._held or ())
+        return sum(map(len, found))
+
     def _narrow(self) -> None:
         """Of a dict that is only subscripted with constants, only these entries count."""
-        codes = [part for code in self._functions for part in with_nested(code, but=self._but)]
+        functions = (*self._functions, *self._users)
+        codes = [part for code in functions for part in with_nested(code, but=self._but)]
         for value, names in list(self._roots.values()):
             if type(value) is not dict:
                 continue
@@ -158,7 +187,8 @@ class Readers:
     def copy(self) -> Copy:
         """What lies there now."""
         roots = [(value, names[0]) for value, names in self._roots.values()]
-        return Copy(roots, list(self._places.values()))
+        passed_over = _PASSED_OVER if self._held is None else (*_PASSED_OVER, nn.Parameter)
+        return Copy(roots, list(self._places.values()), passed_over)
 
     def reads(self, module: nn.Module, name: str) -> bool:
         """Whether any of the code reads an attribute of the module that none of it sets."""
@@ -223,12 +253,26 @@ class Readers:
             self._add_kind(value)
         elif isinstance(value, nn.Module):
             self._add_kind(type(value))
+            if self._held is not None:
+                self._held.update({id(module): module for module in value.modules()})
+        elif self._held is not None and isinstance(value, nn.Parameter):
+            pass
         elif not isinstance(value, (*PLAIN, *_PASSED_OVER)):
             self._add_kind(type(value))
             if self._is_plain_object(value):
                 self._objects.setdefault(id(value), (value, name))
             else:
                 self._root(value, name)
+
+    def _attributes_of_module(self, module: nn.Module) -> None:
+        label = type(module).__name__
+        for table in (module.__dict__, module.__dict__["_buffers"]):
+            for key, value in list(table.items()):
+                if key in self.names.attributes and key not in _TABLES:
+                    place = Item(table, key, f"{label}.{key}")
+                    self._places.setdefault(place.identity, place)
+                    if not isinstance(value, (*PLAIN, *_PASSED_OVER)):
+                        self._found(value, place.name)
 
     @property
     def _reads_all(self) -> bool:
@@ -271,6 +315,10 @@ class Readers:
             self._root(function.__dict__, f"an attribute of {name}")
 
     def _root(self, value: Any, name: str) -> None:
+        if self._held is not None and isinstance(value, list | tuple | dict):
+            for item in value.values() if isinstance(value, dict) else value:
+                if isinstance(item, nn.Module):
+                    self._found(item, name)
         names = self._roots.setdefault(id(value), (value, []))[1]
         if name not in names:
             names.append(name)
@@ -299,8 +347,10 @@ class Readers:
 class Copy:
     """What lay at places and in objects once."""
 
-    def __init__(self, roots: list[tuple[Any, str]], places: list[Place]) -> None:
-        self._state = PythonState(passes_over=lambda value: isinstance(value, _PASSED_OVER))
+    def __init__(
+        self, roots: list[tuple[Any, str]], places: list[Place], passed_over: tuple[type, ...]
+    ) -> None:
+        self._state = PythonState(passes_over=lambda value: isinstance(value, passed_over))
         for value, name in roots:
             self._state.add(value, name)
         self._places = [(place, place.get()) for place in places]
@@ -311,6 +361,13 @@ class Copy:
             if place.get() != old:
                 return f"sets {place.name}"
         return self._state.changed()
+
+
+def defaults_of(function: types.FunctionType) -> dict[str, Any]:
+    """The arguments of a function that have defaults, and these."""
+    code, given = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(given) : code.co_argcount]
+    return dict(zip(names, given, strict=True)) | (function.__kwdefaults__ or {})
 
 
 def _contents(cell: Any) -> Any:

@@ -174,16 +174,22 @@ class Placement:
         assert found is not None
         return found
 
-    def gradient_hooks(self) -> list[tuple[int | None, Any]]:
-        """(stage, hook) for hooks on gradients that were put on modules and parameters."""
-        found: list[tuple[int | None, Any]] = []
+    def owners_of_parameter(self, full: str) -> frozenset[int | str]:
+        """Its name, and the ids of the modules whose calls use the parameter."""
+        holders = [self.owners.get(id(holder), ()) for holder in self.holders(full)]
+        return frozenset([full]).union(*holders)
+
+    def gradient_hooks(self) -> list[tuple[int | None, Any, frozenset[int | str]]]:
+        """(stage, hook, in whose backward) for hooks on gradients that were put on modules and parameters."""
+        found: list[tuple[int | None, Any, frozenset[int | str]]] = []
         for _, module in self._modules:
             if module._backward_hooks or module._backward_pre_hooks:
                 hooks = (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
-                stage = self._homes[id(module)]
-                found += [(stage if stage >= 0 else None, hook) for hook in hooks]
+                stage, owners = self._homes[id(module)], frozenset(self.owners.get(id(module), ()))
+                found += [(stage if stage >= 0 else None, hook, owners) for hook in hooks]
         for name, _, hooks in self.hooked_parameters():
-            found += [(self.parameter_stage[name], hook) for hook in hooks]
+            owners = self.owners_of_parameter(name)
+            found += [(self.parameter_stage[name], hook, owners) for hook in hooks]
         return found
 
     def hooked_parameters(self) -> list[tuple[str, torch.Tensor, list[Any]]]:

@@ -34,9 +34,10 @@ from torch import Tensor, nn
 from ...errors import SMPError
 from ...plan.actions import Action, ActionKind
 from ...plan.segments import Segment
+from ...record.backward.gradient_reads import GradientReads
 from ...record.recording import Recording
 from .accumulating import accumulate
-from .learning import GradientReads, comparing, same_bits
+from .learning import comparing, same_bits
 from .modules import Forward, LinearUse, installed, split_forwards, without_hooks
 from .rules import Call
 from .splitting import SplitCalls, Use
@@ -80,6 +81,7 @@ class WeightGradients:
         self._mode = SplitCalls(self)
         self._reads = GradientReads(self._refuse_read)
         self._learned: dict[Any, frozenset[int]] = {}  # by form of a segment, parameters to split
+        self._read: dict[int, nn.Parameter] = {}  # by id, those whose gradients hooks look at
         self._touched: dict[Any, dict[int, nn.Parameter]] = {}
         self._modules: dict[Any, list[nn.Module]] = {}  # by form, all of the segment
         self._decided: dict[Any, dict[int, nn.Parameter]] = {}  # by the forms of a list, what it splits
@@ -134,7 +136,7 @@ class WeightGradients:
     ) -> dict[int, nn.Parameter]:
         """The parameters that can be split in all these segments."""
         split: dict[int, nn.Parameter] = {}
-        whole: set[int] = set()
+        whole = set(self._read)  # also by hooks of another segment
         before: dict[int, set[int]] = {}  # touched in earlier visits of a microbatch
         for m, segment, state in here:
             touched = self._touched_by(state, segment)
@@ -207,9 +209,11 @@ class WeightGradients:
         try:
             if self._learning.get(form) == place:
                 touched = self._touched_by(state, segment)
-                with comparing(touched, starts, self._watched, self._are_equal) as agreeing:
+                read: dict[int, Any] = {}
+                with comparing(touched, starts, self._watched, read, self._are_equal) as agreeing:
                     yield
                 self._learned[form] = frozenset(agreeing)
+                self._read.update((key, p) for key, p in read.items() if isinstance(p, nn.Parameter))
                 self._decided.clear()
                 del self._learning[form]
             elif self.deferred:

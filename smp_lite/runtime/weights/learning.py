@@ -15,27 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from ...record.backward.gradient_reads import GradientReads
 from .splitting import Use
 
-__all__ = ["GradientReads", "comparing", "same_bits"]
-
-_OF_GRADIENTS = (Tensor.grad.__get__, Tensor.grad.__set__, Tensor.grad.__delete__)
-
-
-class GradientReads(TorchFunctionMode):
-    """Within a backward: tells of each tensor whose ``grad`` Python code reads or sets (hooks, own autograd
-    functions), since that would find another one there if gradients are made later."""
-
-    def __init__(self, on_read: Callable[[Any], None]) -> None:
-        super().__init__()
-        self._on_read = on_read
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _OF_GRADIENTS:
-            self._on_read(args[0])
-        return func(*args, **(kwargs or {}))
+__all__ = ["comparing", "same_bits"]
 
 
 @contextlib.contextmanager
@@ -43,6 +27,7 @@ def comparing(
     touched: Mapping[int, nn.Parameter],
     starts: Sequence[Any],
     watched: list[Use],
+    read: dict[int, Any],
     are_equal: Callable[[Tensor, Tensor], bool],
 ) -> Iterator[set[int]]:
     """Around a backward; afterwards the set holds the ids of the parameters that can be split.
@@ -51,11 +36,11 @@ def comparing(
         touched: what may get gradients, by id.
         starts: of the backward.
         watched: the calls with rules; the backward fills it.
+        read: tensors, by id, whose gradients somebody reads or sets within a backward; this one adds to it.
         are_equal: compares what has arrived with what a rule has made.
     """
     arrived: dict[int, Tensor] = {}
     task: list[int] = []
-    read: set[int] = set()
     handles = [
         parameter.register_hook(_into(arrived, key))
         for key, parameter in touched.items()
@@ -68,7 +53,7 @@ def comparing(
     found: set[int] = set()
     watched.clear()
     try:
-        with GradientReads(lambda tensor: read.add(id(tensor))):
+        with GradientReads(lambda tensor: read.setdefault(id(tensor), tensor)):
             yield found
     finally:
         for handle in handles:
