@@ -6,9 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import nn
 
 import smp_lite as smp
+from tests.models import Batch
 from tests.transparency.comparison import NUM_MICROBATCHES
+from tests.transparency.rounds import Round, assert_rounds_equal
+from tests.transparency.weight_gradients import BATCH, Check, split_names, train
 
 OpenSession = Callable[..., None]
 
@@ -25,3 +29,21 @@ def open_session() -> OpenSession:
         smp.init_in_memory(config)
 
     return start
+
+
+@pytest.fixture
+def check(open_session: OpenSession) -> Check:
+    """Opens a session that gives gradients of parameters in actions of their own."""
+
+    def run(
+        build: Callable[[], nn.Module],
+        *rounds: Round,
+        batch: Batch = BATCH,
+        function: Callable[..., Any] = train,
+        **parameters: Any,
+    ) -> set[str]:
+        open_session(2, "zigzag", pipeline="zero_bubble", **parameters)
+        assert_rounds_equal(build, rounds or [Round(function, batch)] * 3)
+        return split_names(smp.state.model)
+
+    return run

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ...errors import SMPError
+from ..code.frames import users_line
 from ..parameters.placement import Placement
-from ..source_line import user_line
 from .part import Part
 
 __all__ = ["GradientReads", "refuse_reads_elsewhere"]
@@ -80,10 +80,9 @@ def refuse_reads_elsewhere(placement: Placement, part: Part, *, is_repeated: boo
 
 
 def _error(name: str, part: Part, why: str) -> SMPError:
-    file, line = user_line()
     return SMPError(
-        f"the gradient of the parameter {name!r} is read or set at {file}:{line}, in code that runs within a "
-        f"backward on stage {part.stage_index} (a hook, an autograd function's backward), where it is not "
+        f"the gradient of the parameter {name!r} is read or set at {users_line()}, in code that runs within "
+        f"a backward on stage {part.stage_index} (a hook, an autograd function's backward), where it is not "
         f"what it is in one process: {why}, or look at gradients between model.backward() and "
         "optimizer.step(), outside the step function"
     )

@@ -1,4 +1,4 @@
-"""Where the step function is when it calls ``model.backward()``."""
+"""Where the user's code is: the step function when it calls ``model.backward()``, a hook when it runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from .bytecode import names_after
 from .watch import is_users_code
 
-__all__ = ["Frame", "frames_of_the_step"]
+__all__ = ["Frame", "frames_of_the_step", "users_line"]
 
 _OURS = __name__.partition(".")[0]
 
@@ -48,3 +48,11 @@ def frames_of_the_step() -> list[Frame]:
             break
         frame = frame.f_back
     return found
+
+
+def users_line() -> str:
+    """``file:line`` of the innermost function of the user's that runs now."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users_code(frame.f_code, frame.f_globals):
+        frame = frame.f_back
+    return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,199 @@
+"""Gradients of parameters as actions of their own, where later steps differ from the first one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from smp_lite.errors import SMPError
+from tests.models import Batch
+from tests.models.layers import WIDTH, Chain
+from tests.transparency.conftest import OpenSession
+from tests.transparency.rounds import Round
+from tests.transparency.weight_gradients import (
+    BATCH,
+    Around,
+    Check,
+    Unseen,
+    all_but_norms,
+    own_names,
+    split_names,
+    train,
+    zigzag_step,
+)
+
+
+class Late(nn.Module):
+    """Uses its weight in a second way where something says so of which no recording knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return Unseen.apply(y, self.linear.weight) if "MORE" in os.environ else y
+
+
+def test_a_second_use_that_comes_later_is_an_error(
+    open_session: OpenSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_session(2, "zigzag", pipeline="zero_bubble")
+    _, step = zigzag_step(Around(Late))
+    step(BATCH)
+    monkeypatch.setenv("MORE", "1")
+    with pytest.raises(SMPError, match=r"linear\.weight.*set pipeline to 'interleaved'"):
+        step(BATCH)
+
+
+class Penalised(nn.Module):
+    """A second use of a weight, whose gradient is zero for now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.strength = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.strength * self.linear.weight.square().sum()
+
+
+def test_a_second_use_that_counts_later(check: Check) -> None:
+    def count(model: nn.Module) -> None:
+        for block in model.blocks:
+            block.strength = 0.1
+
+    found = check(lambda: Around(Penalised), Round(train, BATCH), *[Round(train, BATCH, before=count)] * 2)
+    assert own_names(found) <= {"linear.bias"}
+
+
+def test_frozen_and_trained_again(check: Check) -> None:
+    def freeze(flag: bool) -> Callable[[nn.Module], None]:
+        def change(model: nn.Module) -> None:
+            model.blocks[1].requires_grad_(flag)
+            model.blocks[3].expand.weight.requires_grad_(flag)
+            model.blocks[2].norm.bias.requires_grad_(not flag)
+
+        return change
+
+    flags = (True, True, False, False, True, True)
+    check(Chain, *[Round(train, BATCH, before=freeze(flag)) for flag in flags])
+
+
+def test_autocast_from_the_second_step_on(check: Check) -> None:
+    def function(model: Any, batch: Batch, backward: Callable[..., None]) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(batch["x"])
+        loss = F.mse_loss(output.float(), batch["target"])
+        backward(loss)
+        return loss
+
+    check(Chain, *[Round(f, BATCH) for f in (train, train, function, train, function)])
+
+
+def test_numbers_that_are_none_at_first(open_session: OpenSession) -> None:
+    """As with a loss scale that is too large."""
+    open_session(2, "zigzag", pipeline="zero_bubble")
+    model, step = zigzag_step(Chain())
+    step({**BATCH, "x": BATCH["x"] * float("inf")})
+    assert split_names(model) == all_but_norms(Chain)
+
+
+class Scaled(nn.Module):
+    """A branch whose hook changes in place a gradient that the other branch has got too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.is_on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        other = x.view(x.shape)
+        if self.is_on:
+            other.register_hook(lambda gradient: gradient.mul_(3))
+        return other + self.linear(x)
+
+
+def test_gradients_changed_in_place(open_session: OpenSession) -> None:
+    open_session(2, "zigzag", pipeline="zero_bubble")
+    module = Around(Scaled)
+    _, step = zigzag_step(module)
+    step(BATCH)
+    step(BATCH)
+    for block in module.blocks:
+        block.is_on = True
+    with pytest.raises(SMPError, match=r"linear\.weight.*changed in place"):
+        step(BATCH)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_patched_class(is_late: bool, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tools that add adapters, or quantize, do it."""
+    own = nn.Linear.forward
+
+    def patch(module: nn.Module) -> None:
+        monkeypatch.setattr(nn.Linear, "forward", lambda self, input: own(self, input) * 1.5)
+
+    plain, patched = Round(train, BATCH), Round(train, BATCH, before=patch)
+    check(Chain, *([plain, plain] if is_late else []), patched, patched)
+
+
+class SetsData(nn.Module):
+    """As constraints on weights are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.weight.data = self.linear.weight.data.clamp(-0.1, 0.1)
+        return self.linear(x)
+
+
+def test_weights_that_are_set_in_a_forward(check: Check) -> None:
+    def grow(model: nn.Module) -> None:
+        for block in model.blocks:
+            block.linear.weight.data.mul_(1.5)
+
+    assert check(lambda: Around(SetsData), *[Round(train, BATCH, before=grow)] * 3)
+
+
+class Branching(nn.Module):
+    """Goes another way for some microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) if x.mean() > 0 else self.other(self.one(x))
+
+
+def test_branches_on_data(check: Check) -> None:
+    turned = [{**BATCH, "x": BATCH["x"].roll(step, 0) - 0.02 * step} for step in range(4)]
+    check(lambda: Around(Branching), *[Round(train, batch) for batch in turned])
+
+
+class Dropping(Chain):
+    """Other blocks of a stage in other microbatches, and now and then as many."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in ((0, 2, 4), (0, 2), (2, 4))[int(3 * torch.rand(()))]:
+            x = x + self.blocks[index](x)
+        return self.head(self.blocks[1](x))
+
+
+def test_other_layers_in_other_microbatches(check: Check) -> None:
+    check(Dropping, *[Round(train, BATCH)] * 8)
