@@ -131,6 +131,11 @@ class GradientBooks:
         if parameters:
             self._handles = [p.register_post_accumulate_grad_hook(self._tell_final) for p in parameters]
 
+    def _listen_no_more(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
     def _tell_final(self, parameter: torch.Tensor) -> None:
         assert self.on_final is not None
         with torch._C.DisableTorchFunction():  # that ours looks at gradients is nothing to note
@@ -138,9 +143,7 @@ class GradientBooks:
 
     def after(self, microbatch_index: int, segment: Segment) -> None:
         key = (microbatch_index, segment.commands[0])
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._listen_no_more()
         final = {id(parameter) for parameter in self._final.get(key, ())}
         for parameter, total in self._aside:
             use = (microbatch_index, id(parameter))
@@ -162,6 +165,8 @@ class GradientBooks:
         self._aside = []
 
     def end_step(self) -> None:
+        self._listen_no_more()  # a backward that failed has no end
+        self._aside = []
         self._shared.clear()
         self._final.clear()
         self._left.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,8 +30,10 @@ class FailsInBackward(torch.autograd.Function):
 
 
 def _fail_if(where: str) -> None:
-    if os.environ.get("FAIL_NEXT") == where:
-        os.environ["FAIL_NEXT"] = ""
+    waiting = os.environ.get("FAIL_NEXT", "")
+    if waiting.startswith(where):
+        os.environ["FAIL_NEXT"] = waiting.removeprefix(where)
+    if waiting == where:
         raise torch.OutOfMemoryError("out of memory, as if")
 
 
@@ -55,15 +58,35 @@ class FailingChain(Chain):
         self.blocks = nn.ModuleList(Failing() for _ in range(4))
 
 
+class FailingBlock(MLPBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + FailsInBackward.apply(super().forward(x))
+
+
+class FailingReuse(nn.Module):
+    """The first block comes last once more, so parts of its gradient are summed by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(FailingBlock() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in (0, 1, 2, 3, 0):
+            x = self.blocks[index](x)
+        return x
+
+
 def batches() -> list[dict[str, Tensor]]:
     batch = regression_batch(8)
     return [{name: tensor.roll(step, 0) for name, tensor in batch.items()} for step in range(NUM_STEPS)]
 
 
-def plain_states(skipped: tuple[int, ...]) -> dict[str, Tensor]:
+def plain_states(
+    skipped: tuple[int, ...], build: Callable[[], nn.Module] = FailingChain
+) -> dict[str, Tensor]:
     """Where plain torch ends that never sees the failing steps' batches."""
     torch.manual_seed(0)
-    model = FailingChain()
+    model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step, batch in enumerate(batches()):
         if step in skipped:
@@ -75,15 +98,19 @@ def plain_states(skipped: tuple[int, ...]) -> dict[str, Tensor]:
     return copy.deepcopy(model.state_dict())
 
 
-def train(where: str, failing_rank: int) -> tuple[dict[str, Tensor], list[str]]:
+def train(
+    where: str, failing_rank: int, build: Callable[[], nn.Module] = FailingChain, fail_at: int = 1
+) -> tuple[dict[str, Tensor], list[str]]:
     """Trains in the open session; returns the whole state and the texts of the errors that were caught.
 
     Args:
         where: "forward", "backward", "recording" (on the failing rank), "everywhere" (in recording, on all).
         failing_rank: of the mp group; in memory any.
+        build: makes the model.
+        fail_at: which of the calls there that could fail does.
     """
     torch.manual_seed(0)
-    module = FailingChain()
+    module = build()
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     fails_here = smp.state.world is None or smp.mp_rank() == failing_rank
@@ -102,7 +129,7 @@ def train(where: str, failing_rank: int) -> tuple[dict[str, Tensor], list[str]]:
         optimizer.zero_grad()
         fail = number in FAILING_STEPS
         if fail and fails_here and where in ("forward", "backward"):
-            os.environ["FAIL_NEXT"] = where
+            os.environ["FAIL_NEXT"] = where * fail_at
         try:
             step(model, batch["x"], batch["target"], fail)
         except (torch.OutOfMemoryError, ValueError, smp.SMPError) as error:
@@ -122,9 +149,11 @@ def train_on_rank(where: str, failing_rank: int, wire: str = "mpi") -> tuple[boo
     return all(torch.equal(value, plain[key]) for key, value in state.items()), texts
 
 
-def train_on_one_replica(where: str) -> tuple[bool, list[str]]:
+def train_on_one_replica(where: str, fail_at: int = 1) -> tuple[bool, list[str]]:
     """As :func:`train_on_rank`, with two replicas of which the first fails."""
     smp.init()
-    state, texts = train(where, 0 if smp.dp_rank() == 0 else -1)
+    state, texts = train(where, 0 if smp.dp_rank() == 0 else -1, fail_at=fail_at)
+    for parameter in smp.state.model.local_parameters():
+        assert not parameter._post_accumulate_grad_hooks  # none of ours has stayed
     plain = plain_states(FAILING_STEPS)
     return all(torch.equal(value, plain[key]) for key, value in state.items()), texts

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+import smp_lite as smp
 from tests.harness import run_distributed
 from tests.transparency.conftest import OpenSession
-from tests.transparency.failing import FAILING_STEPS, plain_states, train
+from tests.transparency.failing import FAILING_STEPS, FailingReuse, plain_states, train
 
 
 @pytest.mark.parametrize("pipeline", ["interleaved", "simple"])
@@ -18,6 +19,23 @@ def test_in_memory(where: str, pipeline: str, open_session: OpenSession) -> None
     plain = plain_states(FAILING_STEPS)
     assert [key for key, value in state.items() if not torch.equal(value, plain[key])] == []
     assert len(texts) == len(FAILING_STEPS)
+
+
+@pytest.mark.parametrize("fail_at", [1, 2, 3])
+def test_sums_of_a_reused_block(fail_at: int, open_session: OpenSession) -> None:
+    """Nothing that was put aside for its sum is there in the next step."""
+    open_session(2, auto_partition=False, default_partition=0)
+    state, texts = train("backward", 0, build_reuse, fail_at)
+    plain = plain_states(FAILING_STEPS, FailingReuse)
+    assert [key for key, value in state.items() if not torch.equal(value, plain[key])] == []
+    assert len(texts) == len(FAILING_STEPS)
+
+
+def build_reuse() -> FailingReuse:
+    model = FailingReuse()
+    for block in model.blocks[1:]:
+        smp.set_partition(block, 1)
+    return model
 
 
 @pytest.mark.slow(keep=1)
@@ -72,3 +90,15 @@ def test_another_replica_hears_of_it(where: str) -> None:
     assert [len(texts) for _, texts in found] == [len(FAILING_STEPS)] * 4
     healthy = found[3][1]
     assert all("another replica failed" in text for text in healthy)
+
+
+def test_a_replica_fails_in_the_last_backward() -> None:
+    """When parameters are listened to, since their gradients are about to be whole."""
+    found = run_distributed(
+        "tests.transparency.failing:train_on_one_replica",
+        4,
+        kwargs={"where": "backward", "fail_at": 7},
+        parameters={"partitions": 2, "microbatches": 4, "ddp": True},
+    )
+    assert [equal for equal, _ in found] == [True] * 4
+    assert [len(texts) for _, texts in found] == [len(FAILING_STEPS)] * 4

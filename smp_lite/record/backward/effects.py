@@ -154,18 +154,15 @@ class BackwardEffects:
         drawn = random_state.all_states() if self.is_possible else None
         if self._readers is not None and self._kept is not None and self._kept.changed() is not None:
             self._kept = self._readers.copy()  # by a call that has run
-        with (
-            self._shared.watched(part),
-            self._reads(part),
-            hearing_attributes(lambda module, name: self._set.append((module, name))),
-        ):
-            yield
-        if drawn is not None and drawn != random_state.all_states():
-            raise SMPError(
-                f"{BACKWARD_CODE} draws random numbers: which ones they are depends on when it runs, and "
-                "on several ranks each draws its own. Draw them in the step function or in forward"
-            )
-        self._check_not_read(buffers)
+        with self._shared.watched(part):
+            with self._reads(part), hearing_attributes(lambda m, name: self._set.append((m, name))):
+                yield
+            if drawn is not None and drawn != random_state.all_states():
+                raise SMPError(
+                    f"{BACKWARD_CODE} draws random numbers: which ones they are depends on when it runs, and "
+                    "on several ranks each draws its own. Draw them in the step function or in forward"
+                )
+            self._check_not_read(buffers)
         done = self._done.setdefault(part.microbatch_index, set())
         for (name, parameter), before in zip(self._hooked, gradients, strict=True):
             if _of_gradient(parameter) == before:
@@ -183,7 +180,8 @@ class BackwardEffects:
     def _reads(self, part: Part) -> contextlib.AbstractContextManager[Any]:
         if not self.is_possible or (self._placement.num_stages == 1 and not part.elsewhere):
             return contextlib.nullcontext()
-        return refuse_reads_elsewhere(self._placement, part, is_repeated=self._num_microbatches > 1)
+        hooked = {name for name, _ in self._hooked}  # of these, parts are looked for anyway
+        return refuse_reads_elsewhere(self._placement, part, hooked, is_repeated=self._num_microbatches > 1)
 
     def _versions(self) -> list[tuple[nn.Module, str, torch.Tensor, int]]:
         return [

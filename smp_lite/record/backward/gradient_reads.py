@@ -7,7 +7,7 @@ of other microbatches have added to it. So this is an error, whatever the hook d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor
@@ -41,12 +41,15 @@ class GradientReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def refuse_reads_elsewhere(placement: Placement, part: Part, *, is_repeated: bool) -> GradientReads:
+def refuse_reads_elsewhere(
+    placement: Placement, part: Part, may_be_partial: Collection[str], *, is_repeated: bool
+) -> GradientReads:
     """Around a part of a backward.
 
     Args:
         placement: of the parameters.
         part: that runs.
+        may_be_partial: parameters that may be read in one of several parts that give them gradients.
         is_repeated: whether the step has several microbatches.
 
     Returns:
@@ -67,6 +70,8 @@ def refuse_reads_elsewhere(placement: Placement, part: Part, *, is_repeated: boo
             )
         owners = placement.owners_of_parameter(name)
         is_partial = bool(owners & part.here) and bool(owners & part.elsewhere)
+        if is_partial and name in may_be_partial:
+            return
         if is_partial or (is_repeated and not part.has_all_of(owners)):
             raise _error(
                 name,
