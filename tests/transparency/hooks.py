@@ -48,6 +48,13 @@ class Net(nn.Module):
             x = block(x)
         return x
 
+    def count_and_call(self, parameter: Tensor) -> None:
+        self.calls += 1
+        self.scale(parameter)
+
+    def scale(self, parameter: Tensor) -> None:
+        parameter.grad.mul_(1 + self.calls % 5)
+
     def count_and_scale(self, parameter: Tensor) -> None:
         self.calls += 1
         parameter.grad.mul_(1 + self.calls % 5)
@@ -86,6 +93,10 @@ def counts_in_a_keyword(net: Net) -> None:
 
 def counts_in_an_attribute(net: Net) -> None:
     everywhere(net, net.count_and_scale)
+
+
+def counts_and_calls_a_method(net: Net) -> None:
+    everywhere(net, net.count_and_call)
 
 
 def counts_in_the_model(net: Net) -> None:
@@ -169,7 +180,7 @@ SHARES: dict[str, Hooks] = {
     for hooks in (
         *(counts_in_a_default, counts_in_a_keyword, counts_in_an_attribute, counts_in_the_model),
         *(counts_in_the_function, counts_around, counts_in_what_it_is_given, counts_and_calls),
-        *(counts_before_and_calls, counts_at_both_ends),
+        *(counts_before_and_calls, counts_at_both_ends, counts_and_calls_a_method),
     )
 }
 

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from ...errors import SMPError
+from ..code.copies import Copy
 from ..code.frames import Frame, frames_of_the_step
-from ..code.readers import Copy, Readers
+from ..code.readers import Readers
 from ..parameters.placement import Placement
 from ..state import random_state
 from ..state.hearing import hearing_attributes

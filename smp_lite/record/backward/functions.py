@@ -48,6 +48,7 @@ def may_change_gradients(hooks: Iterable[Any]) -> bool:
     """Whether any of these hooks, which have the same code, could."""
     readers, own = Readers(None, ()), set()
     for hook in hooks:
+        readers.add_function(hook)  # with the object whose method it is
         for function in functions_in(hook):
             if _may_return_more(function) or changes_tensors(
                 function.__code__, frozenset(defaults_of(function))

@@ -16,7 +16,8 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 from ...errors import SMPError
-from ..code.readers import Copy, Readers
+from ..code.copies import Copy
+from ..code.readers import Readers
 from .functions import functions_in, may_change_gradients
 from .part import Owners, Part
 

@@ -195,7 +195,8 @@ class BackwardState:
             SMPError: it has changed what the step function has changed too since ``model.backward()``.
         """
         state = list(called.changed.values())
-        part = Part.of(called.microbatch_index, stage_index, called.commands, commands)
+        m, all_commands = called.microbatch_index, called.commands
+        part = Part.of(m, stage_index, all_commands if self.effects.is_possible else (), commands)
         with self.effects.watched(part), in_force(state):
             before = [place.get() for place, _ in state]
             yield

@@ -22,7 +22,6 @@ from torch import nn
 from ..state.containers import MISSING
 from ..state.parts import is_users_class
 from ..state.places import PLAIN, Attribute, Cell, Item, Place
-from ..state.python_state import PythonState
 from .bytecode import (
     constant_keys,
     names_used,
@@ -31,10 +30,11 @@ from .bytecode import (
     variables_around,
     with_nested,
 )
+from .copies import Copy
 from .frames import Frame
 from .watch import Names
 
-__all__ = ["Copy", "Readers", "defaults_of"]
+__all__ = ["Readers", "defaults_of"]
 
 _OURS = __name__.partition(".")[0]
 _PASSED_OVER = (nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader)
@@ -235,7 +235,8 @@ class Readers:
         if isinstance(value, staticmethod | classmethod):
             value = value.__func__
         if isinstance(value, functools.partial):
-            self._found(value.func, name)
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self._found(part, name)
         if isinstance(value, property):
             value = value.fget
         if isinstance(value, types.FunctionType):
@@ -342,25 +343,6 @@ class Readers:
                 self._places.setdefault(place.identity, place)
             elif isinstance(value, types.FunctionType) or not key.startswith("__"):
                 self._found(value, f"{kind.__name__}.{key}", kind)
-
-
-class Copy:
-    """What lay at places and in objects once."""
-
-    def __init__(
-        self, roots: list[tuple[Any, str]], places: list[Place], passed_over: tuple[type, ...]
-    ) -> None:
-        self._state = PythonState(passes_over=lambda value: isinstance(value, passed_over))
-        for value, name in roots:
-            self._state.add(value, name)
-        self._places = [(place, place.get()) for place in places]
-
-    def changed(self) -> str | None:
-        """The first thing that is no longer as it was, in words."""
-        for place, old in self._places:
-            if place.get() != old:
-                return f"sets {place.name}"
-        return self._state.changed()
 
 
 def defaults_of(function: types.FunctionType) -> dict[str, Any]:

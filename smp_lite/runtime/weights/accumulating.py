@@ -11,9 +11,11 @@ _SEEN = "smp_lite.seen"
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """By autograd's own node where anybody listens, or this is the first gradient; else by an addition.
+    """By autograd's own node where this is the first gradient, or hooks wait for it; else by an addition.
 
     The node is what hooks on the parameter hang on; to run it takes ten times as long as a small addition.
+    The user's hooks keep a parameter whole (:func:`.modules.without_hooks`), so those that wait here are the
+    library's own: replicas want to know of each last gradient, for the time of that ``W``.
 
     Args:
         parameter: a leaf.
