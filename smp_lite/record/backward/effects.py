@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,14 +71,19 @@ class BackwardEffects:
         self._readers = self._readers_of_attributes = self._kept = None
         self._set.clear()
 
-    def meet(
-        self, functions: Iterable[Any], stage_index: int | None = None, owners: Owners = frozenset()
-    ) -> None:
-        """These will run within backwards, on that stage (None: on any), in the parts with these owners."""
-        for function in functions:
-            self.is_possible = True
-            self._codes |= {inner.__code__ for inner in functions_in(function)}
-            self._shared.meet(function, stage_index, owners)
+    def meet(self, function: Any, stage_index: int | None = None, owners: Owners = frozenset()) -> None:
+        """It will run within backwards, on that stage (None: on any), in the parts with these owners."""
+        self._add(function)
+        self._shared.meet(function, stage_index, owners)
+
+    def keep(self, function: Any) -> None:
+        """It will run within backwards of this step and of later ones, on any stage."""
+        self._add(function)
+        self._shared.keep(function)
+
+    def _add(self, function: Any) -> None:
+        self.is_possible = True
+        self._codes |= {inner.__code__ for inner in functions_in(function)}
 
     def meet_codes(self, codes: set[types.CodeType]) -> None:
         """Functions with this code may run within backwards."""

@@ -23,11 +23,14 @@ from .part import Owners, Part
 
 __all__ = ["SharedState", "name_in"]
 
+_Codes = tuple[types.CodeType, ...]
+
 
 class SharedState:
-    """The hooks of one step, and what they use."""
+    """The hooks of a step, and what they use."""
 
     def __init__(self) -> None:
+        self._lasting: dict[_Codes, Any] = {}  # what is met once, and runs in every step
         self._hooks: dict[int | None, dict[int, tuple[Any, Owners]]] = {}  # by stage and id
         self._changing: dict[int | None, list[tuple[Any, Owners]]] = {}  # those that could change gradients
         self._used: dict[Hashable, tuple[Readers, Copy]] = {}  # by whose hooks use it
@@ -36,6 +39,8 @@ class SharedState:
     def begin_step(self, num_microbatches: int) -> None:
         self._is_repeated = num_microbatches > 1
         self._hooks.clear()
+        if self._lasting:
+            self._hooks[None] = {id(hook): (hook, frozenset()) for hook in self._lasting.values()}
         self._changing.clear()
         self._used.clear()
 
@@ -45,13 +50,21 @@ class SharedState:
         before = known.get(id(hook), (hook, frozenset()))[1]
         known[id(hook)] = hook, before | owners
 
+    def keep(self, hook: Any) -> None:
+        """It will run within backwards of this step and of later ones, on any stage.
+
+        Of several with the same code the last one counts: a module may make a new one each time that it is
+        looked at.
+        """
+        self._lasting[_codes_of(hook)] = hook
+        self.meet(hook, None, frozenset())
+
     def before_running(self) -> None:
         """All hooks of the step are known."""
-        by_code: dict[tuple[types.CodeType, ...], list[Any]] = {}
+        by_code: dict[_Codes, list[Any]] = {}
         for hooks in self._hooks.values():
             for hook, _ in hooks.values():
-                codes = tuple([function.__code__ for function in functions_in(hook)])
-                by_code.setdefault(codes, []).append(hook)
+                by_code.setdefault(_codes_of(hook), []).append(hook)
         changing = {id(hook) for alike in by_code.values() if may_change_gradients(alike) for hook in alike}
         self._used.clear()
         for stage, hooks in self._hooks.items():
@@ -89,6 +102,10 @@ class SharedState:
         for key in others:
             if (text := self._used[key][1].changed()) is not None:
                 raise _error(name_in(text), part, in_other_visit=isinstance(key, tuple))
+
+
+def _codes_of(hook: Any) -> _Codes:
+    return tuple([function.__code__ for function in functions_in(hook)])
 
 
 def name_in(text: str) -> str:

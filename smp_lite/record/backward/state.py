@@ -89,7 +89,9 @@ class BackwardState:
             places = self._of_classes[cls] = PlacesRead([]) if own else places_of_class(cls)
             self.runs_python |= issubclass(cls, CheckpointFunction)
             if not own:
-                self._runs([vars(cls).get(name) for name in ("backward", "vjp")])
+                self.runs_python = True
+                for name in ("backward", "vjp"):
+                    self.effects.keep(vars(cls).get(name))
         return places
 
     def hears_hook(self, hook: Any, *, of_recording: bool) -> None:
@@ -99,19 +101,16 @@ class BackwardState:
             hook: the function.
             of_recording: recorded code has done it, and no closed call.
         """
+        self.runs_python = True
         if of_recording:
             self._heard.append(hook)
-        self._runs([hook])
+            self.effects.meet(hook)
+        else:
+            self.effects.keep(hook)
 
     def hears_checkpoint(self) -> None:
         """Backward passes will run forward code again."""
         self.runs_python = True
-
-    def _runs(
-        self, functions: list[Any], stage_index: int | None = None, owners: Owners = frozenset()
-    ) -> None:
-        self.runs_python |= bool(functions)
-        self.effects.meet(functions, stage_index, owners)
 
     def note(self, recording: Recording, values: Sequence[int]) -> None:
         """``model.backward()`` of these values is called now."""
@@ -119,7 +118,8 @@ class BackwardState:
             hooks = self._placement.gradient_hooks()
             _refuse_hooks_on_several(hooks)
             for stage, hook, owners in hooks:
-                self._runs([hook], stage, owners)
+                self.effects.meet(hook, stage, owners)
+            self.runs_python |= bool(hooks)
             self._of_hooks = places_of_functions([hook for _, hook, _ in hooks])
             self.effects.meet_codes(self._descriptions.codes_with_node_hooks)
             self.runs_python |= self.effects.is_possible

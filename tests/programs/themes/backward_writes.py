@@ -232,6 +232,32 @@ def hooks_of_two_stages_share_a_count(smp: Any, out: Any) -> None:
     trained(smp, out, Net(divide, same))
 
 
+@program(stages=(2,), ranks=(2,), refused="used by such code that changes gradients of other stages")
+def backwards_of_two_stages_share_a_count_later(smp: Any, out: Any) -> None:
+    """An autograd function's backward, which counts from the second step on."""
+    counts = {"step": 0, "n": 0}
+
+    class Divided(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            if counts["step"] > 1:
+                counts["n"] += 1
+            return gradient / (1 + counts["n"])
+
+    class Kind(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return Divided.apply(super().forward(x))
+
+    def count() -> None:
+        counts["step"] += 1
+
+    trained(smp, out, nn.Sequential(*(Kind() for _ in range(4))), steps=4, after_step=count)
+
+
 @program(stages=(2, 4), ranks=(2,))
 def hooks_of_two_stages_collect_together(smp: Any, out: Any) -> None:
     """Counts and lists that only collect are nobody's business, whatever the hooks return."""
