@@ -51,7 +51,6 @@ def test_counts_of_two_stages_that_change_gradients(pipeline: str) -> None:
     assert_refused(outcomes(SHARES, CUT, pipeline), SHARED + "other stages")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_gradients_of_another_stage(pipeline: str) -> None:
     assert_refused(outcomes(READS, CUT, pipeline), READ + "belongs to stage")
@@ -63,7 +62,6 @@ def test_hooks_that_know_of_their_own_stage(pipeline: str) -> None:
     assert_equal(outcomes(["counts_at_both_ends", *READS, *ALLOWED], SIDE_BY_SIDE, pipeline))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_what_is_nobodys_business(pipeline: str) -> None:
     assert_equal(outcomes(ALLOWED, CUT, pipeline))
