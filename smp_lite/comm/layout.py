@@ -70,14 +70,16 @@ def _dense(shape: tuple[int, ...], order: range | list[int]) -> tuple[int, ...]:
     return tuple(stride)
 
 
-def _parcel(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The tensor, or the copy of it that travels."""
+def _parcel(tensor: torch.Tensor, layout: Layout, into: torch.Tensor | None = None) -> torch.Tensor:
+    """The tensor, or the copy of it that travels; that lies in ``into``, if given."""
     if layout.packed is None:
         return tensor
     shape, stride = layout.packed
     for dim, length in enumerate(shape):
         tensor = tensor.narrow(dim, 0, length)
-    return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    if into is None:
+        into = torch.empty(layout.length, dtype=tensor.dtype, device=tensor.device)
+    return into.as_strided(shape, stride).copy_(tensor)
 
 
 def outgoing(
@@ -93,12 +95,15 @@ def outgoing(
     stride = tensor.stride()
     expected = travel_layout(meta.shape, meta.stride)
     layout = expected if stride == meta.stride else travel_layout(meta.shape, stride)
-    parcel = _parcel(tensor, layout)
     num_bytes = layout.length * meta.dtype.itemsize
     if layout == expected and not always_told:
-        return parcel, num_bytes
+        return _parcel(tensor, layout), num_bytes
     message = torch.empty(incoming_bytes(meta), dtype=torch.uint8, device=meta.device)
-    message[:num_bytes] = parcel.as_strided((layout.length,), (1,)).view(torch.uint8)
+    row = message[:num_bytes].view(meta.dtype)
+    if layout.packed is None:
+        row.copy_(tensor.as_strided((layout.length,), (1,)))
+    else:
+        _parcel(tensor, layout, into=row)
     message[meta.num_bytes :] = torch.tensor(stride, dtype=torch.int64).view(torch.uint8)
     return message, len(message)
 

@@ -4,9 +4,9 @@ Recording gives a list of commands, each on one stage, each consuming and produc
 a set of commands of one stage that can run in one go: everything it needs from outside is known before it
 starts. Segments are made greedily in recorded order: a command joins the open segment of its stage unless
 one of its inputs depends on that segment, which would close a circle; then it opens a new one. (Where
-parameters are sharded, each unit of them has segments of its own, and so has each of several backwards.) So a chain of stages gives one segment a
-stage; tied embeddings give the first stage two (a U); placements that jump
-back and forth give more, with no special case.
+parameters are sharded, each unit of them has segments of its own, and so has each of several backwards.)
+So a chain of stages gives one segment a stage; tied embeddings give the first stage two (a U); placements
+that jump back and forth give more, with no special case.
 
 A value that crosses a segment boundary is cut there: the consumer gets a leaf, and the backward of a
 segment is one ``torch.autograd.backward`` over its outputs. :func:`build_graph` therefore also works out,

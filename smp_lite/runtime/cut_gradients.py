@@ -7,10 +7,14 @@ are others than the leaf's, a hook takes the gradient on its way.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
+from torch._subclasses import FakeTensor
+
+from ..comm.layout import handed_over
 
 __all__ = ["CutGradients"]
 
@@ -26,21 +30,33 @@ class CutGradients:
         self._leaves = leaves
         self._others: dict[int, torch.Tensor | None] = {}  # None: the leaf has it
         for value, leaf in leaves.items():
-            hook = self._noting(value, leaf.stride() if leaf.layout is torch.strided else ())
+            hook = self._noting(value, leaf)
             if leaf._backward_hooks is None:
                 leaf._backward_hooks = OrderedDict({0: hook})  # a tenth of what register_hook() takes
             else:
                 leaf.register_hook(hook)
 
-    def _noting(self, value: int, stride: tuple[int, ...]) -> Callable[[torch.Tensor], None]:
+    def _noting(self, value: int, leaf: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor | None]:
         others = self._others
+        stride = leaf.stride() if leaf.layout is torch.strided else ()
+        weak = weakref.ref(leaf)
 
-        def note(gradient: torch.Tensor) -> None:
-            if value in others:
-                others[value] = None
-            else:
+        def note(gradient: torch.Tensor) -> torch.Tensor | None:
+            if value not in others:
+                # Of a fake one the leaf makes a copy, as large as the one here: memory is planned with that.
                 is_other = gradient.layout is torch.strided and gradient.stride() != stride
-                others[value] = gradient if is_other else None
+                if not is_other or isinstance(gradient, FakeTensor):
+                    others[value] = None
+                    return None
+                others[value] = handed_over(gradient)  # a slice must not keep all that it is of
+            else:  # a backward within the backward: it comes in parts
+                before = others[value]
+                if before is None:
+                    return None
+                others[value] = before + gradient
+            # The leaf takes what is laid out like it as it is: its own numbers, which nobody reads.
+            leaf = weak()
+            return None if leaf is None else leaf.detach()
 
         return note
 

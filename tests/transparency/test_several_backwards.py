@@ -1,4 +1,4 @@
-"""Several ``model.backward`` calls in one microbatch add to gradients one after the other, as autograd does."""
+"""Several ``model.backward`` calls in one microbatch add to gradients one after another, as in autograd."""
 
 from __future__ import annotations
 
