@@ -31,7 +31,7 @@ from .commands import CommandRunner, RealRun
 from .cut_gradients import CutGradients
 from .failure import Failure
 from .microbatch import MicrobatchState, edge_of
-from .offloading.offload import ActivationOffload
+from .offloading.offload import COUNTED_KINDS, ActivationOffload
 from .random_streams import RandomStreams
 from .sharded.parameters import ShardedParameters
 from .weights.deferral import WeightGradients
@@ -146,14 +146,14 @@ class StageExecutor:
                 try:
                     if sharded is not None:
                         yield from sharded.bring()
-                    if offload is not None:
+                    if offload is not None and action.kind in COUNTED_KINDS:
                         yield from offload.bring()
                     start = time.perf_counter()
                     with _profiler_span(action):
                         self._table[action.kind](action, state)
                     if sharded is not None:
                         sharded.leave()
-                    if offload is not None:
+                    if offload is not None and action.kind in COUNTED_KINDS:
                         segment = state.by_visit[action.visit]
                         offload.leave(action, state.leaves.get(segment.commands[0], {}).values())
                 except Exception as error:
