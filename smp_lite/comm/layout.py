@@ -1,22 +1,154 @@
-"""How a tensor travels: as one block of bytes that keeps its memory layout where it can.
+"""How a tensor travels: as one block of bytes, and so that it arrives with the strides that it was sent with.
 
-A dense tensor (transposed ones included) arrives with the strides that it left with, because kernels may
-round differently for another layout. A tensor with gaps or overlaps (a slice, an expanded one) travels
-contiguous.
+Kernels choose by strides, and round differently for others: a convolution of channels-last tensors, a linear
+layer of a slice. So the memory that a tensor spans travels as it is where that is no more than its elements
+(dense tensors in any order, expanded ones). One with gaps (a slice) travels packed and is spread again, with
+gaps shortened: what can be seen of them is that they are there, and how they are aligned.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
+from typing import NamedTuple
 
 import torch
 
 from ..record.values.placed import TensorMeta
 
+_ALIGNED = 64
+"""Elements, after which alignments repeat."""
+
+
+class Layout(NamedTuple):
+    """How a tensor of some shape lies, and travels.
+
+    Attributes:
+        stride: on arrival.
+        length: elements of memory that travel.
+        packed: shape and strides of the copy that travels; None: the tensor's own memory does.
+    """
+
+    stride: tuple[int, ...]
+    length: int
+    packed: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+
+@lru_cache(maxsize=4096)
+def travel_layout(shape: tuple[int, ...], stride: tuple[int, ...]) -> Layout:
+    """How a tensor with these strides travels."""
+    count = prod(shape)
+    contiguous = _dense(shape, range(len(shape)))
+    if len(stride) != len(shape):  # not a strided tensor
+        return Layout(contiguous, count)
+    if not count:
+        return Layout(stride, 0)
+    extent = 1 + sum([(length - 1) * step for length, step in zip(shape, stride)])
+    if extent <= count:
+        return Layout(stride, extent)
+    spread = list(stride)
+    used, needed = 1, 1
+    order = sorted(range(len(shape)), key=lambda dim: (stride[dim], shape[dim]))
+    for dim in order:
+        if shape[dim] == 1 or not stride[dim]:
+            continue
+        gap = stride[dim] - used
+        if gap < 0:  # gaps, and elements in several places
+            return Layout(contiguous, count, (shape, contiguous))
+        spread[dim] = needed + (gap if gap < _ALIGNED else _ALIGNED + gap % _ALIGNED)
+        used, needed = stride[dim] * shape[dim], spread[dim] * shape[dim]
+    once = tuple([length if step else 1 for length, step in zip(shape, stride)])
+    return Layout(tuple(spread), prod(once), (once, _dense(once, order[::-1])))
+
+
+def _dense(shape: tuple[int, ...], order: range | list[int]) -> tuple[int, ...]:
+    """Strides without gaps; ``order`` gives the dimensions, that with the largest stride first."""
+    stride, step = [1] * len(shape), 1
+    for dim in reversed(order):
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(stride)
+
+
+def _parcel(tensor: torch.Tensor, layout: Layout, into: torch.Tensor | None = None) -> torch.Tensor:
+    """The tensor, or the copy of it that travels; that lies in ``into``, if given."""
+    if layout.packed is None:
+        return tensor
+    shape, stride = layout.packed
+    for dim, length in enumerate(shape):
+        tensor = tensor.narrow(dim, 0, length)
+    if into is None:
+        into = torch.empty(layout.length, dtype=tensor.dtype, device=tensor.device)
+    return into.as_strided(shape, stride).copy_(tensor)
+
+
+def outgoing(
+    tensor: torch.Tensor, meta: TensorMeta, *, always_told: bool = False
+) -> tuple[torch.Tensor, int]:
+    """What travels, and how many bytes of its memory.
+
+    Args:
+        meta: what the receiver knows of the tensor; strides that it would not guess travel along.
+        always_told: they do in any case, so that all messages are of one length.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    stride = tensor.stride()
+    expected = travel_layout(meta.shape, meta.stride)
+    layout = expected if stride == meta.stride else travel_layout(meta.shape, stride)
+    num_bytes = layout.length * meta.dtype.itemsize
+    if layout == expected and not always_told:
+        return _parcel(tensor, layout), num_bytes
+    message = torch.empty(incoming_bytes(meta), dtype=torch.uint8, device=meta.device)
+    row = message[:num_bytes].view(meta.dtype)
+    if layout.packed is None:
+        row.copy_(tensor.as_strided((layout.length,), (1,)))
+    else:
+        _parcel(tensor, layout, into=row)
+    message[meta.num_bytes :] = torch.tensor(stride, dtype=torch.int64).view(torch.uint8)
+    return message, len(message)
+
+
+def incoming_bytes(meta: TensorMeta) -> int:
+    """How long a message may be: all elements, and strides."""
+    return meta.num_bytes + 8 * len(meta.shape)
+
+
+def arrived(message: torch.Tensor, meta: TensorMeta, num_bytes: int) -> torch.Tensor:
+    """The tensor that was sent.
+
+    Args:
+        message: bytes that were received into; the tensor may keep their memory.
+        meta: what is known of it.
+        num_bytes: how many have come.
+    """
+    stride = meta.stride
+    if num_bytes > meta.num_bytes:
+        stride = tuple(message[meta.num_bytes :].clone().view(torch.int64).tolist())
+    return _spread(message, meta.shape, travel_layout(meta.shape, stride), meta.dtype)
+
+
+def _spread(row: torch.Tensor, shape: tuple[int, ...], layout: Layout, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor of which ``row`` has the memory that travelled."""
+    found, memory = torch.empty(0, dtype=dtype, device=row.device), row.untyped_storage()
+    if layout.packed is None:
+        return found.set_(memory, 0, shape, layout.stride)  # type: ignore[call-overload, no-any-return]
+    found.set_(memory, 0, *layout.packed)  # type: ignore[call-overload]
+    parts = torch.empty_strided(found.shape, layout.stride, dtype=dtype, device=row.device).copy_(found)
+    return parts.expand(shape)
+
+
+def handed_over(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, without copying where there is no gap, as it would arrive elsewhere."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    layout = travel_layout(tuple(tensor.shape), tensor.stride())
+    if layout.packed is None:
+        return tensor
+    return _spread(_parcel(tensor, layout), tuple(tensor.shape), layout, tensor.dtype)
+
 
 @lru_cache(maxsize=4096)
 def wire_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides on arrival: the tensor's own if it is dense, else contiguous ones."""
+    """The strides of what all ranks get: the tensor's own if it is dense, else contiguous ones."""
     expected = 1
     for length, step in sorted(zip(shape, stride, strict=False), key=lambda pair: (pair[1], pair[0])):
         if length == 1:
@@ -27,15 +159,11 @@ def wire_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, .
     else:
         if len(stride) == len(shape):
             return stride
-    contiguous, step = [], 1
-    for length in reversed(shape):
-        contiguous.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(contiguous))
+    return _dense(shape, range(len(shape)))
 
 
 def arrival(meta: TensorMeta) -> torch.Tensor:
-    """An uninitialised tensor to receive into."""
+    """An uninitialised dense tensor to receive into."""
     stride = wire_stride(meta.shape, meta.stride)
     return torch.empty_strided(meta.shape, stride, dtype=meta.dtype, device=meta.device)
 

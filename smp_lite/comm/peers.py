@@ -222,7 +222,7 @@ class RankPeers:
             # Its own memory: a kept loss must not keep the whole message.
             kept = results[i]
             assert kept is not None
-            results[i] = kept.clone()
+            results[i] = arrival(items[i][1]).copy_(kept)
 
     def _broadcast(self, data: torch.Tensor, stage: int) -> None:
         pending = self._between_stages.broadcast(data, self._rank_of_stage[stage])

@@ -2,9 +2,12 @@
 
 A wire does two things, both without blocking: ``send`` a tensor to a stage, and ``receive`` one from a
 stage. Each returns a :class:`Transfer` to poll. Sends and receives between two stages are matched in
-order; the lowering pass puts them in the same order at both ends. Makes: :class:`MemoryWire` (all stages in
-one process), :class:`MPIWire` (CPU tensors, read and written in place) and :class:`C10dWire` (a torch
-process group).
+order; the lowering pass puts them in the same order at both ends. A tensor arrives with the strides that it
+was sent with, also where they are not those that were recorded, as with gradients: they travel behind the
+elements, over MPI only where the receiver would not guess them.
+
+Makes: :class:`MemoryWire` (all stages in one process),
+:class:`MPIWire` (CPU tensors, read and written in place) and :class:`C10dWire` (a torch process group).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..record.values.placed import TensorMeta
-from .layout import arrival, as_bytes, departure
+from .layout import arrived, handed_over, incoming_bytes, outgoing
 from .waiting import broken_connections_named
 
 
@@ -53,7 +56,7 @@ class MemoryWire:
         self._claims: dict[int, deque[_Queued]] = {}
 
     def send(self, tensor: torch.Tensor, meta: TensorMeta, stage: int) -> Transfer:
-        self.queues.setdefault((self.stage_index, stage), deque()).append(departure(tensor, meta))
+        self.queues.setdefault((self.stage_index, stage), deque()).append(handed_over(tensor))
         return _Done()
 
     def receive(self, meta: TensorMeta, stage: int) -> Transfer:
@@ -122,32 +125,39 @@ class MPIWire:
         self.rank_of_stage = rank_of_stage
 
     def send(self, tensor: torch.Tensor, meta: TensorMeta, stage: int) -> Transfer:
-        tensor = departure(tensor, meta)
-        request = self.comm.Isend(self._buffer(tensor, meta), dest=self.rank_of_stage[stage])
-        return _Request(request, tensor)
+        parcel, num_bytes = outgoing(tensor, meta)
+        request = self.comm.Isend(self._buffer(parcel, num_bytes), dest=self.rank_of_stage[stage])
+        return _Request(self._mpi, request, parcel)
 
     def receive(self, meta: TensorMeta, stage: int) -> Transfer:
-        tensor = arrival(meta)
-        request = self.comm.Irecv(self._buffer(tensor, meta), source=self.rank_of_stage[stage])
-        return _Request(request, tensor)
+        num_bytes = incoming_bytes(meta)
+        message = torch.empty(num_bytes, dtype=torch.uint8)
+        request = self.comm.Irecv(self._buffer(message, num_bytes), source=self.rank_of_stage[stage])
+        return _Request(self._mpi, request, message, meta)
 
-    def _buffer(self, tensor: torch.Tensor, meta: TensorMeta) -> list[object]:
-        memory = self._mpi.buffer.fromaddress(tensor.data_ptr(), meta.num_bytes)
+    def _buffer(self, tensor: torch.Tensor, num_bytes: int) -> list[object]:
+        memory = self._mpi.buffer.fromaddress(tensor.data_ptr(), num_bytes)
         return [memory, self._mpi.BYTE]
 
 
 class _Request:
-    def __init__(self, request: object, tensor: torch.Tensor) -> None:
+    def __init__(
+        self, mpi: Any, request: object, message: torch.Tensor, meta: TensorMeta | None = None
+    ) -> None:
         self._request: object | None = request
-        self._tensor = tensor  # its memory is in use until the request ends
+        self._message = message  # its memory is in use until the request ends
+        self._meta = meta
+        self._status = None if meta is None else mpi.Status()
+        self._byte = mpi.BYTE
 
     def done(self) -> bool:
-        if self._request is not None and self._request.Test():  # type: ignore[attr-defined]
+        if self._request is not None and self._request.Test(self._status):  # type: ignore[attr-defined]
             self._request = None
         return self._request is None
 
     def tensor(self) -> torch.Tensor:
-        return self._tensor
+        assert self._meta is not None and self._status is not None
+        return arrived(self._message, self._meta, self._status.Get_count(self._byte))
 
 
 class C10dWire:
@@ -168,24 +178,23 @@ class C10dWire:
         self._lanes: dict[tuple[str, int], _Lane] = {}
 
     def send(self, tensor: torch.Tensor, meta: TensorMeta, stage: int) -> Transfer:
-        flat = as_bytes(departure(tensor, meta))
-        work = dist.isend(flat, group=self.group, group_dst=self.rank_of_stage[stage])  # type: ignore[arg-type]
-        return self._transfer(work, flat, flat, ("send", stage))
+        message, _ = outgoing(tensor, meta, always_told=True)  # both ends name the same length
+        work = dist.isend(message, group=self.group, group_dst=self.rank_of_stage[stage])  # type: ignore[arg-type]
+        return self._transfer(work, message, meta, ("send", stage))
 
     def receive(self, meta: TensorMeta, stage: int) -> Transfer:
-        tensor = arrival(meta)
-        flat = as_bytes(tensor)
-        work = dist.irecv(flat, group=self.group, group_src=self.rank_of_stage[stage])  # type: ignore[arg-type]
-        return self._transfer(work, tensor, flat, ("receive", stage))
+        message = torch.empty(incoming_bytes(meta), dtype=torch.uint8, device=meta.device)
+        work = dist.irecv(message, group=self.group, group_src=self.rank_of_stage[stage])  # type: ignore[arg-type]
+        return self._transfer(work, message, meta, ("receive", stage))
 
     def _transfer(
-        self, work: object, tensor: torch.Tensor, flat: torch.Tensor, direction: tuple[str, int]
+        self, work: object, message: torch.Tensor, meta: TensorMeta, direction: tuple[str, int]
     ) -> Transfer:
         if not self._needs_waiter:
-            return _Work(work, tensor, flat)
+            return _Work(work, message, meta)
         if direction not in self._lanes:
             self._lanes[direction] = _Lane("smp-{}-{}".format(*direction))
-        return _Awaited(self._lanes[direction].wait_for(work), tensor, flat)
+        return _Awaited(self._lanes[direction].wait_for(work), message, meta)
 
 
 class _Lane:
@@ -216,9 +225,9 @@ class _Lane:
 
 
 class _Work:
-    def __init__(self, work: object, tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    def __init__(self, work: object, message: torch.Tensor, meta: TensorMeta) -> None:
         self._work: object | None = work
-        self._tensor, self._flat = tensor, flat
+        self._message, self._meta = message, meta
 
     def done(self) -> bool:
         if self._work is not None and self._work.is_completed():  # type: ignore[attr-defined]
@@ -228,12 +237,12 @@ class _Work:
         return self._work is None
 
     def tensor(self) -> torch.Tensor:
-        return self._tensor
+        return arrived(self._message, self._meta, len(self._message))
 
 
 class _Awaited:
-    def __init__(self, ended: Future[None], tensor: torch.Tensor, flat: torch.Tensor) -> None:
-        self._ended, self._tensor, self._flat = ended, tensor, flat
+    def __init__(self, ended: Future[None], message: torch.Tensor, meta: TensorMeta) -> None:
+        self._ended, self._message, self._meta = ended, message, meta
 
     def done(self) -> bool:
         if self._ended.done():
@@ -243,4 +252,4 @@ class _Awaited:
         return False
 
     def tensor(self) -> torch.Tensor:
-        return self._tensor
+        return arrived(self._message, self._meta, len(self._message))

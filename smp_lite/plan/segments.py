@@ -4,9 +4,9 @@ Recording gives a list of commands, each on one stage, each consuming and produc
 a set of commands of one stage that can run in one go: everything it needs from outside is known before it
 starts. Segments are made greedily in recorded order: a command joins the open segment of its stage unless
 one of its inputs depends on that segment, which would close a circle; then it opens a new one. (Where
-parameters are sharded, each unit of them has segments of its own.) So a chain of stages gives one segment a
-stage; tied embeddings give the first stage two (a U); placements that jump
-back and forth give more, with no special case.
+parameters are sharded, each unit of them has segments of its own, and so has each of several backwards.)
+So a chain of stages gives one segment a stage; tied embeddings give the first stage two (a U); placements
+that jump back and forth give more, with no special case.
 
 A value that crosses a segment boundary is cut there: the consumer gets a leaf, and the backward of a
 segment is one ``torch.autograd.backward`` over its outputs. :func:`build_graph` therefore also works out,
@@ -42,6 +42,8 @@ class CommandNode:
             let go of, unit by unit.
         weight_cost: the part of its backward, in the unit of ``cost``, that gives gradients of parameters
             and can run later than the rest.
+        backwards: bits of the ``model.backward`` calls that reach it, where there are several. Commands of
+            different ones never share a segment: what each call adds to a gradient is a sum of its own.
     """
 
     stage_index: int
@@ -53,6 +55,7 @@ class CommandNode:
     touches: tuple[int, ...] = ()
     unit: int = 0
     weight_cost: float = 0.0
+    backwards: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class Segment:
     epoch: int
     after: tuple[int, ...] = ()  # segments that change state which this one changes too
     weight_cost: float = 0.0  # of its backward, what may run later
+    backwards: int = 0  # as its commands'
 
     @property
     def has_backward(self) -> bool:
@@ -190,6 +194,7 @@ def build_graph(
                 epoch=commands[members[0]].epoch,
                 after=tuple(sorted({group_of_command[e] for i in members for e in earlier[i]} - {index})),
                 weight_cost=sum(commands[i].weight_cost for i in members),
+                backwards=commands[members[0]].backwards,
             )
         )
     sizes = value_bytes or {}
@@ -225,11 +230,11 @@ def _group(
     followers: list[dict[int, None]] = []  # of each group, those that need it directly
     group_of_command: list[int] = []
     producer: dict[int, int] = {}
-    open_group: dict[tuple[int, int, int], int] = {}
+    open_group: dict[tuple[int, int, int, int], int] = {}
     for i, command in enumerate(commands):
         sources = {producer[value] for value in command.inputs}
         sources.update([group_of_command[e] for e in earlier[i]])
-        key = (command.stage_index, command.epoch, command.unit)
+        key = (command.stage_index, command.epoch, command.unit, command.backwards)
         group = open_group.get(key)
         if group is None or any(s != group and ancestors[s] >> group & 1 for s in sources):
             group = len(groups)

@@ -175,6 +175,7 @@ class Recording:
         """The segment graph of what has been recorded so far."""
         nodes = []
         units: dict[int, int] = {}  # by stage
+        reached = self._reached()
         for command, links in zip(self.commands, self.links, strict=True):
             # A change in place makes new versions; it reads the old ones of all views concerned.
             read = dict.fromkeys(command.values())
@@ -193,14 +194,53 @@ class Recording:
                     epoch=command.epoch,
                     touches=command.touches,
                     unit=units.get(command.stage_index, 0),
+                    backwards=reached[command.index],
                 )
             )
         sizes = {value.index: value.meta.num_bytes for value in self.values}
         return build_graph(nodes, roots=self.roots(), needed=self.needed, value_bytes=sizes)
 
+    def _reached(self) -> list[int]:
+        """Of each command the bits of the backwards that reach it, where there are several.
+
+        None of what has run already, in segments for all of them, nor where views of one tensor change
+        together, which only one segment can do. A command that no backward reaches goes with the one before
+        it on its stage.
+        """
+        reached = [0] * len(self.commands)
+        if not self._keeps_apart() or any(len(command.changes) > 1 for command in self.commands):
+            return reached
+        wanted: dict[int, int] = {}
+        for bit, backward in enumerate(self.backwards):
+            for value in backward.values:
+                wanted[value] = wanted.get(value, 0) | 1 << bit
+        for command in reversed(self.commands):
+            for output, inputs in zip(command.outputs, self.links[command.index], strict=True):
+                bits = wanted.get(output, 0)
+                reached[command.index] |= bits
+                for value in inputs if bits else ():
+                    wanted[value] = wanted.get(value, 0) | bits
+        latest: dict[int, int] = {}
+        for command in self.commands:
+            if command.epoch != self.epoch:
+                reached[command.index] = 0
+            elif reached[command.index]:
+                latest[command.stage_index] = reached[command.index]
+            else:
+                reached[command.index] = latest.get(command.stage_index, 0)
+        return reached
+
+    def _keeps_apart(self) -> bool:
+        return self.complete and len(self.backwards) > 1
+
     def plan_key(self) -> tuple[int, ...]:
         """Recordings with equal keys have equal graphs."""
-        return (self.structure_digest, hash(tuple(self.roots())), hash(tuple(sorted(self.needed))))
+        apart = [backward.values for backward in self.backwards] if self._keeps_apart() else self.roots()
+        return (
+            self.structure_digest,
+            hash((tuple(apart), self._keeps_apart() and self.epoch)),
+            hash(tuple(sorted(self.needed))),
+        )
 
 
 COMMAND_FLOPS = 1e5

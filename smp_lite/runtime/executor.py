@@ -28,9 +28,10 @@ from ..record.parameters.placement import Placement
 from ..record.recording import Command
 from ..record.values.placed import TensorMeta
 from .commands import CommandRunner, RealRun
+from .cut_gradients import CutGradients
 from .failure import Failure
 from .microbatch import MicrobatchState, edge_of
-from .offloading.offload import ActivationOffload
+from .offloading.offload import COUNTED_KINDS, ActivationOffload
 from .random_streams import RandomStreams
 from .sharded.parameters import ShardedParameters
 from .weights.deferral import WeightGradients
@@ -145,14 +146,14 @@ class StageExecutor:
                 try:
                     if sharded is not None:
                         yield from sharded.bring()
-                    if offload is not None:
+                    if offload is not None and action.kind in COUNTED_KINDS:
                         yield from offload.bring()
                     start = time.perf_counter()
                     with _profiler_span(action):
                         self._table[action.kind](action, state)
                     if sharded is not None:
                         sharded.leave()
-                    if offload is not None:
+                    if offload is not None and action.kind in COUNTED_KINDS:
                         segment = state.by_visit[action.visit]
                         offload.leave(action, state.leaves.get(segment.commands[0], {}).values())
                 except Exception as error:
@@ -334,6 +335,8 @@ class StageExecutor:
         key = segment.commands[0]
         m = action.microbatch_index
         starts, gradients = self._starts(state, segment)
+        leaves = state.leaves.pop(key)
+        cut = CutGradients({value: leaves[value] for value in segment.gradient_imports})
         if self._before_backward is not None:
             self._before_backward(m, segment)
         with state.recording.around_backward(self.stage_index, segment.commands):
@@ -354,11 +357,7 @@ class StageExecutor:
         if self._after_backward is not None:
             self._after_backward(m, segment)
         state.backward_done.add(key)
-        leaves = state.leaves.pop(key)
-        for value in segment.gradient_imports:
-            leaf = leaves[value]
-            gradient = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-            leaf.grad = None  # a loss that the step returns keeps its graph's leaves, not what they got
+        for value, gradient in cut.taken():
             home = state.graph.segments[state.graph.producer[value]].stage_index
             waiting = state.gradients if home == self.stage_index else state.outgoing
             waiting.setdefault(value, {})[segment.index] = gradient

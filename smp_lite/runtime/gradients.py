@@ -2,7 +2,8 @@
 
 Autograd adds to ``parameter.grad`` as each segment's backward runs. Where one microbatch uses a parameter
 in several segments (tied embeddings, a module called three times across stages), their gradients are first
-summed by themselves and then added, as one backward over the whole graph would: that keeps the bits. This
+summed by themselves and then added, as one backward over the whole graph would: that keeps the bits. What
+several ``model.backward`` calls give is added call by call, in their order, whichever segment ran first. This
 module also knows which backward is a parameter's last one in the step, which is when its reduction over
 the data-parallel group may start.
 """
@@ -44,7 +45,7 @@ class GradientBooks:
         self._shared: dict[tuple[int, int], list[nn.Parameter]] = {}
         self._final: dict[tuple[int, int], list[nn.Parameter]] = {}
         self._left: dict[tuple[int, int], int] = {}  # (microbatch, parameter) -> segments to come
-        self._partial: dict[tuple[int, int], torch.Tensor | None] = {}
+        self._partial: dict[tuple[int, int], dict[int, torch.Tensor | None]] = {}  # by backwards
         self._aside: list[tuple[nn.Parameter, torch.Tensor | None]] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -116,7 +117,8 @@ class GradientBooks:
         key = (microbatch_index, segment.commands[0])
         for parameter in self._shared.get(key, ()):
             self._aside.append((parameter, parameter.grad))
-            parameter.grad = self._partial.pop((microbatch_index, id(parameter)), None)
+            partial = self._partial.get((microbatch_index, id(parameter)), {})
+            parameter.grad = partial.pop(segment.backwards, None)
         if key in self._final:
             shared = {id(parameter) for parameter, _ in self._aside}
             others = self._deferred() | shared
@@ -148,18 +150,15 @@ class GradientBooks:
         for parameter, total in self._aside:
             use = (microbatch_index, id(parameter))
             self._left[use] -= 1
-            partial = parameter.grad
-            if self._left[use]:
-                self._partial[use] = partial
-                parameter.grad = total
-                continue
-            if total is None:
-                parameter.grad = partial
-            elif partial is None:
-                parameter.grad = total
-            else:
-                with torch.no_grad():
-                    parameter.grad = total.add_(partial)
+            self._partial.setdefault(use, {})[segment.backwards] = parameter.grad
+            if not self._left[use]:
+                for _, partial in sorted(self._partial.pop(use).items()):
+                    if total is None:
+                        total = partial
+                    elif partial is not None:
+                        with torch.no_grad():
+                            total.add_(partial)
+            parameter.grad = total
             if id(parameter) in final and self.on_final is not None:
                 self.on_final(parameter)
         self._aside = []

@@ -218,18 +218,31 @@ def test_without_a_checkpointed_module_a_line_says_so() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("pipeline", "horizon"), [("interleaved", 4), ("zero_bubble", 5)])  # one line each
 def test_where_everything_would_be_back_at_once_a_line_says_so(
-    recwarn: pytest.WarningsRecorder,
+    recwarn: pytest.WarningsRecorder, pipeline: str, horizon: int
 ) -> None:
-    """Two stages, interleaved: a backward is three actions at most after its forward."""
+    """Two stages, 1F1B: a backward is three actions at most after its forward; a ``W`` between is none."""
     says = "so nothing leaves memory|nothing leaves memory: what would be back"
     with pytest.warns(
-        UserWarning, match=r"within 4 actions .* at most 3 .*: set activation_loading_horizon: 1,"
+        UserWarning, match=rf"within {horizon} actions .* at most 3 .*: set activation_loading_horizon: 1,"
     ):
-        found = in_memory(marked("each"), partitions=2, offload_activations=True)
+        found = in_memory(
+            marked("each"),
+            partitions=2,
+            offload_activations=True,
+            activation_loading_horizon=horizon,
+            pipeline=pipeline,
+        )
     assert found["left"] == 0
     recwarn.clear()
-    found = in_memory(marked("each"), partitions=2, offload_activations=True, activation_loading_horizon=1)
+    found = in_memory(
+        marked("each"),
+        partitions=2,
+        offload_activations=True,
+        activation_loading_horizon=1,
+        pipeline=pipeline,
+    )
     assert found["left"] > 0
     assert not [each for each in recwarn if re.search(says, str(each.message))]
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smp_lite.errors import SMPError
+from smp_lite.runtime.weights.rules import RULES
 from tests.models import Batch
 from tests.models.layers import WIDTH, Chain
 from tests.transparency.conftest import OpenSession
@@ -197,3 +198,55 @@ class Dropping(Chain):
 
 def test_other_layers_in_other_microbatches(check: Check) -> None:
     check(Dropping, *[Round(train, BATCH)] * 8)
+
+
+class Shut(nn.Module):
+    """Nothing reaches the layers behind the gate in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(()))
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * self.layer(x)
+
+
+def _opened(module: nn.Module) -> None:
+    with torch.no_grad():
+        for part in module.modules():
+            if isinstance(part, Shut):
+                part.gate.fill_(0.5)
+
+
+def _wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = RULES[F.linear]
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        call = rule(*args, **kwargs)
+        if call is None:
+            return None
+
+        def run(stand_in: Callable[[Any], Any]) -> Any:
+            output, gradients = call.run(stand_in)
+            return output, lambda gradient: tuple(2 * each for each in gradients(gradient))
+
+        return call._replace(run=run)
+
+    monkeypatch.setitem(RULES, F.linear, wrong)
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_zeros_show_nothing_of_a_rule(is_wrong: bool, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong rule makes zeros of zeros as well; the right one is learned once there is something to see."""
+    if is_wrong:
+        _wrong_rule(monkeypatch)
+    closed = Round(train, BATCH)
+    rounds = [closed, closed, Round(train, BATCH, before=_opened), closed, closed, closed]
+    split = check(lambda: nn.Sequential(Shut(), Shut()), *rounds)
+    layers = {f"{number}.layer.{name}" for number in (0, 1) for name in ("weight", "bias")}
+    assert split == (set() if is_wrong else layers)
+
+
+def test_of_zeros_alone_nothing_is_split(check: Check) -> None:
+    assert check(lambda: nn.Sequential(Shut(), Shut())) == set()

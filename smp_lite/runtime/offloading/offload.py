@@ -28,12 +28,16 @@ import torch
 
 from ...comm.waiting import watchdog_s
 from ...errors import SMPError
-from ...plan.actions import COMPUTE_KINDS, Action, ActionKind
+from ...plan.actions import Action, ActionKind
 from ...record.describe.recomputed import kept_by
 from .kept_input import KeptInput, can_leave
 from .store import FileStore
 
-__all__ = ["ActivationOffload", "longest_wait"]
+__all__ = ["COUNTED_KINDS", "ActivationOffload", "longest_wait"]
+
+COUNTED_KINDS = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD})
+"""What the horizon counts: SMP's pipeline tasks. A ``W`` is a part of a backward that comes later (and has
+nothing to do here: offloaded calls stay whole), so one horizon means the same in all pipelines."""
 
 _NEVER = 1 << 60
 
@@ -45,7 +49,7 @@ def longest_wait(schedule: Iterable[Sequence[Action]]) -> float:
     """
     longest = 0.0
     for actions in schedule:
-        compute = [action for action in actions if action.kind in COMPUTE_KINDS]
+        compute = [action for action in actions if action.kind in COUNTED_KINDS]
         forward_at: dict[tuple[int, int], int] = {}
         for at, action in enumerate(compute):
             key = (action.microbatch_index, action.visit)
@@ -109,7 +113,7 @@ class ActivationOffload:
 
     def begin(self, actions: Sequence[Action]) -> None:
         """A list of actions begins."""
-        compute = [action for action in actions if action.kind in COMPUTE_KINDS]
+        compute = [action for action in actions if action.kind in COUNTED_KINDS]
         self._backwards = [
             (action.microbatch_index, action.visit) if action.kind is ActionKind.BACKWARD else None
             for action in compute

@@ -8,7 +8,8 @@ of replicas see no difference but the time.
 
 What is split is *learned*: the first time that a segment of some form runs, all its calls stay whole, and
 where a parameter was used by just one call that has a rule, the gradient that the rule makes is compared with
-the one that autograd has made. Only where every bit is the same the parameter is split from then on. So what
+the one that autograd has made. Only where every bit is the same, and not all are zeros, the parameter is
+split from then on; of zeros alone the next lists are looked at, after ever longer pauses. So what
 a rule cannot know (a second use in code that is not seen, another kernel) keeps a parameter whole, see
 :mod:`.learning`. A list of actions splits a parameter in all microbatches or in none, in one segment of each:
 sums over microbatches keep their order, and results their bits.
@@ -82,6 +83,8 @@ class WeightGradients:
         self._reads = GradientReads(self._refuse_read)
         self._learned: dict[Any, frozenset[int]] = {}  # by form of a segment, parameters to split
         self._read: dict[int, nn.Parameter] = {}  # by id, those whose gradients hooks look at
+        self._lists = 0
+        self._again: dict[Any, tuple[int, int]] = {}  # forms not all learned: the next list to try, the pause
         self._touched: dict[Any, dict[int, nn.Parameter]] = {}
         self._modules: dict[Any, list[nn.Module]] = {}  # by form, all of the segment
         self._decided: dict[Any, dict[int, nn.Parameter]] = {}  # by the forms of a list, what it splits
@@ -101,6 +104,7 @@ class WeightGradients:
     def begin(self, actions: Sequence[Action], states: Mapping[int, Microbatch]) -> None:
         """A list begins: decides which parameters it splits."""
         self.end()
+        self._lists += 1
         later = frozenset([(a.microbatch_index, a.visit) for a in actions if a.kind is ActionKind.WEIGHT])
         if not later:
             return
@@ -182,7 +186,10 @@ class WeightGradients:
         if place not in self._places:
             return _NO_MODE
         form = _form(state, segment)
-        self._learns = form not in self._learned and form not in self._learning
+        is_known = form in self._learned
+        if is_known and form in self._again:
+            is_known = self._lists < self._again[form][0]
+        self._learns = not is_known and form not in self._learning
         if self._learns:
             self._learning[form] = place
             return self._mode
@@ -193,10 +200,22 @@ class WeightGradients:
         return installed(self._forwards[form])
 
     def splits(self, call: Call) -> bool:
-        return not self._learns and all(id(p) in self.deferred for p in call.parameters)
+        return all(id(p) in self.deferred for p in call.parameters)
 
     def watches(self, call: Call) -> bool:
         return self._learns
+
+    def _learn(self, form: Any, agreeing: set[int], unshown: set[int]) -> None:
+        before = self._learned.get(form)
+        self._learned[form] = (before or _NOTHING) | agreeing
+        if unshown:
+            pause = 2 * self._again.get(form, (0, 0))[1] or 1
+            self._again[form] = self._lists + pause, pause
+        else:
+            self._again.pop(form, None)
+        if before is None or agreeing - before:
+            self._decided.clear()
+        del self._learning[form]
 
     # Backward ---------------------------------------------------------------------------------------------
 
@@ -210,12 +229,14 @@ class WeightGradients:
             if self._learning.get(form) == place:
                 touched = self._touched_by(state, segment)
                 read: dict[int, Any] = {}
-                with comparing(touched, starts, self._watched, read, self._are_equal) as agreeing:
+                reads = self._reads if self.deferred else _NO_MODE
+                with reads, comparing(touched, starts, self._watched, read, self._are_equal) as seen:
                     yield
-                self._learned[form] = frozenset(agreeing)
+                known = len(self._read)
                 self._read.update((key, p) for key, p in read.items() if isinstance(p, nn.Parameter))
-                self._decided.clear()
-                del self._learning[form]
+                if len(self._read) > known:
+                    self._decided.clear()
+                self._learn(form, *seen)
             elif self.deferred:
                 with self._reads:
                     yield

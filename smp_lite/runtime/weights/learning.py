@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from ...record.backward.gradient_reads import GradientReads
 from .splitting import Use
@@ -29,8 +30,9 @@ def comparing(
     watched: list[Use],
     read: dict[int, Any],
     are_equal: Callable[[Tensor, Tensor], bool],
-) -> Iterator[set[int]]:
-    """Around a backward; afterwards the set holds the ids of the parameters that can be split.
+) -> Iterator[tuple[set[int], set[int]]]:
+    """Around a backward; afterwards the sets hold the ids of the parameters that can be split, and of those
+    that could be by all that was seen, which was zeros, such as a wrong rule makes too.
 
     Args:
         touched: what may get gradients, by id.
@@ -51,10 +53,11 @@ def comparing(
     edges = _edges_to_parameters(nodes)
     handles += [node.register_prehook(_note_task(task)) for node in nodes]
     found: set[int] = set()
+    unshown: set[int] = set()
     watched.clear()
     try:
         with GradientReads(lambda tensor: read.setdefault(id(tensor), tensor)):
-            yield found
+            yield found, unshown
     finally:
         for handle in handles:
             handle.remove()
@@ -71,7 +74,8 @@ def comparing(
             key in arrived and arrived[key].dtype == gradient.dtype and are_equal(arrived[key], gradient)
             for key, gradient in made
         ):
-            found.update(keys)
+            shown = all(isinstance(arrived[key], FakeTensor) or bool(arrived[key].any()) for key in keys)
+            (found if shown else unshown).update(keys)
     watched.clear()
 
 

@@ -1,0 +1,57 @@
+"""What the ranks run for the tests of several ``model.backward`` calls in a microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import functional as F
+
+import smp_lite as smp
+from tests.models import Batch
+from tests.models.layers import Chain, regression_batch
+from tests.transparency.rounds import Round, assert_rounds_equal
+
+__all__ = ["STEPS", "train"]
+
+
+def two_forwards(model: Any, batch: Batch, backward: Callable[..., None]) -> Any:
+    loss = F.mse_loss(model(batch["x"]), batch["target"])
+    backward(loss)
+    penalty = model(batch["x"] * 0.5).square().mean()
+    backward(penalty)
+    return loss, penalty
+
+
+def the_later_first(model: Any, batch: Batch, backward: Callable[..., None]) -> Any:
+    losses = [F.mse_loss(model(batch["x"] * scale), batch["target"]) for scale in (1.0, 0.5, 0.25)]
+    for loss in reversed(losses):
+        backward(loss)
+    return losses
+
+
+def looked_at_between(model: Any, batch: Batch, backward: Callable[..., None]) -> Any:
+    loss = F.mse_loss(model(batch["x"]), batch["target"])
+    backward(loss if loss.item() > 0 else -loss)
+    penalty = model(batch["x"] * 0.5).square().mean()
+    backward(penalty)
+    return loss, penalty
+
+
+def from_one_forward(model: Any, batch: Batch, backward: Callable[..., None]) -> Any:
+    """Autograd would go through the model twice (``retain_graph``)."""
+    output = model(batch["x"])
+    loss, penalty = F.mse_loss(output, batch["target"]), output.square().mean()
+    backward(loss)
+    backward(penalty)
+    return loss, penalty
+
+
+STEPS = {step.__name__: step for step in (two_forwards, the_later_first, looked_at_between, from_one_forward)}
+
+
+def train(name: str, tolerance: float = 0.0) -> None:
+    """Raises AssertionError where what this rank holds is not that of one process."""
+    smp.init()
+    rounds = [Round(STEPS[name], regression_batch(8))] * 3
+    assert_rounds_equal(Chain, rounds, tolerance=tolerance)

@@ -1,0 +1,161 @@
+"""What the ranks run for the tests of strides: models that see with which strides tensors come to them."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import smp_lite as smp
+from smp_lite.comm.wires import Transfer
+from smp_lite.record.values.placed import TensorMeta
+from smp_lite.session import current
+from tests.models import Batch
+from tests.transparency.rounds import Round, assert_rounds_equal
+
+__all__ = ["MODELS", "send_all", "train"]
+
+WIDTH = 5
+"""At which products and sums show how their operands lie."""
+
+
+class Convolutions(nn.Module):
+    """Channels-last weights and images; where the gradient of the mean comes in, it is expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self._block()
+        self.second = self._block()
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def _block(self) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1, groups=2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(-1, 4, 6, 6).to(memory_format=torch.channels_last)
+        x = x + self.first(x)
+        x = x + self.second(x)
+        return x.mean((2, 3))
+
+
+class Row(nn.Linear):
+    """Gives all but the first row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, 1:]
+
+
+class Slices(nn.Module):
+    """A linear layer adds its bias within the product only where its input has no gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Row(WIDTH, 200), nn.Linear(200, 200)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)).square().mean((1, 2))[:, None].expand(-1, 4)
+
+
+class Shift(nn.Module):
+    """The gradient of its parameter is a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+class Concatenated(nn.Module):
+    """The gradients of what is put together are slices of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Shift(), nn.Conv1d(9, 12, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.first(x), self.second(x)], 1).square().mean((1, 2))[:, None].expand(-1, 4)
+
+
+MODELS: dict[str, type[nn.Module]] = {
+    "convolutions": Convolutions,
+    "slices": Slices,
+    "concatenated": Concatenated,
+}
+
+
+def batch(name: str) -> Batch:
+    generator = torch.Generator().manual_seed(3)
+    shape = (8, 144) if name == "convolutions" else (8, 9, WIDTH)
+    return {"x": torch.randn(shape, generator=generator), "target": torch.randn(8, 4, generator=generator)}
+
+
+def _step(model: Any, batch: Batch, backward: Any) -> Any:
+    loss = F.mse_loss(model(batch["x"]), batch["target"])
+    backward(loss)
+    return loss
+
+
+def train(name: str, wire: str) -> None:
+    """Raises AssertionError where a bit is not that of one process."""
+    os.environ["SMP_LITE_WIRE"] = wire
+    smp.init()
+
+    def build() -> nn.Module:
+        model = MODELS[name]()
+        smp.set_partition(model.first, 0)
+        smp.set_partition(model.second, 1)
+        return model
+
+    assert_rounds_equal(build, [Round(_step, batch(name))] * 3, placement="manual")
+
+
+def layouts() -> dict[str, Tensor]:
+    """Tensors of one shape, in all the ways that they can lie."""
+    whole = torch.arange(4 * 6 * 5 * 8.0)
+    dense = whole[: 2 * 4 * 3 * 5]
+    shape = (2, 4, 3, 5)
+    return {
+        "contiguous": dense.view(shape),
+        "channels last": dense.view(2, 3, 5, 4).permute(0, 3, 1, 2),
+        "any order": dense.view(5, 4, 2, 3).permute(2, 1, 3, 0),
+        "rows of longer ones": whole.view(2, 4, 15, 8)[:, :, ::5, 1:6],
+        "a part of each": whole.view(2, 10, 6, 8)[:, 3:7, 1:4, :5],
+        "every other": dense.repeat(2)[::2].view(shape),
+        "expanded": whole[3:4].expand(shape),
+        "expanded rows": whole[:20].view(1, 4, 1, 5).expand(shape),
+        "expanded parts": whole.view(1, 10, 1, 96)[:, 2:6, :, 7:12].expand(shape),
+        "overlapping": whole.as_strided(shape, (7, 2, 1, 1), 3),
+        "overlapping with gaps": whole.as_strided(shape, (300, 20, 9, 9)),
+        "negated": torch.view_as_complex(whole[:240].view(2, 4, 3, 5, 2)).conj().imag,
+    }
+
+
+def send_all(wire: str) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
+    """Sends each from stage 0 to 1, which knows of a contiguous one; what has arrived there, and strides."""
+    os.environ["SMP_LITE_WIRE"] = wire
+    smp.init()
+    wires = current().wire()
+    assert wires is not None
+    found, under_way = {}, []
+    for name, tensor in layouts().items():
+        meta = TensorMeta.of(torch.empty(tensor.shape))
+        transfer = wires.send(tensor, meta, 1) if smp.pp_rank() == 0 else wires.receive(meta, 0)
+        under_way.append((name, transfer))
+    for name, transfer in under_way:
+        _wait(transfer)
+        if smp.pp_rank() == 1:
+            arrived = transfer.tensor()
+            found[name] = arrived.clone(memory_format=torch.contiguous_format), arrived.stride()
+    return found
+
+
+def _wait(transfer: Transfer) -> None:
+    end = time.monotonic() + 20
+    while not transfer.done():
+        assert time.monotonic() < end, "nothing has arrived"
