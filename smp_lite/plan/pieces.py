@@ -19,7 +19,7 @@ from .partition import ModuleCost, Partition
 from .partition_tree import Load, ModuleTree
 from .segments import CommandNode, SegmentGraph, build_graph
 
-__all__ = ["MemoryEstimate", "ModelCosts", "estimate_memory", "pieces_graph"]
+__all__ = ["MemoryEstimate", "ModelCosts", "estimate_memory", "pieces_graph", "trained_modules"]
 
 _LEAST_COST = 1e-12
 
@@ -95,11 +95,7 @@ def pieces_graph(root: ModuleCost, partition: Partition) -> SegmentGraph:
         inputs = (number - 1,) if number else ()
         if number:
             sizes[number - 1] = tree.entry_bytes(names[0])
-        later = 0.0
-        for name in names:
-            module = tree.modules[name]
-            if name not in shared and module.state_bytes > module.parameter_bytes:
-                later += module.compute
+        later = sum(tree.modules[name].compute for name in names if _is_split(tree, name, shared))
         cost = sum(loads[name].compute for name in names)
         commands.append(
             CommandNode(
@@ -107,6 +103,24 @@ def pieces_graph(root: ModuleCost, partition: Partition) -> SegmentGraph:
             )
         )
     return build_graph(commands, roots=[len(commands) - 1] if commands else [], value_bytes=sizes)
+
+
+def trained_modules(root: ModuleCost, partition: Partition) -> dict[tuple[int, int], int]:
+    """How many modules of each piece hold parameters of which the gradients can be made later, by (stage,
+    visit)."""
+    tree = ModuleTree(root)
+    shared = {name for group in tree.sharing for name in group}
+    found: dict[tuple[int, int], int] = {}
+    visits = [0] * partition.num_stages
+    for stage, names in _pieces(tree, partition):
+        found[stage, visits[stage]] = sum(_is_split(tree, name, shared) for name in names)
+        visits[stage] += 1
+    return found
+
+
+def _is_split(tree: ModuleTree, name: str, shared: set[str]) -> bool:
+    module = tree.modules[name]
+    return name not in shared and module.state_bytes > module.parameter_bytes
 
 
 def estimate_memory(costs: ModelCosts, partition: Partition) -> MemoryEstimate:

@@ -2,8 +2,9 @@
 
 For each shape (one piece; two to four, round robin; two, there and back) the solver's partition is made a
 chain of pieces (:mod:`.pieces`), which is ordered and simulated under the policies that suit it
-(:mod:`.choice`). A message costs a latency and its bytes, and more pieces have more messages: each of them
-is work that no simulation sees, so a gain below :data:`WORTH` is not worth more pieces.
+(:mod:`.choice`). A message costs a latency and its bytes. What the library does itself counts too, since it
+decides for small modules: each action, each message at both its ends, and each call whose gradients are made
+later. A gain below :data:`WORTH` is not worth more pieces.
 
 The bound of memory is ``memory_limit`` on every rank, or what 1F1B with one piece needs on the rank that
 needs most, and :data:`SLACK` of that, since the estimates are no better.
@@ -11,18 +12,19 @@ needs most, and :data:`SLACK` of that, since the estimates are no better.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from .actions import ActionKind
 from .choice import Alternative, Choice, Outcome, choose
 from .order_shapes import shape_of
 from .partition import Partition
 from .partition_solver import TooFewModulesError, solve_partition
-from .pieces import MemoryEstimate, ModelCosts, estimate_memory, pieces_graph
+from .pieces import MemoryEstimate, ModelCosts, estimate_memory, pieces_graph, trained_modules
 from .segments import SegmentGraph
 from .units import human_bytes
 from .virtual_stages import VirtualStages
-from .work import Policy
+from .work import ActionCosts, Costs, Policy, compute_cost
 
 __all__ = [
     "FLOPS",
@@ -43,6 +45,10 @@ SLACK = 0.05
 LATENCY_S = 50e-6
 BYTES_PER_S = 2e9
 """Of a message, between two processes of one machine, over MPI."""
+ACTION_S = 50e-6
+"""Of an action beside its work; as much for starting or taking a message. See ``make bench``."""
+SPLIT_S = 70e-6
+"""By which a module with parameters takes longer, forward to ``W``, where its backward is split."""
 FLOPS_PER_S = 5e10
 """Of a rank, where only operations are known."""
 
@@ -58,13 +64,15 @@ _ROUNDS = ("interleaved_virtual", "zero_bubble")
 
 @dataclass(frozen=True)
 class Unit:
-    """What costs are counted in, and what a message costs in that.
+    """What costs are counted in, and what the library's own doings cost in that.
 
     Args:
         name: for the table.
         scale: of the name's unit, in that of the costs.
         latency: of a message.
         bytes_per_unit: how many go over in one of it.
+        action: of an action beside its work, and of a message at each end.
+        split: of a module with parameters, where backwards are split.
         origin: where the costs come from.
     """
 
@@ -72,17 +80,27 @@ class Unit:
     scale: float
     latency: float
     bytes_per_unit: float
+    action: float
+    split: float
     origin: str
 
     def text(self, value: float) -> str:
         return f"{value / self.scale:.4g} {self.name}"
 
 
-SECONDS = Unit("ms", 1e-3, LATENCY_S, BYTES_PER_S, "times of the modules, as measured on rank 0")
-FLOPS = Unit(
-    "GFLOP", 1e9, LATENCY_S * FLOPS_PER_S, BYTES_PER_S / FLOPS_PER_S, "operations of the modules, counted"
+SECONDS = Unit(
+    "ms", 1e-3, LATENCY_S, BYTES_PER_S, ACTION_S, SPLIT_S, "times of the modules, as measured on rank 0"
 )
-PARAMETERS = Unit("parameters", 1.0, 0.0, float("inf"), "numbers of parameters alone")
+FLOPS = Unit(
+    "GFLOP",
+    1e9,
+    LATENCY_S * FLOPS_PER_S,
+    BYTES_PER_S / FLOPS_PER_S,
+    ACTION_S * FLOPS_PER_S,
+    SPLIT_S * FLOPS_PER_S,
+    "operations of the modules, counted",
+)
+PARAMETERS = Unit("parameters", 1.0, 0.0, float("inf"), 0.0, 0.0, "numbers of parameters alone")
 
 
 @dataclass(frozen=True)
@@ -94,6 +112,7 @@ class Candidate:
         num_pieces: of each stage.
         partition: where modules go.
         graph: its chain of pieces.
+        trained: modules with parameters of each piece, by (stage, visit).
         memory: what it needs.
         pipelines: that suit it: one with whole backwards, one with split ones; or just one.
     """
@@ -102,6 +121,7 @@ class Candidate:
     num_pieces: int
     partition: Partition
     graph: SegmentGraph
+    trained: Mapping[tuple[int, int], int]
     memory: MemoryEstimate
     pipelines: tuple[str, ...]
 
@@ -184,6 +204,7 @@ def shape_candidates(
                 2 if shape == "v" else shape,
                 partition,
                 pieces_graph(costs.balanced, partition),
+                trained_modules(costs.balanced, partition),
                 estimate_memory(costs, partition),
                 _PIPELINES.get(shape, _ROUNDS),
             )
@@ -208,7 +229,8 @@ def candidate_of(costs: ModelCosts, partition: Partition, pipelines: Sequence[st
     meant: VirtualStages = "v" if shape is not None and shape.is_v else num_visits
     suiting = _PIPELINES.get(meant, _ROUNDS)
     memory = estimate_memory(costs, partition)
-    return Candidate("as given", num_visits, partition, graph, memory, tuple(pipelines) or suiting)
+    trained = trained_modules(costs.balanced, partition)
+    return Candidate("as given", num_visits, partition, graph, trained, memory, tuple(pipelines) or suiting)
 
 
 def choose_shape(
@@ -236,7 +258,8 @@ def choose_shape(
             name = f"{pipeline}, {candidate.name}"
             by_name[name] = candidate
             own = replace(policy, pipeline=pipeline)
-            alternatives.append(Alternative(name, candidate.graph, own, num_pieces=candidate.num_pieces))
+            costs = _costs(candidate, unit, splits=own.splits_backward)
+            alternatives.append(Alternative(name, candidate.graph, own, costs, candidate.num_pieces))
     num_stages = max((candidate.partition.num_stages for candidate in candidates), default=0)
     choice = choose(
         alternatives,
@@ -250,6 +273,21 @@ def choose_shape(
         peak_text=_bytes_text,
     )
     return ShapeChoice(choice, by_name, unit, tuple(notes))
+
+
+def _costs(candidate: Candidate, unit: Unit, *, splits: bool) -> Costs:
+    """Of the pieces, with what the library does around them."""
+    graph, action = candidate.graph, unit.action
+    found: dict[tuple[int, int], ActionCosts] = {}
+    for segment in graph.segments:
+        place = segment.stage_index, segment.visit
+        forward = compute_cost(ActionKind.FORWARD, segment, split=splits)
+        whole = compute_cost(ActionKind.BACKWARD, segment, split=False)
+        weight = min(segment.weight_cost, whole)
+        around = action * (1 + len(segment.imports) + len(segment.exports))
+        later = action + unit.split * candidate.trained.get(place, 0) if splits and weight else 0.0
+        found[place] = ActionCosts(forward + around, whole - weight + around, weight + later)
+    return found
 
 
 def _name(shape: VirtualStages) -> str:

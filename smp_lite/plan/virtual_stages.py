@@ -6,12 +6,14 @@ Narayanan et al. 2021, arXiv 2104.04473). ``"v"`` is two pieces there and back: 
 cost nothing: no gradient and no second visit. Neighbouring pieces of one stage, as in the middle of a V, are
 one *run*: no cut is needed between them.
 
-Better means, in this order: fewer runs missing, a smaller largest stage, a smaller largest piece, fewer bytes
-cut, a smaller sum of squared stage costs. Costs of far pieces add up, so this is no linear partition problem
-any more (with equal pieces it contains number partitioning). Few splits are all tried. Else the best split
-into pieces (`line_split`), which is near already, is improved by passing single atoms on from the largest
-stage, or piece, to another one: every cut between the two moves by one. It ends where no step helps, or
-within a thousandth of the mean.
+Better means, in this order: fewer runs missing; a shorter step; fewer bytes cut; a smaller sum of squared
+stage costs. A step of M microbatches takes as long as the largest stage, M times, and the pipeline fills and
+drains in P - 1 of the largest piece (Narayanan et al., section 2.2): unequal pieces lose what pieces are for.
+It is weighed for M = 2 P, whatever M is. Costs of far pieces add up, so this is no linear partition
+problem any more (with equal pieces it contains number partitioning). Few splits are all tried. Else the best
+split into pieces (`line_split`), which is near already, is improved by passing single atoms on from the
+largest stage, or piece, to another one: every cut between the two moves by one. It ends where no step helps;
+once from there, and once from where the stages alone are most even.
 
 Atoms that have to be together take one seat in the line, or stay where they are if the same stage comes by at
 all these places.
@@ -27,14 +29,12 @@ from typing import Literal
 from .line_split import best_split, smallest_bound
 from .partition_balance import Line, Score, Slot, score, seatings, spread
 
-__all__ = ["VirtualStages", "balance_pieces", "piece_stages", "runs_of"]
+__all__ = ["VirtualStages", "balance_pieces", "piece_stages", "runs_of", "step_cost"]
 
 VirtualStages = int | Literal["v"]
 
 _FEW_SPLITS = 1_000
 _FEW_RUNS = 16
-_NEAR_ENOUGH = 1_000
-"""In what fraction of the mean the largest stage may be above it."""
 
 _Key = tuple[int, ...]
 
@@ -56,7 +56,7 @@ def runs_of(pieces: Sequence[int]) -> list[tuple[int, int]]:
 def balance_pieces(line: Line, num_stages: int, pieces: Sequence[int]) -> tuple[tuple[int, ...], Score]:
     """The stage of each atom, and the score. With fewer atoms than runs the last runs are missing."""
     runs = runs_of(pieces)
-    found = []
+    found: list[tuple[tuple[int, ...], tuple[int, ...], Score]] = []
     for slots in seatings(line, may_stay=True):
         split = _Split(slots, _together(line, slots), runs[: len(slots)], num_stages)
         starts = split.best()
@@ -66,9 +66,16 @@ def balance_pieces(line: Line, num_stages: int, pieces: Sequence[int]) -> tuple[
         stages = spread(slots, of_slots, len(line.costs))
         _, largest, cut_bytes, squares = score(line, stages, num_stages)
         missing = len(runs) - len(split.runs)
-        found.append(((missing, largest, split.largest_piece(starts), cut_bytes, squares), stages))
-    best_score, stages = min(found, key=lambda scored: scored[0])
+        piece = split.largest_piece(starts)
+        key = missing, step_cost(num_stages, largest, piece), cut_bytes, squares
+        found.append((key, stages, (missing, largest, piece, cut_bytes, squares)))
+    _, stages, best_score = min(found, key=lambda scored: scored[0])
     return stages, best_score
+
+
+def step_cost(num_stages: int, largest_stage: int, largest_piece: int) -> int:
+    """What a step of 2 P microbatches takes, of which one takes these."""
+    return 2 * num_stages * largest_stage + (num_stages - 1) * largest_piece
 
 
 def _together(line: Line, slots: Sequence[Slot]) -> list[list[int]]:
@@ -93,15 +100,16 @@ class _Split:
         self.together = together
         self.runs = runs
         self.num_stages = num_stages
-        self.near = -(-self.ends[-1] // num_stages) * (_NEAR_ENOUGH + 1) // _NEAR_ENOUGH
 
     def best(self) -> list[int]:
         num_slots = len(self.entry_bytes)
         if comb(num_slots - 1, len(self.runs) - 1) <= _FEW_SPLITS:
             splits = ([0, *cuts] for cuts in combinations(range(1, num_slots), len(self.runs) - 1))
             return min(splits, key=self._key)
-        starts = self._improved(self._first(), self._stage_key, self._from_largest_stage)
-        return self._improved(starts, self._key, self._from_largest_piece)
+        first = self._first()
+        # Two ways down; either may end where the other goes on.
+        ends = [self._improved(start, self._key) for start in (first, self._improved(first, self._even))]
+        return min(ends, key=self._key)
 
     def stages(self, starts: Sequence[int]) -> list[int]:
         """Of each slot."""
@@ -129,18 +137,13 @@ class _Split:
         starts = best_split(self.ends, self.entry_bytes, sum(sizes), bound)
         return [starts[place] for place in accumulate(sizes[:-1], initial=0)]
 
-    def _improved(
-        self,
-        starts: list[int],
-        key: Callable[[Sequence[int]], _Key],
-        moves: Callable[[Sequence[int]], Iterator[tuple[int, int]]],
-    ) -> list[int]:
-        """Takes the best of the moves, (from run, to run), as long as one makes the key smaller; where none
-        does and there are few runs, of those with one more step between neighbours.
+    def _improved(self, starts: list[int], key: Callable[[Sequence[int]], _Key]) -> list[int]:
+        """Takes the best of the moves, as long as one makes the key smaller; where none does and there are
+        few runs, of those with one more step between neighbours.
         """
         present = key(starts)
         while True:
-            trials = [t for move in moves(starts) if (t := self._moved(starts, *move))]
+            trials = [t for move in self._moves(starts) if (t := self._moved(starts, *move))]
             best = min(trials, key=key, default=starts)
             if key(best) >= present and len(self.runs) <= _FEW_RUNS:
                 steps = list(self._steps())
@@ -163,27 +166,21 @@ class _Split:
         ends = [*moved[1:], len(self.entry_bytes)]
         return moved if ends[source] > moved[source] and moved[source] >= 0 else None
 
-    def _from_largest_stage(self, starts: Sequence[int]) -> Iterator[tuple[int, int]]:
-        loads = self._loads(starts)
-        largest = max(loads)
-        if largest <= self.near and not self.num_apart(starts):
-            return
-        for source, (stage, _) in enumerate(self.runs):
-            if stage == loads.index(largest):
-                yield from ((source, target) for target in range(len(self.runs)) if target != source)
-
-    def _from_largest_piece(self, starts: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Also every step between neighbours, which may cut fewer bytes."""
-        pieces = self._pieces(starts)
-        source = pieces.index(max(pieces))
-        yield from ((source, target) for target in range(len(pieces)) if target != source)
+    def _moves(self, starts: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """From the runs of the largest stage, or the largest piece, to any other; and every step between
+        neighbours, which may cut fewer bytes."""
+        loads, pieces = self._loads(starts), self._pieces(starts)
+        stage, piece = loads.index(max(loads)), pieces.index(max(pieces))
+        sources = dict.fromkeys([run for run, (own, _) in enumerate(self.runs) if own == stage] + [piece])
+        for source in sources:
+            yield from ((source, target) for target in range(len(self.runs)) if target != source)
         yield from self._steps()
 
     def _steps(self) -> Iterator[tuple[int, int]]:
         for run in range(len(self.runs) - 1):
             yield from ((run, run + 1), (run + 1, run))
 
-    def _stage_key(self, starts: Sequence[int]) -> _Key:
+    def _even(self, starts: Sequence[int]) -> _Key:
         loads = self._loads(starts)
         return self.num_apart(starts), max(loads), sum(load**2 for load in loads)
 
@@ -191,7 +188,8 @@ class _Split:
         loads = self._loads(starts)
         cut_bytes = sum(self.entry_bytes[start] for start in starts[1:])
         squares = sum(load**2 for load in loads)
-        return self.num_apart(starts), max(loads), self.largest_piece(starts), cut_bytes, squares
+        cost = step_cost(self.num_stages, max(loads), self.largest_piece(starts))
+        return self.num_apart(starts), cost, cut_bytes, squares
 
     def _costs(self, starts: Sequence[int]) -> list[int]:
         ends = [self.ends[start] for start in starts]

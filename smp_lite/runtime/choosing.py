@@ -4,8 +4,9 @@ The partition is there by then, and with it the schedules that suit its shape: o
 and one that splits them (:mod:`smp_lite.wrapper.schedules`). Nothing but the order of actions, and whether
 backwards leave gradients of parameters for later, differs between schedules, so a change of them from one
 step to the next changes no result. The first two training steps run split (the first one learns what can be
-split, see :mod:`.weights.deferral`), the third one whole, the fourth one split again; the medians of the last
-two are what each action takes whole, and split. Then all ranks tell each other, and each simulates the same
+split, see :mod:`.weights.deferral`), the next six whole and split in turn. What an action takes, whole and
+split, is the least of the medians of its three steps: what slows a machine down for a while is not the
+schedule's. Then all ranks tell each other, and each simulates the same
 alternatives with the same numbers (:mod:`smp_lite.plan.choice`) and comes to the same answer: the fastest one
 that holds no more microbatches than 1F1B; or, where there is a ``memory_limit``, whose bytes are within that,
 by what the trace has said that a microbatch keeps (:class:`smp_lite.plan.pieces.MemoryEstimate`).
@@ -31,7 +32,7 @@ from .executor import Span
 __all__ = ["Decision", "ScheduleChooser"]
 
 _WHOLE, _SPLIT = 0, 1
-_PLAYED = (_SPLIT, _SPLIT, _WHOLE, _SPLIT)
+_PLAYED = (_SPLIT, _SPLIT, *(_WHOLE, _SPLIT) * 3)
 _MEASURED_FROM = 2
 
 _Durations = dict[tuple[int, int, str], float]
@@ -126,8 +127,8 @@ class ScheduleChooser:
         if reasons or self._graph is None:
             text = f"pipeline auto: {whole_name}, without a choice: {reasons[0] if reasons else 'no steps'}"
             return Decision(fallback, None, None, text)
-        whole = _costs(self._graph, [durations[0] for _, durations in found])
-        split = _costs(self._graph, [durations[1] for _, durations in found])
+        whole = _costs(self._graph, [_least(durations[0::2]) for _, durations in found])
+        split = _costs(self._graph, [_least(durations[1::2]) for _, durations in found])
         alternatives = [
             Alternative(pipeline, self._graph, replace(self._policy, pipeline=pipeline), costs)
             for pipeline, costs in ((whole_name, whole), (split_name, split), ("simple", whole))
@@ -170,8 +171,12 @@ def _bytes_text(num_bytes: float) -> str:
     return human_bytes(round(num_bytes))
 
 
+def _least(of_steps: Sequence[_Durations]) -> _Durations:
+    return {key: min(durations[key] for durations in of_steps) for key in of_steps[0]}
+
+
 def _costs(graph: SegmentGraph, of_ranks: Sequence[_Durations]) -> Costs:
-    """The median over the ranks that play a stage."""
+    """The median over the ranks that play a stage; what the library does between actions comes to it."""
     found: dict[tuple[int, int], ActionCosts] = {}
     for segment in graph.segments:
         place = (segment.stage_index, segment.visit)
@@ -179,5 +184,7 @@ def _costs(graph: SegmentGraph, of_ranks: Sequence[_Durations]) -> Costs:
         for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT):
             times = [durations[key] for durations in of_ranks if (key := (*place, kind.value)) in durations]
             seconds.append(statistics.median(times) if times else 0.0)
-        found[place] = ActionCosts(*seconds)
+        messages = len(segment.imports) + len(segment.exports)
+        around = (SECONDS.action * (1 + messages), SECONDS.action * (1 + messages), SECONDS.action)
+        found[place] = ActionCosts(*[own + more if own else 0.0 for own, more in zip(seconds, around)])
     return found

@@ -21,7 +21,7 @@ from tests.harness import WorldPool
 
 __all__ = ["table"]
 
-_WARM_UP_STEPS = 6
+_WARM_UP_STEPS = 10
 """``auto`` has decided by then."""
 _TOLERANCE = 1e-6
 """Times are worth comparing only where all compute the same."""

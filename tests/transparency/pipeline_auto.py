@@ -27,7 +27,7 @@ from tests.transparency.virtual_stages import Language, case_of, same
 
 __all__ = ["Told", "events", "replicas", "train"]
 
-NUM_STEPS = 7
+NUM_STEPS = 11
 
 
 class Told(NamedTuple):
@@ -71,7 +71,7 @@ def _told(run: Callable[[], list[str]]) -> Told:
 
 
 def train(name: str, parameters: dict[str, Any]) -> Told:
-    """Seven steps of a case, compared with plain torch; where blocks draw random numbers, with 1F1B."""
+    """Eleven steps of a case, compared with plain torch; where blocks draw random numbers, with 1F1B."""
     case = case_of(name)
 
     def run() -> list[str]:

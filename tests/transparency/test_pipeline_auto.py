@@ -59,9 +59,7 @@ STEPS = [
     "fail",
     "train",
     "evaluate",
-    "train",
-    "train",
-    "train",
+    *["train"] * 7,
     "fail",
     "train",
 ]
@@ -73,14 +71,14 @@ def test_evaluation_and_failing_steps_between() -> None:
 
 
 def test_steps_that_are_not_alike() -> None:
-    kinds = ["train", "train", "train", "short", "train", "short", "train"]
+    kinds = ["train", "train", "train", "short", *["train"] * 4, "short", "train"]
     first = run("events", kinds=kinds, parameters={"virtual_stages": 1, **ENOUGH})[0]
     assert "pipeline auto: interleaved, without a choice: steps are not alike" in first.printed
     assert first.pipeline == "interleaved"
 
 
 def test_a_model_that_cannot_be_traced() -> None:
-    first = run("events", kinds=["train"] * 5, parameters=ENOUGH, model_name="queued")[0]
+    first = run("events", kinds=["train"] * 9, parameters=ENOUGH, model_name="queued")[0]
     assert "pipeline auto, one piece for each partition, since the model cannot be traced: " in first.printed
     assert first.visits == (0, 1)
     assert first.printed.count(AFTERWARDS) == 1
@@ -106,7 +104,7 @@ def test_a_limit_that_is_too_small_is_an_error_on_every_rank(pipeline: str) -> N
 
 
 def test_a_limit_leaves_what_fits() -> None:
-    first = run("events", kinds=["train"] * 6, parameters=ENOUGH)[0]
+    first = run("events", kinds=["train"] * 10, parameters=ENOUGH)[0]
     chosen, _, later = first.printed.partition(AFTERWARDS)
     assert later and "allowed" not in chosen
     assert "KiB" in later and "microbatches" not in later  # bytes count there as well

@@ -16,7 +16,7 @@ from smp_lite.plan.virtual_stages import piece_stages
 from tests.planning import chain, plan
 
 POLICY = Policy("interleaved", active_microbatches=8)
-NOTHING = Unit("s", 1.0, 0.0, float("inf"), "made up")
+NOTHING = Unit("s", 1.0, 0.0, float("inf"), 0.0, 0.0, "made up")
 SLOW = replace(NOTHING, latency=4.0)
 STATE, KEPT, LOSS = 1_000, 100, 7
 
@@ -93,6 +93,28 @@ def test_slow_messages_take_one_piece() -> None:
 
 def test_slow_bytes_take_one_piece() -> None:
     assert taken_name(choice_of(model(), unit=replace(NOTHING, bytes_per_unit=10.0))).endswith("1 piece")
+
+
+def test_what_splitting_takes_counts_so_small_modules_stay_whole() -> None:
+    """Each block takes 3.5 and a whole 10 % more where its backward is split."""
+    small = choice_of(model(), unit=replace(NOTHING, split=0.35))
+    assert taken_name(small) == "interleaved_virtual, 4 pieces"
+    free = {o.alternative.name: o.makespan for o in choice_of(model()).outcomes}
+    found = {o.alternative.name: o.makespan for o in small.outcomes}
+    assert found["interleaved, 1 piece"] == free["interleaved, 1 piece"]
+    # Four blocks a stage, eight microbatches: nothing can hide it.
+    assert found["zero_bubble, 1 piece"] >= free["zero_bubble, 1 piece"] + 8 * 4 * 0.35 - 1e-6
+
+
+def test_what_the_library_does_for_each_action_and_message_counts() -> None:
+    free, found = (
+        {o.alternative.name: o.makespan for o in choice_of(model(), unit=unit).outcomes}
+        for unit in (NOTHING, replace(NOTHING, action=0.125))
+    )
+    more = {name: found[name] - free[name] for name in free}
+    # A forward and a backward of a piece in the middle: themselves, and a message at each end.
+    assert more["interleaved, 1 piece"] >= 8 * 2 * 3 * 0.125
+    assert more["interleaved_virtual, 4 pieces"] > 3 * more["interleaved, 1 piece"]
 
 
 def test_little_is_not_worth_more_pieces() -> None:

@@ -13,7 +13,7 @@ from smp_lite.plan.partition import ModuleCost
 from smp_lite.plan.partition_balance import Group, Line, score
 from smp_lite.plan.partition_solver import TooFewModulesError, solve_partition
 from smp_lite.plan.partition_tree import stage_visits
-from smp_lite.plan.virtual_stages import balance_pieces, piece_stages, runs_of
+from smp_lite.plan.virtual_stages import balance_pieces, piece_stages, runs_of, step_cost
 
 SHAPES: list[Any] = [2, 3, "v"]
 
@@ -29,7 +29,7 @@ def test_pieces_go_round_or_there_and_back() -> None:
 
 
 def _best(line: Line, num_stages: int, pieces: tuple[int, ...]) -> tuple[int, int, int]:
-    """Largest stage, largest piece, bytes: of all splits."""
+    """Largest stage, largest piece, bytes: of the split whose step is shortest."""
     runs = runs_of(pieces)
     found = []
     for cuts in combinations(range(1, len(line.costs)), len(runs) - 1):
@@ -42,7 +42,7 @@ def _best(line: Line, num_stages: int, pieces: tuple[int, ...]) -> tuple[int, in
             for (_, size), (start, end) in zip(runs, spans, strict=True)
         )
         found.append((max(loads), largest, sum(line.entry_bytes[cut] for cut in cuts)))
-    return min(found)
+    return min(found, key=lambda split: (step_cost(num_stages, *split[:2]), split[2]))
 
 
 @settings(max_examples=60, deadline=None)
@@ -53,7 +53,12 @@ def test_of_few_splits_the_best_is_found(data: st.DataObject, num_stages: int, s
     numbers = st.lists(st.integers(1, 9), min_size=num_atoms, max_size=num_atoms)
     line = Line(tuple(data.draw(numbers)), tuple(data.draw(numbers)))
     stages, found = balance_pieces(line, num_stages, pieces)
-    assert found[:4] == (0, *_best(line, num_stages, pieces))
+    best = _best(line, num_stages, pieces)
+    assert (found[0], step_cost(num_stages, *found[1:3]), found[3]) == (
+        0,
+        step_cost(num_stages, *best[:2]),
+        best[2],
+    )
     assert found[1] == score(line, stages, num_stages)[1]
 
 
@@ -70,12 +75,23 @@ def test_of_many_splits_one_near_the_mean_is_found(shape: Any, ends: tuple[int, 
     assert piece < mean / len(pieces) * 4 + 8
 
 
+def test_pieces_are_even_rather_than_the_last_percent_of_stages() -> None:
+    """Eight blocks between small ends: stages of 50.2 % with one tiny piece are no good."""
+    line = Line((4, *[100] * 8, 20), (1,) * 10)
+    stages, found = balance_pieces(line, 2, piece_stages(2, "v"))
+    assert stages == (0, 0, 0, 1, 1, 1, 1, 0, 0, 0)
+    assert found[1] / sum(line.costs) < 0.52
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_stages_are_more_even_than_the_best_pieces_make_them(shape: Any) -> None:
     """The best split into pieces alone is at 1.05 to 1.1 of the mean here."""
     line = Line(tuple(1 + 37 * atom % 101 for atom in range(40)), (1,) * 40)
-    _, found = balance_pieces(line, 4, piece_stages(4, shape))
-    assert found[1] <= 1.02 * sum(line.costs) / 4
+    pieces = piece_stages(4, shape)
+    _, found = balance_pieces(line, 4, pieces)
+    mean = sum(line.costs) / 4
+    assert found[1] <= 1.045 * mean
+    assert step_cost(4, *found[1:3]) <= 1.06 * (8 * mean + 3 * mean / (len(pieces) / 4))
 
 
 def test_a_large_line_is_cut_near_its_mean() -> None:
