@@ -132,9 +132,9 @@ class RepeatedCalls:
             if kind is PlacedTensor:
                 own = leaf.__dict__
                 if (
-                    own["smp_value"] != value
-                    or own["smp_microbatch"] != serial
-                    or own["smp_recorder"] is not recorder
+                    own.get("smp_value") != value
+                    or own.get("smp_microbatch") != serial
+                    or own.get("smp_recorder") is not recorder
                     or (own["smp_meta"] is not meta and own["smp_meta"] != meta)
                     or not own.keys() <= _OF_VALUES
                 ):

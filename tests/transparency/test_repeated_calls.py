@@ -277,6 +277,12 @@ def _attribute_of_tensor(model: Any, x: Tensor, m: int) -> Tensor:
     return _module(model).second(result)
 
 
+def _parameter_in_place_of_a_value(model: Any, x: Tensor, m: int) -> Tensor:
+    result = model(x)
+    row = result[0]
+    return torch.mul(result, _module(model).second.layer.bias if m > 1 else row)
+
+
 def _checkpointed(model: Any, x: Tensor, m: int) -> Tensor:
     if m > 1:
         return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
@@ -313,6 +319,7 @@ STEPS: dict[str, Step] = {
         _changed_in_place,
         _other_parameters,
         _attribute_of_tensor,
+        _parameter_in_place_of_a_value,
         _checkpointed,
     )
 }
