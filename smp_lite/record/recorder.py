@@ -137,6 +137,7 @@ class Recorder:
         self.ordinary.forget_captured()
         self.modules.end_step()
         self.buffers.end_step()
+        self.backward_state.end_step()
         self.recordings.clear()
         self.writer.end_microbatch()
 

@@ -67,9 +67,14 @@ class BackwardEffects:
         self._num_backwards = 0
         self._done.clear()
         self._shared.begin_step(num_microbatches)
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Lets go of what it was looked at for the step."""
         self._frames.clear()
         self._readers = self._readers_of_attributes = self._kept = None
         self._set.clear()
+        self._hooked.clear()
 
     def meet(self, function: Any, stage_index: int | None = None, owners: Owners = frozenset()) -> None:
         """It will run within backwards, on that stage (None: on any), in the parts with these owners."""

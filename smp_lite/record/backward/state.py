@@ -79,6 +79,11 @@ class BackwardState:
         self._called.clear()
         self.effects.begin_step(num_microbatches)
 
+    def end_step(self) -> None:
+        """Lets go of the microbatches."""
+        self._called.clear()
+        self.effects.end_step()
+
     # While recording ----------------------------------------------------------------------------------------
 
     def meet(self, cls: type[torch.autograd.Function]) -> PlacesRead:
