@@ -52,16 +52,29 @@ class Peers(Protocol):
     def drive(self, generators: Mapping[int, Iterator[str]]) -> None:
         """Runs the generators of this process's stages to their ends."""
 
+    def advance(self, generators: Mapping[int, Iterator[str]]) -> set[str]:
+        """Runs the generators as far as they come without waiting; returns what they wait for."""
+
     def share(self, items: Sequence[tuple[int, TensorMeta, torch.Tensor | None]]) -> list[torch.Tensor]:
         """For each (owner stage, metadata, tensor on the owner): the tensor's data, on every rank."""
 
     def share_object(self, payload: Any, stage: int, what: str) -> Any:
         """The owner's object on every rank."""
 
-    def compare(self, checks: Sequence[Check]) -> None:
-        """Raises :class:`SMPMismatch` unless all ranks agree on every check.
+    def compare(self, checks: Sequence[Check], *, ahead: bool = False) -> bool:
+        """Compares what ranks have recorded.
 
-        As many checks as in every other call; :class:`SMPError` if a rank has failed instead of coming.
+        Args:
+            checks: as many as in every other call.
+            ahead: this rank has recorded one microbatch and could run ahead of recording the others.
+
+        Returns:
+            Whether all ranks have said the same of ``ahead``. If not, nothing else was compared: those that
+            could run ahead do not, and all meet again.
+
+        Raises:
+            SMPMismatch: the ranks do not agree on a check.
+            SMPError: a rank has failed instead of coming.
         """
 
     def fail(self, text: str) -> None:
@@ -97,6 +110,10 @@ class OneProcess:
         self.stages = frozenset(range(num_stages))
 
     def drive(self, generators: Mapping[int, Iterator[str]]) -> None:
+        if stuck := self.advance(generators):
+            raise SMPError(f"all stages wait: {'; '.join(sorted(stuck))}")
+
+    def advance(self, generators: Mapping[int, Iterator[str]]) -> set[str]:
         waiting = dict(generators)
         before: list[str] = []
         while waiting:
@@ -107,8 +124,9 @@ class OneProcess:
                 except StopIteration:
                     del waiting[stage]
             if reasons and reasons == before:
-                raise SMPError(f"all stages wait: {'; '.join(reasons)}")
+                return set(reasons)
             before = reasons
+        return set()
 
     def share(self, items: Sequence[tuple[int, TensorMeta, torch.Tensor | None]]) -> list[torch.Tensor]:
         found = []
@@ -120,8 +138,8 @@ class OneProcess:
     def share_object(self, payload: Any, stage: int, what: str) -> Any:
         return payload
 
-    def compare(self, checks: Sequence[Check]) -> None:
-        pass
+    def compare(self, checks: Sequence[Check], *, ahead: bool = False) -> bool:
+        return True
 
     def fail(self, text: str) -> None:
         pass
@@ -173,6 +191,31 @@ class RankPeers:
                     return reason != stuck
 
                 self._wait(moved, stuck)
+
+    def advance(self, generators: Mapping[int, Iterator[str]]) -> set[str]:
+        waits: set[str] = set()
+        for generator in generators.values():
+            reason: str | None = None
+            while True:
+                before, reason = reason, self._next(generator)
+                if reason is None:
+                    break
+                if reason == before:
+                    waits.add(reason)
+                    break
+        return waits
+
+    def _next(self, generator: Iterator[str]) -> str | None:
+        """One look at what the generator waits for, if anything."""
+        found: str | None = None
+
+        def look() -> bool:
+            nonlocal found
+            found = next(generator, None)
+            return True
+
+        self._wait(look, "a step runs while it is recorded")  # names broken connections
+        return found
 
     def _wait(self, test: Callable[[], bool], reason: str) -> None:
         wait_until(
@@ -232,8 +275,9 @@ class RankPeers:
         found = self.world.exchange(payload if stage in self.stages else None, "PP", what)
         return found[self._rank_of_stage[stage]]
 
-    def compare(self, checks: Sequence[Check]) -> None:
-        theirs = self._gather([check.digest & _MASK for check in checks], "the end of recording a step")
+    def compare(self, checks: Sequence[Check], *, ahead: bool = False) -> bool:
+        row = [*[check.digest & _MASK for check in checks], int(ahead)]
+        theirs = self._gather(row, "the end of recording a step")
         failed = {
             rank: int(row[1]) for rank, row in zip(self.ranks, theirs, strict=True) if int(row[0]) == _FAILED
         }
@@ -244,7 +288,9 @@ class RankPeers:
                 f"{texts[0]}. "
                 "The next step can, if that rank goes on"
             )
-        for check, column in zip(checks, theirs.unbind(1), strict=True):
+        if bool((theirs[:, -1] != theirs[0, -1]).any()):
+            return False
+        for check, column in zip(checks, theirs[:, :-1].unbind(1), strict=True):
             sets = self._with_one_batch if check.of_batch else [list(range(len(self.ranks)))]
             for members in sets:
                 if bool((column[members] != column[members[0]]).any()):
@@ -253,12 +299,13 @@ class RankPeers:
                     advice = _ONE_BATCH if check.of_batch or self._replica == "MP" else _ONE_SHAPE
                     found = _first_difference(check.what, [lines[i] for i in members], ranks)
                     raise SMPMismatch(f"{found}. {advice}")
+        return True
 
     def fail(self, text: str) -> None:
         self._num_failures += 1
-        mine = torch.full((NUM_CHECKS,), _FAILED, dtype=torch.int64)
+        mine = torch.full((NUM_CHECKS + 1,), _FAILED, dtype=torch.int64)
         mine[1] = self._num_failures
-        theirs = torch.empty(len(self.ranks), NUM_CHECKS, dtype=torch.int64)
+        theirs = torch.empty(len(self.ranks), len(mine), dtype=torch.int64)
         # Kept until it has ended: nobody may be there to end it now.
         self._unawaited.append((self._collectives.all_gather(mine, theirs), (mine, theirs)))
         posted = self.world.post_failure(self._num_failures, text, self._others)

@@ -40,6 +40,9 @@ class Host(Protocol):
     def fetch(self, recording: Recording, values: list[int]) -> list[torch.Tensor]:
         """Executes all that is recorded; returns the values' data, detached, on every rank."""
 
+    def settle(self) -> None:
+        """What runs already runs to its end: something is about to change that it reads."""
+
     def share(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
         """The tensor itself on its stage's rank, a copy of it on the others."""
 

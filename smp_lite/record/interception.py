@@ -34,7 +34,7 @@ from .values.placed import PlacedTensor
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-__all__ = ["listening", "start_intercepting", "stop_intercepting"]
+__all__ = ["listening", "not_listening", "start_intercepting", "stop_intercepting"]
 
 _active: Recorder | None = None
 _thread: int | None = None
@@ -80,6 +80,20 @@ def listening(recorder: Recorder) -> Iterator[None]:
             yield
     finally:
         _active = _thread = None
+
+
+@contextlib.contextmanager
+def not_listening() -> Iterator[None]:
+    """Within, between two microbatches: torch functions need not ask whether they are recorded."""
+    mode = torch.overrides._get_current_function_mode()
+    if not isinstance(mode, _Listener):  # the script has left a mode of its own
+        yield
+        return
+    mode.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        mode.__enter__()
 
 
 def _is_of(function: Any, package: str) -> bool:

@@ -377,8 +377,11 @@ class ModuleCalls:
             if subtree is not None:
                 subtree.opened = "gets modules while it runs"
 
-    def before_running(self) -> None:
+    def before_running(self, *, all_recorded: bool = True) -> None:
         """What has been recorded is about to run: gives each call what it was recorded with.
+
+        Args:
+            all_recorded: none of it is left when recording goes on.
 
         Raises:
             SMPError: an attribute has changed in a way that was not heard.
@@ -411,7 +414,8 @@ class ModuleCalls:
                         "is "
                         "changed in place): set attributes of modules by module.name = value"
                     )
-        self._pending.clear()
+        if all_recorded:
+            self._pending.clear()
 
     def run_pending(self, module: nn.Module) -> None:
         """Before state of the module changes: what has been recorded of it runs with the present one."""

@@ -40,8 +40,8 @@ class OrdinaryTensors:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.twins = Twins()
-        # Of this step, by memory: arguments, which, and the microbatch whose backward reads it.
-        self._captured: dict[int, list[tuple[Arguments, int, int | None]]] = {}
+        # Of this step, by memory: arguments, which, the microbatch, and whether its backward reads it.
+        self._captured: dict[int, list[tuple[Arguments, int, int, bool]]] = {}
         self._kept: list[tuple[torch.Tensor, int, torch.Tensor]] = []  # of this microbatch: version, copy
         # Of the batch, what numpy may change; storage, version, digest. Copying it would double its memory.
         self._watched: dict[int, tuple[torch.Tensor, int, int]] = {}
@@ -50,11 +50,13 @@ class OrdinaryTensors:
         # If this step is one that is checked: what its commands have captured, beside the batch.
         self.contents: list[tuple[tuple[int, ...], int]] = []
         self._inputs: dict[int, tuple[torch.Tensor, PlacedTensor]] = {}
+        self.changes_earlier = False  # in this step, what commands of earlier microbatches have captured
 
     def begin_step(self, batch: Iterable[torch.Tensor], *, strict: bool) -> None:
         """The arguments of the step function; ``strict``: see whether code changes them unheard."""
         self._batch = frozenset(map(storage_of, batch))
         self._is_strict = strict
+        self.changes_earlier = False
         self.contents.clear()
 
     def forget(self) -> None:
@@ -217,8 +219,8 @@ class OrdinaryTensors:
         for i, source in enumerate(sources):
             tensor = arguments.tensors[i]
             if source < 0 and (storage := storage_of(tensor)) is not None:
-                reader = self.recorder.serial if i in saved and torch.is_grad_enabled() else None
-                self._captured.setdefault(storage, []).append((arguments, i, reader))
+                is_saved = i in saved and torch.is_grad_enabled()
+                self._captured.setdefault(storage, []).append((arguments, i, self.recorder.serial, is_saved))
                 if self.recorder.tape is None and is_shared(tensor):
                     self._guard(tensor, storage)
                 if self._is_strict and storage not in self._batch and i not in written:
@@ -237,7 +239,11 @@ class OrdinaryTensors:
             self._watched = {
                 key: kept for key, kept in self._watched.items() if storage_of(kept[0]) != storage
             }
-        for arguments, i, reader in self._captured.pop(storage, ()):  # type: ignore[arg-type]
+        captured = self._captured.get(storage, ())  # type: ignore[arg-type]
+        if any(serial != self.recorder.serial for _, _, serial, _ in captured):
+            self.changes_earlier = True
+            self.recorder.host.settle()  # what has run by now may still have a backward to come
+        for arguments, i, serial, is_saved in self._captured.pop(storage, ()):  # type: ignore[arg-type]
             with torch.no_grad():
                 present = arguments.tensors[i]
                 copy = (
@@ -245,7 +251,7 @@ class OrdinaryTensors:
                     if self.recorder.tape
                     else present.clone()
                 )
-                if reader == self.recorder.serial:
+                if is_saved and serial == self.recorder.serial:
                     self._kept.append((present, present._version, copy))
                 arguments.replace(i, copy)
 

@@ -20,6 +20,8 @@ from .microbatch import StagePart
 
 __all__ = ["Batch", "BatchPlanner", "Progress"]
 
+_MOST_ALIKE = 256
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -28,6 +30,7 @@ class Batch:
     works: tuple[Work, ...]
     schedule: Schedule
     parts: dict[tuple[int, int], StagePart] = field(default_factory=dict, compare=False, repr=False)
+    cuts: dict[int, Batch] = field(default_factory=dict, compare=False, repr=False)
 
     def part(self, graph: SegmentGraph, stage_index: int) -> StagePart:
         """A stage's part of one of the works' graphs."""
@@ -35,6 +38,17 @@ class Batch:
         if key not in self.parts:
             self.parts[key] = StagePart(graph, stage_index)
         return self.parts[key]
+
+    def until(self, microbatch_index: int) -> Batch:
+        """What there is of it before that microbatch; always the same object."""
+        if microbatch_index not in self.cuts:
+            works = tuple([work for work in self.works if work.microbatch_index < microbatch_index])
+            schedule = [
+                [action for action in actions if action.microbatch_index < microbatch_index]
+                for actions in self.schedule
+            ]
+            self.cuts[microbatch_index] = Batch(works, schedule)
+        return self.cuts[microbatch_index]
 
 
 @dataclass
@@ -62,12 +76,14 @@ class BatchPlanner:
         self.policy = policy
         self._measured: tuple[SegmentGraph, Costs] | None = None
         self._plans: dict[Any, Batch] = {}
+        self._of_alike: dict[Any, Batch] = {}
 
     def use(self, policy: Policy, graph: SegmentGraph | None = None, costs: Costs | None = None) -> None:
         """From now on another policy; ``costs`` are what was measured of microbatches with that graph."""
         self.policy = policy
         self._measured = None if graph is None or costs is None else (graph, costs)
         self._plans = {key: batch for key, batch in self._plans.items() if key[0] != policy}
+        self._of_alike.clear()
 
     def plan(self, all_progress: Mapping[int, Progress], *, last_batch: bool) -> Batch:
         """Everything recorded that has not run, by microbatch; backwards under ``simple`` only at the end."""
@@ -114,6 +130,24 @@ class BatchPlanner:
             self._plans[key] = Batch(tuple(works), schedule)
         return self._plans[key]
 
+    def known(self, first: Recording, num_microbatches: int) -> Batch | None:
+        """The batch of a whole step whose microbatches are all like this one, if one has run before."""
+        return self._of_alike.get(_alike_key(first, num_microbatches))
+
+    def note_alike(self, batch: Batch, all_progress: Mapping[int, Progress]) -> None:
+        """The batch is a whole step and has run: if all its microbatches are alike, it is :meth:`known`."""
+        recordings = [progress.recording for progress in all_progress.values()]
+        keys = {_alike_key(recording, len(recordings)) for recording in recordings}
+        is_whole = not any(recording.epoch for recording in recordings)
+        if len(keys) == 1 and is_whole and len(recordings) > 1:
+            if len(self._of_alike) >= _MOST_ALIKE:  # on all ranks at once: they record the same
+                self._of_alike.clear()
+            self._of_alike[keys.pop()] = batch
+
+    def forget_alike(self, first: Recording, num_microbatches: int) -> None:
+        """A step that began with such a microbatch had others."""
+        self._of_alike.pop(_alike_key(first, num_microbatches), None)
+
     def _costs_of(self, works: Sequence[Work]) -> Costs | None:
         if self._measured is None or any(work.graph != self._measured[0] for work in works):
             return None
@@ -131,3 +165,7 @@ class BatchPlanner:
                 if action.kind is ActionKind.SEND_FORWARD:
                     assert action.value is not None and action.peer is not None
                     all_progress[action.microbatch_index].sent.add((action.value, action.peer))
+
+
+def _alike_key(recording: Recording, num_microbatches: int) -> tuple[Any, ...]:
+    return recording.digest, recording.plan_key(), num_microbatches

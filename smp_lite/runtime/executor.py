@@ -27,6 +27,7 @@ from ..plan.segments import Segment
 from ..record.parameters.placement import Placement
 from ..record.recording import Command
 from ..record.values.placed import TensorMeta
+from .ahead import NOT_RECORDED, NOT_RESUMED, Ahead
 from .commands import CommandRunner, RealRun
 from .cut_gradients import CutGradients
 from .failure import Failure
@@ -116,10 +117,14 @@ class StageExecutor:
         for kind, method in self._table.items():
             self._table[kind] = partial(_within, around, method)
 
-    def run(self, actions: Sequence[Action]) -> Iterator[str]:
+    def run(self, actions: Sequence[Action], ahead: Ahead | None = None) -> Iterator[str]:
         """Executes the list; yields what it waits for whenever it cannot go on.
 
         If an action fails, ``failure`` says so afterwards; all transfers of the list have been made.
+
+        Args:
+            actions: the list.
+            ahead: how far the step has been recorded; None: to its end.
         """
         self.failure = None
         sharded = self._sharded
@@ -129,8 +134,17 @@ class StageExecutor:
         if offload is not None:
             offload.begin(actions)
         if self.weights is not None:
-            self.weights.begin(actions, self.states)
+            alike = None if ahead is None else self.states[ahead.first.microbatch_index]
+            ms = dict.fromkeys([action.microbatch_index for action in actions])
+            self.weights.begin(actions, {m: self.states[m] if alike is None else alike for m in ms})
         for number, action in enumerate(actions):
+            if ahead is not None:
+                while ahead.lacks(action):
+                    yield NOT_RECORDED
+                if ahead.leaves_out(action):
+                    if action.kind not in COMPUTE_KINDS:
+                        yield from self._transfer_only(action, ahead)
+                    continue
             state = self.states[action.microbatch_index]
             if action.kind in COMPUTE_KINDS:
                 for transfer, value, stage in self._needs(action, state):
@@ -142,6 +156,8 @@ class StageExecutor:
                         while not transfer.done():
                             yield waits
                     del transfer  # it holds what has arrived
+                while ahead is not None and not ahead.is_resumed:
+                    yield NOT_RESUMED
                 start = time.perf_counter()
                 try:
                     if sharded is not None:
@@ -162,12 +178,14 @@ class StageExecutor:
                     if self._on_failure is not None:
                         self._on_failure()
                     self._let_go()
-                    yield from self._transfers_only(actions[number + 1 :])
+                    yield from self._transfers_only(actions[number + 1 :], ahead)
                     break
                 self.spans.append(Span(action, start, time.perf_counter()))
             else:
                 self._table[action.kind](action, state)
         self._let_go()
+        if ahead is not None and ahead.cut == 0:
+            yield from self._receives_end()
         for action, transfer in self._sends:
             while not transfer.done():
                 yield f"stage {action.peer} has not received {action}"
@@ -200,32 +218,44 @@ class StageExecutor:
             found.append(known[owners])
         return found
 
-    def _transfers_only(self, actions: Sequence[Action]) -> Iterator[str]:
-        """What the other stages count on, without computing: zeros for what is not there.
+    def _transfers_only(self, actions: Sequence[Action], ahead: Ahead | None) -> Iterator[str]:
+        """What the other stages count on, without computing: zeros for what is not there."""
+        yield from self._receives_end()
+        for action in actions:
+            if action.kind not in COMPUTE_KINDS:
+                yield from self._transfer_only(action, ahead)
+
+    def _receives_end(self) -> Iterator[str]:
+        pending = [transfer for state in self.states.values() for transfer in state.receives()]
+        for transfer in pending:
+            while not transfer.done():
+                yield f"a value for stage {self.stage_index}, which has given up, has not arrived"
+
+    def _transfer_only(self, action: Action, ahead: Ahead | None) -> Iterator[str]:
+        """A transfer that nobody here needs.
 
         Both ends of a transfer stand side by side in the order of all actions (:mod:`..plan.lowering`), so
         each receive can be waited for as soon as it is posted, and its memory freed.
         """
-        pending = [transfer for state in self.states.values() for transfer in state.receives()]
-        for transfer in pending:
-            while not transfer.done():
-                yield f"a value for stage {self.stage_index}, which has failed, has not arrived"
-        for action in actions:
-            if action.kind in COMPUTE_KINDS:
-                continue
-            value, peer = action.value, action.peer
-            assert value is not None and peer is not None
-            state = self.states[action.microbatch_index]
+        value, peer = action.value, action.peer
+        assert value is not None and peer is not None
+        state = self.states.get(action.microbatch_index)
+        if ahead is not None:
+            meta = ahead.meta(value)
+        else:
+            assert state is not None
             meta = state.recording.values[value].meta
-            if action.kind in RECV_KINDS:
-                transfer = self.wire.receive(meta, peer)
-                while not transfer.done():
-                    yield f"{action} for stage {self.stage_index}, which has failed, has not arrived"
-                continue
-            tensor = state.data.get(value) if action.kind is ActionKind.SEND_FORWARD else None
-            if tensor is None:
-                tensor = torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
-            self._sends.append((action, self.wire.send(tensor, meta, peer)))
+        if action.kind in RECV_KINDS:
+            transfer = self.wire.receive(meta, peer)
+            while not transfer.done():
+                yield f"{action} for stage {self.stage_index}, which does not need it, has not arrived"
+            return
+        tensor = None
+        if state is not None and action.kind is ActionKind.SEND_FORWARD:
+            tensor = state.data.get(value)
+        if tensor is None:
+            tensor = torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
+        self._sends.append((action, self.wire.send(tensor, meta, peer)))
 
     def in_transit(self) -> list[Transfer]:
         """Transfers that have not ended; their memory must outlive them."""

@@ -163,6 +163,12 @@ class GradientBooks:
                 self.on_final(parameter)
         self._aside = []
 
+    def cut(self, microbatch_index: int) -> None:
+        """What was planned from that microbatch on does not run, but is planned anew."""
+        self._final.clear()
+        self._left = {use: n for use, n in self._left.items() if use[0] < microbatch_index}
+        self._shared = {key: found for key, found in self._shared.items() if key[0] < microbatch_index}
+
     def end_step(self) -> None:
         self._listen_no_more()  # a backward that failed has no end
         self._aside = []

@@ -183,6 +183,7 @@ class ModelRuntime:
         self.runner = StepRunner(
             placement.num_stages, peers, policy, self.executors, self.books, self.streams, stage_peers
         )
+        self._may_run_ahead = stage_peers is None and sharding is None and activation_horizon is None
         self.recorder = Recorder(placement, self.runner)
 
     @staticmethod
@@ -230,6 +231,7 @@ class ModelRuntime:
         scale = loss_scale / num_microbatches if average else loss_scale
         if self._chooser is not None:
             self.runner.planner.use(self._chooser.policy)
+        self.runner.may_run_ahead = self._may_run_ahead and self._chooser is None and self.scaling is None
         self.runner.begin_step(self.recorder, num_microbatches, scale, inputs)
 
     def finish(

@@ -2,13 +2,15 @@
 
 The runner is the recorder's host. Where Python needs a number while recording, it executes everything
 recorded so far as a *batch of work* and recording goes on; the rest is the last batch. Nearly always there
-is just the one. Forwards run in recorded order of microbatches in any case. Backwards of microbatches that
-are recorded to their end run with the next batch, except under ``simple``, where they all come last.
+is just the one, which starts while it is recorded if it is known (:mod:`.ahead`). Forwards run in recorded
+order of microbatches in any case. Backwards of microbatches that are recorded to their end run with the next
+batch, except under ``simple``, where they all come last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from ..comm.stage_peers import StagePeers
 from ..errors import SMPError, SMPTimeout
 from ..plan.schedules import Policy
 from ..record.describe.metadata import describe_result
+from ..record.interception import not_listening
 from ..record.parameters.placement import Placement
 from ..record.recorder import Recorder
 from ..record.recording import Command, Recording, describe_command
@@ -29,10 +32,9 @@ from .failure import Failure, step_failure
 from .gradients import GradientBooks
 from .microbatch import MicrobatchState
 from .random_streams import RandomStreams
+from .running_list import RunningList
+from .step_results import StepResults
 from .trained import TrainedParameters
-
-EAGER_BYTES = 1 << 20
-"""Values that the script still holds when a step ends come to every rank if they are no larger."""
 
 
 class StepRunner:
@@ -70,13 +72,15 @@ class StepRunner:
         self._trained = TrainedParameters()
         self._progress: dict[int, Progress] = {}
         self._recorder: Recorder | None = None
-        self._late: dict[tuple[int, int], torch.Tensor] = {}
+        self._results = StepResults(peers, executors)
         self._in_transit: list[Any] = []
         self._inputs: tuple[int, Callable[[], list[str]]] = (0, list)
         self._start_state = 0
         self._has_failed: SMPError | None = None  # in this step, whatever the script did about it
         self._touched_gradients = False  # by a list of actions that failed
         self.all_know = False  # whether an error that is on its way is raised on all mp ranks
+        self.may_run_ahead = False
+        self._running: RunningList | None = None  # the list of this step that runs while it is recorded
 
     # The life of a step -----------------------------------------------------------------------------------
 
@@ -99,7 +103,7 @@ class StepRunner:
         self._recorder = recorder
         recorder.begin_step(num_microbatches, strict=inputs[0] != 0)
         self._inputs = inputs
-        self._late.clear()
+        self._results.forget()
         self.all_know = self._touched_gradients = False
         self._has_failed = None
         shared = (
@@ -131,96 +135,24 @@ class StepRunner:
         recorder.suspended = True
         try:
             recorder.placement.end_recording()
-            self._execute(last_batch=True)
-            survivors = self._surviving()
-            found = self.peers.share([self._item(m, v) for m, v in (*outputs, *survivors)])
-            self._give_data(survivors, found[len(outputs) :])
-            self._pass_gradients_to_inputs()
-            if keep_graph:
-                items = [self._item(m, value)[2] for m, value in outputs]
-                found = [own if own is not None else f for f, own in zip(found, items)]
-            return found[: len(outputs)]
-        except Exception:
+            self._execute_last()
+            return self._results.share(outputs, recorder.survivors, self._progress, keep_graph=keep_graph)
+        except Exception as error:
+            if self._running is not None:
+                self._give_up(error)
             self._undo()
             raise
         finally:
             recorder.suspended = False
             self._end(recorder)
 
-    def _item(self, microbatch_index: int, value: int) -> tuple[int, TensorMeta, torch.Tensor | None]:
-        """(stage, metadata, data if it is here) of a value."""
-        home = self._progress[microbatch_index].recording.values[value]
-        executor = self.executors.get(home.stage_index)
-        data = executor.states[microbatch_index].data[value] if executor else None
-        return home.stage_index, home.meta, data
-
-    def _surviving(self) -> list[tuple[int, int]]:
-        """Values that somebody still holds, as far as they are small; the others stay on their stage."""
-        assert self._recorder is not None
-        found = []
-        for m, placed in self._recorder.survivors:
-            if placed.smp_meta.num_bytes <= EAGER_BYTES:
-                found.append((m, placed.smp_value))
-            else:
-                placed.smp_is_late = True
-                data = self._item(m, placed.smp_value)[2]
-                if data is not None:
-                    self._late[placed.smp_microbatch, placed.smp_value] = data.detach()
-        return found
-
-    def _give_data(self, survivors: list[tuple[int, int]], found: list[torch.Tensor]) -> None:
-        assert self._recorder is not None
-        data = dict(zip(survivors, found, strict=True))
-        for m, placed in self._recorder.survivors:
-            placed.smp_data = data.get((m, placed.smp_value))
-
-    def share_late(self, placed: PlacedTensor) -> torch.Tensor:
-        key = (placed.smp_microbatch, placed.smp_value)
-        here = placed.smp_stage in self.executors
-        if here and key not in self._late:
-            raise SMPError(
-                f"a tensor of {placed.smp_meta.num_bytes} bytes that was made in an earlier smp.step is "
-                f"gone: "
-                "read it before the next step, or return it from the step function"
-            )
-        self.peers.share_object(None, placed.smp_stage, "reading a tensor that was made in the last smp.step")
-        (placed.smp_data,) = self.peers.share(
-            [(placed.smp_stage, placed.smp_meta, self._late[key] if here else None)]
-        )
-        return placed.smp_data
-
-    def _pass_gradients_to_inputs(self) -> None:
-        """Ordinary tensors that the commands have read get their gradients, on every rank."""
-        wanted = [
-            (m, value, tensor)
-            for m, progress in self._progress.items()
-            for value, tensor in progress.recording.inputs
-        ]
-        if not wanted:
-            return
-        items: list[tuple[int, TensorMeta, torch.Tensor | None]] = []
-        for m, value, tensor in wanted:
-            stage = self._progress[m].recording.values[value].stage_index
-            executor = self.executors.get(stage)
-            leaf = executor.states[m].inputs.get(value) if executor else None
-            gradient = leaf.grad if leaf is not None else None
-            has_gradient = self.peers.share_object(
-                gradient is not None, stage, "the gradient of an input of a step"
-            )
-            if has_gradient:
-                items.append((stage, TensorMeta.of(tensor)._replace(requires_grad=False), gradient))
-            else:
-                items.append((stage, TensorMeta.of(tensor), None))
-        shared = iter(self.peers.share([item for item in items if not item[1].requires_grad]))
-        for (_, _, tensor), (_, meta, _) in zip(wanted, items, strict=True):
-            if not meta.requires_grad:
-                torch.autograd.backward(tensor, next(shared), retain_graph=True)
-
     def abandon(self, error: BaseException | None = None) -> None:
         """The step failed: tells the other ranks, unless they know, and lets go of everything but the memory
         that a wire may still write into."""
         recorder = self._recorder
         if recorder is not None:
+            if self._running is not None and isinstance(error, Exception):
+                self._give_up(error)
             if isinstance(error, Exception) and not self.all_know and not isinstance(error, SMPTimeout):
                 self.peers.fail(f"{type(error).__name__}: {error}")
             recorder.placement.swap_out()
@@ -234,6 +166,7 @@ class StepRunner:
             self.streams.move_on()
         recorder.end_step()
         self._recorder = None
+        self._running = None
         for executor in self.executors.values():
             executor.end_step()
         for books in self.books.values():
@@ -242,6 +175,9 @@ class StepRunner:
         self._inputs = (0, list)  # it holds the batch
 
     # Host of the recorder -----------------------------------------------------------------------------------
+
+    def share_late(self, placed: PlacedTensor) -> torch.Tensor:
+        return self._results.share_late(placed)
 
     def run_for_real(self, recording: Recording, command: Command) -> ResultMeta | str:
         self._execute_now()
@@ -291,20 +227,140 @@ class StepRunner:
             items.append((home.stage_index, home.meta, tensor))
         return self.peers.share(items)
 
+    def settle(self) -> None:
+        if self._running is not None:
+            with self._suspended():
+                self._cut()
+
     def _execute_now(self) -> None:
         """Executes what is recorded so far, in the midst of recording."""
+        with self._suspended():
+            if self._running is not None:
+                self._cut()
+            self._execute(last_batch=False)
+
+    @contextlib.contextmanager
+    def _suspended(self) -> Iterator[None]:
+        """Within: the modules are as they are, and nothing is recorded."""
         recorder = self._recorder
         assert recorder is not None
         suspended = recorder.suspended
         recorder.placement.swap_out()
         recorder.suspended = True
         try:
-            self._execute(last_batch=False)
+            yield
         finally:
             recorder.suspended = suspended
             recorder.placement.swap_in()
 
+    # A step that runs while it is recorded: see .ahead ------------------------------------------------------
+
+    def recorded(self, recording: Recording) -> None:
+        """A microbatch has been recorded to its end, and another one comes: what is known runs meanwhile."""
+        recorder = self._recorder
+        assert recorder is not None
+        if self._running is None:
+            if recording.microbatch_index == 0:
+                self._start_ahead(recording)
+        elif not self._running.accepts(recording):
+            with self._suspended():
+                self._cut()
+        elif not recorder.backward_state.runs_python and self._could_compute():
+            with self._suspended():
+                self._burst()
+
+    def _could_compute(self) -> bool:
+        """Goes on with transfers; returns whether something else could run now."""
+        running, recorder = self._running, self._recorder
+        assert running is not None and recorder is not None
+        recorder.suspended = True
+        self._running = None  # what goes wrong now ends the list
+        could = running.could_compute()
+        self._running = running
+        recorder.suspended = False
+        return could
+
+    def _burst(self) -> None:
+        """Runs what can run without waiting."""
+        running = self._running
+        assert running is not None
+        self._before_running(all_recorded=False)
+        self._running = None  # what goes wrong now ends the list
+        with not_listening(), self.streams.executing():
+            running.burst()
+        self._running = running
+
+    def _start_ahead(self, first: Recording) -> None:
+        """Starts the list of the step, if it is known on all ranks."""
+        recorder = self._recorder
+        assert recorder is not None
+        if not self.may_run_ahead or self._inputs[0] or self.on_planned is not None:
+            return
+        if self.observer() is not None or recorder.backward_state.runs_python or first.inputs:
+            return
+        batch = self.planner.known(first, recorder.num_microbatches)
+        if batch is None or not self._compare({first.microbatch_index: first}, _ONE, ahead=True):
+            return
+        for executor in self.executors.values():
+            executor.observe(None)
+        self._touched_gradients = any(work.pending_backwards() for work in batch.works)
+        with self._suspended():
+            self._running = RunningList(batch, first, self.peers, self.executors, self.books)
+            self._burst()
+
+    def _cut(self) -> None:
+        """What the list has begun runs to its end; what is recorded from now on is planned anew."""
+        running, recorder = self._running, self._recorder
+        assert running is not None and recorder is not None
+        k = running.ahead.num_recorded
+        self._before_running(all_recorded=False)
+        self._running = None
+        self.planner.forget_alike(running.ahead.first, running.ahead.num_microbatches)
+        with self.streams.executing():
+            running.end(cut=k)
+        recordings = {m: progress.recording for m, progress in self._progress.items() if m < k}
+        self._compare(recordings, _CUT_AT + k)
+        self._conclude(running.batch.until(k))
+
+    def _end_ahead(self) -> None:
+        """All has been recorded: the list runs to its end."""
+        running = self._running
+        assert running is not None
+        self._before_running()
+        self._running = None
+        with self.streams.executing():
+            running.end()
+        self._compare({m: progress.recording for m, progress in self._progress.items()}, _ALL)
+        self._conclude(running.batch)
+
+    def _give_up(self, error: BaseException) -> None:
+        """The step function has failed: makes the transfers that other ranks count on."""
+        running, self._running = self._running, None
+        assert running is not None
+        try:
+            with self.streams.executing():
+                running.end(cut=0)
+        except SMPError as another:
+            error.add_note(f"and then: {another}")
+
+    def _execute_last(self) -> None:
+        """Executes what is left when all has been recorded."""
+        if self._running is not None:
+            last = self._progress[max(self._progress)].recording
+            if not self._running.accepts(last):
+                self._cut()
+        if self._running is not None:
+            self._end_ahead()
+        else:
+            self._execute(last_batch=True)
+
     # Planning and executing ---------------------------------------------------------------------------------
+
+    def _before_running(self, *, all_recorded: bool = True) -> None:
+        assert self._recorder is not None
+        self._recorder.modules.before_running(all_recorded=all_recorded)
+        self._recorder.ordinary.before_running()
+        self._recorder.backward_state.before_running()
 
     def _execute(self, *, last_batch: bool) -> None:
         if self._has_failed is not None:
@@ -318,16 +374,14 @@ class StepRunner:
         recordings = {m: progress.recording for m, progress in self._progress.items()}
         if last_batch and self.on_planned is not None:
             self.on_planned(batch, recordings)
-        assert self._recorder is not None
-        self._recorder.modules.before_running()
-        self._recorder.ordinary.before_running()
-        self._recorder.backward_state.before_running()
+        self._before_running()
         observer = self.observer()
         if observer is not None:
             observer.recorded(recordings)
         for executor in self.executors.values():
             executor.observe(observer)
-        self._compare(recordings, last_batch=last_batch)
+        while not self._compare(recordings, _ALL if last_batch else _LOOKS):
+            pass  # some could have run ahead; they go on recording now, and come again
         for executor in self.executors.values():
             executor.adopt()
         for work in batch.works:
@@ -341,6 +395,17 @@ class StepRunner:
             self.peers.drive(
                 {stage: executor.run(batch.schedule[stage]) for stage, executor in self.executors.items()}
             )
+        self._conclude(batch)
+        if last_batch and not self._recorder.ordinary.changes_earlier:
+            self.planner.note_alike(batch, self._progress)
+
+    def _conclude(self, batch: Batch) -> None:
+        """The list of the batch has run here: learns how it went elsewhere, and notes what is done.
+
+        Raises:
+            SMPError: an action has failed on some rank.
+        """
+        assert self._recorder is not None
         self._recorder.backward_state.after_running()
         placement = self._recorder.placement
         key, trained = self._trained.of(batch, self._progress, placement)
@@ -391,9 +456,14 @@ class StepRunner:
         """Whether a step has begun and not ended."""
         return self._recorder is not None
 
-    def _compare(self, recordings: dict[int, Recording], *, last_batch: bool) -> None:
-        """All mp ranks must have recorded the same, from the same batch and random numbers."""
+    def _compare(self, recordings: dict[int, Recording], what: int, *, ahead: bool = False) -> bool:
+        """All mp ranks must have recorded the same, from the same batch and random numbers.
 
+        Args:
+            recordings: by microbatch.
+            what: _ALL, _LOOKS, _ONE, or _CUT_AT and a microbatch: where this rank stands.
+            ahead: see :meth:`Peers.compare`, whose answer this returns.
+        """
         assert self._recorder is not None
 
         def calls() -> list[str]:
@@ -404,17 +474,11 @@ class StepRunner:
             ]
 
         recorded = hash(tuple(recording.digest for recording in recordings.values()))
-        looks = 0 if last_batch else 1
+        is_last = what == _ALL
         self.all_know = True  # who is not alike raises, and so do the others
-        self.peers.compare(
+        are_alike = self.peers.compare(
             [
-                Check(
-                    "what a step does",
-                    looks,
-                    lambda: [
-                        "looks at data while it records" if looks else "has recorded its step to the end"
-                    ],
-                ),
+                Check("what a step does", what, lambda: [_in_words(what)]),
                 Check("the recording of a step", recorded, calls),
                 Check(
                     "what a step reads beside its batch",
@@ -424,18 +488,20 @@ class StepRunner:
                 ),
                 Check(
                     "the batch of a step",
-                    *(self._inputs if last_batch else (0, list)),
+                    *(self._inputs if is_last else (0, list)),
                     of_batch=True,
                 ),
                 Check(
                     "the random numbers drawn in a step function",
-                    self._start_state if last_batch and self.drew() else 0,
+                    self._start_state if is_last and self.drew() else 0,
                     lambda: [f"has the random state {self._start_state:x}"],
                     of_batch=True,
                 ),
-            ]
+            ],
+            ahead=ahead,
         )
         self.all_know = False
+        return are_alike
 
     def _contents(self) -> list[str]:
         """Of tensors of the script's own that its calls read."""
@@ -452,3 +518,17 @@ class StepRunner:
     def spans(self) -> dict[int, list[Any]]:
         """For each stage here, when its forwards and backwards ran in the last step."""
         return {stage: list(executor.spans) for stage, executor in self.executors.items()}
+
+
+_ALL, _LOOKS, _ONE, _CUT_AT = 0, 1, 2, 3
+"""Where a rank stands that compares its recordings with the others'."""
+
+
+def _in_words(what: int) -> str:
+    if what >= _CUT_AT:
+        return f"does in microbatch {what - _CUT_AT} what it did not do in those before, or looks at data"
+    return {
+        _ALL: "has recorded its step to the end",
+        _LOOKS: "looks at data while it records",
+        _ONE: "has recorded one microbatch",
+    }[what]

@@ -119,6 +119,8 @@ class StepContext:
                 except NeedsOpening as reason:  # from what watches the step for replay
                     raise refuse(f"runs code that {reason}") from None
                 outputs.append(self._end_microbatch(returned, kept))
+                if self.runtime is not None and kept is None and m + 1 < len(self.inputs):
+                    self.runtime.runner.recorded(self.recorder.recordings[self.recorder.serial])
             if kept is not None:
                 self.recorder.tape = None
                 assert self.runtime is not None

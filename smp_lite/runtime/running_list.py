@@ -1,0 +1,79 @@
+"""The list of actions of a step that runs while the step is recorded; see :mod:`.ahead`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..comm.peers import Peers
+from ..record.recording import Recording
+from .ahead import NOT_RESUMED, Ahead
+from .batches import Batch
+from .executor import StageExecutor
+from .gradients import GradientBooks
+
+__all__ = ["RunningList"]
+
+
+class RunningList:
+    """What all stages played here do of one step, from its first recorded microbatch on.
+
+    Args:
+        batch: the plan of the whole step.
+        first: the recording of its first microbatch.
+        peers: the mp group.
+        executors: for each stage played here.
+        books: for each stage played here.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        first: Recording,
+        peers: Peers,
+        executors: Mapping[int, StageExecutor],
+        books: Mapping[int, GradientBooks],
+    ) -> None:
+        self.batch = batch
+        self._peers = peers
+        self._executors = executors
+        self._books = books
+        self.ahead = Ahead(first, len(batch.works))
+        self._prepare(first)
+        alike = {work.microbatch_index: first for work in batch.works}
+        for stage, own in books.items():
+            own.plan(batch.works, alike, batch.schedule[stage], stage, last_batch=True)
+        self._generators = {
+            stage: executor.run(batch.schedule[stage], self.ahead) for stage, executor in executors.items()
+        }
+
+    def _prepare(self, recording: Recording) -> None:
+        m = recording.microbatch_index
+        for stage, executor in self._executors.items():
+            executor.states[m].update(self.batch.part(self.batch.works[m].graph, stage), stage)
+
+    def accepts(self, recording: Recording) -> bool:
+        """The next microbatch has been recorded: whether it is like the first, and may run."""
+        if not self.ahead.is_repeated_by(recording):
+            return False
+        self._prepare(recording)
+        self.ahead.num_recorded += 1
+        return True
+
+    def could_compute(self) -> bool:
+        """Goes on without computing; returns whether an action could run now, without waiting."""
+        return NOT_RESUMED in self._peers.advance(self._generators)
+
+    def burst(self) -> None:
+        """Goes on until actions would have to wait, or have not been recorded."""
+        self.ahead.is_resumed = True
+        self._peers.advance(self._generators)
+        self.ahead.is_resumed = False
+
+    def end(self, cut: int | None = None) -> None:
+        """Runs to its end: all of it, or what there is before a microbatch, and transfers of the rest."""
+        if cut is not None:
+            self.ahead.cut = cut
+            for books in self._books.values():
+                books.cut(cut)
+        self.ahead.is_resumed = True
+        self._peers.drive(self._generators)

@@ -1,0 +1,124 @@
+"""What a step leaves: its outputs, values that the script still holds, gradients of what it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..comm.peers import Peers
+from ..errors import SMPError
+from ..record.values.placed import PlacedTensor, TensorMeta
+from .batches import Progress
+from .executor import StageExecutor
+
+__all__ = ["StepResults"]
+
+EAGER_BYTES = 1 << 20
+"""Values that the script still holds when a step ends come to every rank if they are no larger."""
+
+
+class StepResults:
+    """Makes the results of steps known to all ranks of the mp group.
+
+    Args:
+        peers: the mp group.
+        executors: for each stage played here; they hold the values.
+    """
+
+    def __init__(self, peers: Peers, executors: Mapping[int, StageExecutor]) -> None:
+        self._peers = peers
+        self._executors = executors
+        self._late: dict[tuple[int, int], torch.Tensor] = {}
+
+    def forget(self) -> None:
+        """Another step begins."""
+        self._late.clear()
+
+    def share(
+        self,
+        outputs: Sequence[tuple[int, int]],
+        survivors: Sequence[tuple[int, PlacedTensor]],
+        all_progress: Mapping[int, Progress],
+        *,
+        keep_graph: bool,
+    ) -> list[torch.Tensor]:
+        """The data of (microbatch, value) outputs, on every rank, when everything has run.
+
+        Args:
+            outputs: what the step function returns.
+            survivors: (microbatch, value that somebody still holds); they get their data, as far as they are
+                small; the others stay on their stage.
+            all_progress: by microbatch.
+            keep_graph: the rank that made an output gets it with its autograd graph.
+        """
+        eager = [each for each in survivors if self._is_eager(each, all_progress)]
+        items = [self._item(all_progress[m], value) for m, value in outputs]
+        more = [self._item(all_progress[m], placed.smp_value) for m, placed in eager]
+        found = self._peers.share([*items, *more])
+        own = {(m, placed.smp_value): data for (m, placed), data in zip(eager, found[len(items) :])}
+        for m, placed in survivors:
+            placed.smp_data = own.get((m, placed.smp_value))
+        self._pass_gradients_to_inputs(all_progress)
+        results = found[: len(items)]
+        if keep_graph:
+            return [made if made is not None else data for (_, _, made), data in zip(items, results)]
+        return results
+
+    def share_late(self, placed: PlacedTensor) -> torch.Tensor:
+        """The data of a value that stayed on its stage, on every rank."""
+        key = (placed.smp_microbatch, placed.smp_value)
+        here = placed.smp_stage in self._executors
+        if here and key not in self._late:
+            raise SMPError(
+                f"a tensor of {placed.smp_meta.num_bytes} bytes that was made in an earlier smp.step is "
+                "gone: read it before the next step, or return it from the step function"
+            )
+        what = "reading a tensor that was made in the last smp.step"
+        self._peers.share_object(None, placed.smp_stage, what)
+        item = (placed.smp_stage, placed.smp_meta, self._late[key] if here else None)
+        (placed.smp_data,) = self._peers.share([item])
+        return placed.smp_data
+
+    def _item(self, progress: Progress, value: int) -> tuple[int, TensorMeta, torch.Tensor | None]:
+        """(stage, metadata, data if it is here) of a value."""
+        home = progress.recording.values[value]
+        executor = self._executors.get(home.stage_index)
+        data = executor.states[progress.recording.microbatch_index].data[value] if executor else None
+        return home.stage_index, home.meta, data
+
+    def _is_eager(self, survivor: tuple[int, PlacedTensor], all_progress: Mapping[int, Progress]) -> bool:
+        """Whether it comes to every rank; one that does not is kept here if it was made here."""
+        m, placed = survivor
+        if placed.smp_meta.num_bytes <= EAGER_BYTES:
+            return True
+        placed.smp_is_late = True
+        data = self._item(all_progress[m], placed.smp_value)[2]
+        if data is not None:
+            self._late[placed.smp_microbatch, placed.smp_value] = data.detach()
+        return False
+
+    def _pass_gradients_to_inputs(self, all_progress: Mapping[int, Progress]) -> None:
+        """Ordinary tensors that the commands have read get their gradients, on every rank."""
+        wanted = [
+            (m, value, tensor)
+            for m, progress in all_progress.items()
+            for value, tensor in progress.recording.inputs
+        ]
+        items: list[tuple[int, TensorMeta, torch.Tensor | None]] = []
+        for m, value, tensor in wanted:
+            stage = all_progress[m].recording.values[value].stage_index
+            executor = self._executors.get(stage)
+            leaf = executor.states[m].inputs.get(value) if executor else None
+            gradient = leaf.grad if leaf is not None else None
+            has_gradient = self._peers.share_object(
+                gradient is not None, stage, "the gradient of an input of a step"
+            )
+            if has_gradient:
+                items.append((stage, TensorMeta.of(tensor)._replace(requires_grad=False), gradient))
+            else:
+                items.append((stage, TensorMeta.of(tensor), None))
+        shared = iter(self._peers.share([item for item in items if not item[1].requires_grad]))
+        for (_, _, tensor), (_, meta, _) in zip(wanted, items, strict=True):
+            if not meta.requires_grad:
+                torch.autograd.backward(tensor, next(shared), retain_graph=True)
