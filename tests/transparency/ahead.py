@@ -239,15 +239,14 @@ def train_where_one_rank_knows_less() -> list[Any]:
 
 
 class Dropping(nn.Module):
-    """Draws random numbers where it runs."""
+    """Draws random numbers inside of calls that run as a whole."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.chain = Chain()
-        self.drop = nn.Dropout(0.5)
+        self.parts = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout()) for _ in range(4)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.chain(self.drop(x)))
+        return self.parts(x)
 
 
 class Reusing(nn.Module):
