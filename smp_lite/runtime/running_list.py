@@ -23,6 +23,10 @@ class RunningList:
         peers: the mp group.
         executors: for each stage played here.
         books: for each stage played here.
+
+    Attributes:
+        ahead: how far the recording has come.
+        is_intact: whether it can go on; not if a wait has failed.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class RunningList:
         self._executors = executors
         self._books = books
         self.ahead = Ahead(first, len(batch.works))
+        self.is_intact = True
         self._prepare(first)
         alike = {work.microbatch_index: first for work in batch.works}
         for stage, own in books.items():
@@ -61,13 +66,19 @@ class RunningList:
 
     def could_compute(self) -> bool:
         """Goes on without computing; returns whether an action could run now, without waiting."""
-        return NOT_RESUMED in self._peers.advance(self._generators)
+        return NOT_RESUMED in self._advance()
 
     def burst(self) -> None:
         """Goes on until actions would have to wait, or have not been recorded."""
         self.ahead.is_resumed = True
-        self._peers.advance(self._generators)
+        self._advance()
         self.ahead.is_resumed = False
+
+    def _advance(self) -> set[str]:
+        self.is_intact = False
+        waits = self._peers.advance(self._generators)
+        self.is_intact = True
+        return waits
 
     def end(self, cut: int | None = None) -> None:
         """Runs to its end: all of it, or what there is before a microbatch, and transfers of the rest."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..comm.peers import Check, Peers
+from ..comm.peers import Peers
 from ..comm.stage_peers import StagePeers
 from ..errors import SMPError, SMPTimeout
 from ..plan.schedules import Policy
@@ -23,10 +23,11 @@ from ..record.describe.metadata import describe_result
 from ..record.interception import not_listening
 from ..record.parameters.placement import Placement
 from ..record.recorder import Recorder
-from ..record.recording import Command, Recording, describe_command
+from ..record.recording import Command, Recording
 from ..record.values.calls import ResultMeta
 from ..record.values.placed import PlacedTensor, TensorMeta
 from .batches import Batch, BatchPlanner, Progress
+from .comparing import ALL, CUT_AT, LOOKS, ONE, checks
 from .executor import StageExecutor
 from .failure import Failure, step_failure
 from .gradients import GradientBooks
@@ -138,8 +139,7 @@ class StepRunner:
             self._execute_last()
             return self._results.share(outputs, recorder.survivors, self._progress, keep_graph=keep_graph)
         except Exception as error:
-            if self._running is not None:
-                self._give_up(error)
+            self._give_up(error)
             self._undo()
             raise
         finally:
@@ -151,7 +151,7 @@ class StepRunner:
         that a wire may still write into."""
         recorder = self._recorder
         if recorder is not None:
-            if self._running is not None and isinstance(error, Exception):
+            if error is not None:
                 self._give_up(error)
             if isinstance(error, Exception) and not self.all_know and not isinstance(error, SMPTimeout):
                 self.peers.fail(f"{type(error).__name__}: {error}")
@@ -274,21 +274,17 @@ class StepRunner:
         running, recorder = self._running, self._recorder
         assert running is not None and recorder is not None
         recorder.suspended = True
-        self._running = None  # what goes wrong now ends the list
-        could = running.could_compute()
-        self._running = running
-        recorder.suspended = False
-        return could
+        try:
+            return running.could_compute()
+        finally:
+            recorder.suspended = False
 
     def _burst(self) -> None:
         """Runs what can run without waiting."""
-        running = self._running
-        assert running is not None
+        assert self._running is not None
         self._before_running(all_recorded=False)
-        self._running = None  # what goes wrong now ends the list
         with not_listening(), self.streams.executing():
-            running.burst()
-        self._running = running
+            self._running.burst()
 
     def _start_ahead(self, first: Recording) -> None:
         """Starts the list of the step, if it is known on all ranks."""
@@ -299,7 +295,7 @@ class StepRunner:
         if self.observer() is not None or recorder.backward_state.runs_python or first.inputs:
             return
         batch = self.planner.known(first, recorder.num_microbatches)
-        if batch is None or not self._compare({first.microbatch_index: first}, _ONE, ahead=True):
+        if batch is None or not self._compare({first.microbatch_index: first}, ONE, ahead=True):
             return
         for executor in self.executors.values():
             executor.observe(None)
@@ -310,17 +306,20 @@ class StepRunner:
 
     def _cut(self) -> None:
         """What the list has begun runs to its end; what is recorded from now on is planned anew."""
-        running, recorder = self._running, self._recorder
-        assert running is not None and recorder is not None
+        running = self._running
+        assert running is not None
         k = running.ahead.num_recorded
         self._before_running(all_recorded=False)
         self._running = None
         self.planner.forget_alike(running.ahead.first, running.ahead.num_microbatches)
         with self.streams.executing():
             running.end(cut=k)
-        recordings = {m: progress.recording for m, progress in self._progress.items() if m < k}
-        self._compare(recordings, _CUT_AT + k)
-        self._conclude(running.batch.until(k))
+        try:
+            self._compare({m: p.recording for m, p in self._progress.items() if m < k}, CUT_AT + k)
+            self._conclude(running.batch.until(k))
+        except SMPError as error:
+            self._has_failed = error
+            raise
 
     def _end_ahead(self) -> None:
         """All has been recorded: the list runs to its end."""
@@ -330,13 +329,14 @@ class StepRunner:
         self._running = None
         with self.streams.executing():
             running.end()
-        self._compare({m: progress.recording for m, progress in self._progress.items()}, _ALL)
+        self._compare({m: progress.recording for m, progress in self._progress.items()}, ALL)
         self._conclude(running.batch)
 
     def _give_up(self, error: BaseException) -> None:
         """The step function has failed: makes the transfers that other ranks count on."""
         running, self._running = self._running, None
-        assert running is not None
+        if running is None or not running.is_intact or not isinstance(error, Exception):
+            return
         try:
             with self.streams.executing():
                 running.end(cut=0)
@@ -380,7 +380,7 @@ class StepRunner:
             observer.recorded(recordings)
         for executor in self.executors.values():
             executor.observe(observer)
-        while not self._compare(recordings, _ALL if last_batch else _LOOKS):
+        while not self._compare(recordings, ALL if last_batch else LOOKS):
             pass  # some could have run ahead; they go on recording now, and come again
         for executor in self.executors.values():
             executor.adopt()
@@ -456,60 +456,23 @@ class StepRunner:
         """Whether a step has begun and not ended."""
         return self._recorder is not None
 
-    def _compare(self, recordings: dict[int, Recording], what: int, *, ahead: bool = False) -> bool:
-        """All mp ranks must have recorded the same, from the same batch and random numbers.
-
-        Args:
-            recordings: by microbatch.
-            what: _ALL, _LOOKS, _ONE, or _CUT_AT and a microbatch: where this rank stands.
-            ahead: see :meth:`Peers.compare`, whose answer this returns.
-        """
+    def _compare(self, recordings: dict[int, Recording], where: int, *, ahead: bool = False) -> bool:
+        """All mp ranks must have recorded the same; see :mod:`.comparing`."""
         assert self._recorder is not None
-
-        def calls() -> list[str]:
-            return [
-                f"recorded call {number} of microbatch {m} = {describe_command(command, recording)}"
-                for m, recording in recordings.items()
-                for number, command in enumerate(recording.commands)
-            ]
-
-        recorded = hash(tuple(recording.digest for recording in recordings.values()))
-        is_last = what == _ALL
+        is_last = where == ALL
         self.all_know = True  # who is not alike raises, and so do the others
         are_alike = self.peers.compare(
-            [
-                Check("what a step does", what, lambda: [_in_words(what)]),
-                Check("the recording of a step", recorded, calls),
-                Check(
-                    "what a step reads beside its batch",
-                    hash(tuple(self._recorder.ordinary.contents)),
-                    self._contents,
-                    of_batch=True,
-                ),
-                Check(
-                    "the batch of a step",
-                    *(self._inputs if is_last else (0, list)),
-                    of_batch=True,
-                ),
-                Check(
-                    "the random numbers drawn in a step function",
-                    self._start_state if is_last and self.drew() else 0,
-                    lambda: [f"has the random state {self._start_state:x}"],
-                    of_batch=True,
-                ),
-            ],
+            checks(
+                recordings,
+                where,
+                self._recorder.ordinary.contents,
+                self._inputs if is_last else (0, list),
+                self._start_state if is_last and self.drew() else 0,
+            ),
             ahead=ahead,
         )
         self.all_know = False
         return are_alike
-
-    def _contents(self) -> list[str]:
-        """Of tensors of the script's own that its calls read."""
-        assert self._recorder is not None
-        return [
-            f"reads a tensor of shape {list(shape)} with digest {digest:x}"
-            for shape, digest in self._recorder.ordinary.contents
-        ]
 
     def drew(self) -> bool:
         """Whether the user's function drew random numbers in this step."""
@@ -518,17 +481,3 @@ class StepRunner:
     def spans(self) -> dict[int, list[Any]]:
         """For each stage here, when its forwards and backwards ran in the last step."""
         return {stage: list(executor.spans) for stage, executor in self.executors.items()}
-
-
-_ALL, _LOOKS, _ONE, _CUT_AT = 0, 1, 2, 3
-"""Where a rank stands that compares its recordings with the others'."""
-
-
-def _in_words(what: int) -> str:
-    if what >= _CUT_AT:
-        return f"does in microbatch {what - _CUT_AT} what it did not do in those before, or looks at data"
-    return {
-        _ALL: "has recorded its step to the end",
-        _LOOKS: "looks at data while it records",
-        _ONE: "has recorded one microbatch",
-    }[what]
