@@ -23,6 +23,7 @@ from smp_lite.plan.simulate import simulate
 from smp_lite.record.values.placed import TensorMeta
 from smp_lite.runtime.batches import Batch
 from smp_lite.session import current
+from tests.benchmarks.measuring import recorded_first
 from tests.benchmarks.spread import Spread
 from tests.benchmarks.workload import Workload, train_step
 from tests.harness import run_distributed
@@ -113,7 +114,8 @@ def measure_in_ranks(workload: Workload, pipeline: str, num_steps: int) -> RankR
         model.zero_grad()
         MPI.COMM_WORLD.Barrier()
         start = time.perf_counter()
-        step(model, tokens, targets)
+        with recorded_first():
+            step(model, tokens, targets)
         step_s.append(time.perf_counter() - start)
         recording_s.append(recorded[-1] - start)
         assert model.runtime is not None

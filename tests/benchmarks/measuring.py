@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
+from smp_lite.runtime.step_runner import StepRunner
 from tests.allocated import memory_profile, most_and_left
 
-__all__ = ["bytes_held", "bytes_of_tensors", "on_first_rank", "peak", "timed"]
+__all__ = ["bytes_held", "bytes_of_tensors", "on_first_rank", "peak", "recorded_first", "timed"]
 
 _ASLEEP_S = 1e-3
+
+
+def recorded_first() -> contextlib.AbstractContextManager[Any]:
+    """Within: a step is recorded to its end before it runs, so that the two can be told apart."""
+    return mock.patch.object(StepRunner, "_start_ahead")
 
 
 def timed(step: Callable[[], Any]) -> float:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import smp_lite as smp
 from tests.benchmarks.chain import distributed_chain, parameters
+from tests.benchmarks.measuring import recorded_first
 from tests.benchmarks.spread import Spread
 from tests.benchmarks.workload import Workload, train_step
 from tests.harness import run_distributed
@@ -99,7 +100,8 @@ def _measure(
     microbatch_s = []
     for _ in range(_WARM_UP_STEPS + num_steps):
         start = time.perf_counter()
-        step(model, *batch)
+        with recorded_first():
+            step(model, *batch)
         microbatch_s.append((recorded[-1] - start) / _NUM_MICROBATCHES)
     assert model.runtime is not None
     last = model.runtime.runner.last_batch
