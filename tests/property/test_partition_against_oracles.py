@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from smp_lite.plan.partition import ModuleCost
 from smp_lite.plan.partition_balance import Group, Line, balance
 from smp_lite.plan.partition_solver import solve_partition
+from smp_lite.plan.virtual_stages import VirtualStages, balance_pieces, piece_stages
 from tests.planning_strategies import module_trees
 from tests.property.oracles import balance as old
 from tests.property.oracles import solver as old_solver
+from tests.property.oracles import virtual_stages as old_pieces
 
 COSTS = [
     st.integers(0, 3),
@@ -57,6 +59,16 @@ def test_groups(line: Line, num_stages: int) -> None:
 @given(grouped_lines() | lines(max_size=24), st.integers(1, 6))
 def test_scattered(line: Line, num_stages: int) -> None:
     assert balance(line, num_stages, contiguous=False) == old.balance(line, num_stages, contiguous=False)
+
+
+SHAPES: list[VirtualStages] = [2, 3, 4, "v"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(grouped_lines() | lines(), st.integers(2, 8), st.sampled_from(SHAPES))
+def test_several_pieces(line: Line, num_stages: int, shape: VirtualStages) -> None:
+    pieces = piece_stages(num_stages, shape)
+    assert balance_pieces(line, num_stages, pieces) == old_pieces.balance_pieces(line, num_stages, pieces)
 
 
 @settings(max_examples=200, deadline=None)
