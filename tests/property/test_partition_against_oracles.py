@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,16 +26,16 @@ COSTS = [
 
 
 @st.composite
-def lines(draw: st.DrawFn, *, max_size: int = 60) -> Line:
-    costs = draw(st.lists(draw(st.sampled_from(COSTS)), min_size=1, max_size=max_size))
+def lines(draw: st.DrawFn, *, min_size: int = 1, max_size: int = 60) -> Line:
+    costs = draw(st.lists(draw(st.sampled_from(COSTS)), min_size=min_size, max_size=max_size))
     sizes = draw(st.sampled_from([st.just(0), st.integers(0, 2), st.integers(0, 10**12)]))
     entry_bytes = draw(st.lists(sizes, min_size=len(costs), max_size=len(costs)))
     return Line(tuple(costs), tuple(entry_bytes))
 
 
 @st.composite
-def grouped_lines(draw: st.DrawFn) -> Line:
-    line = draw(lines(max_size=16))
+def grouped_lines(draw: st.DrawFn, *, min_size: int = 1, max_size: int = 16) -> Line:
+    line = draw(lines(min_size=min_size, max_size=max_size))
     left = draw(st.permutations(range(len(line.costs))))
     groups = []
     for _ in range(draw(st.integers(0, 4))):
@@ -65,10 +68,24 @@ SHAPES: list[VirtualStages] = [2, 3, 4, "v"]
 
 
 @settings(max_examples=200, deadline=None)
-@given(grouped_lines() | lines(), st.integers(2, 8), st.sampled_from(SHAPES))
+@given(
+    grouped_lines(min_size=14, max_size=24) | lines(min_size=20), st.integers(2, 8), st.sampled_from(SHAPES)
+)
 def test_several_pieces(line: Line, num_stages: int, shape: VirtualStages) -> None:
     pieces = piece_stages(num_stages, shape)
     assert balance_pieces(line, num_stages, pieces) == old_pieces.balance_pieces(line, num_stages, pieces)
+
+
+@pytest.mark.parametrize("largest", [2, 3, 5, 1000])
+def test_several_pieces_of_many_small_atoms(largest: int) -> None:
+    """Many moves are equally good here, so which one is taken shows."""
+    numbers = random.Random(largest)
+    for _ in range(40):
+        costs = tuple(numbers.randint(0, largest) for _ in range(numbers.randint(18, 40)))
+        line = Line(costs, (0,) * len(costs))
+        num_stages = numbers.randint(3, 8)
+        pieces = piece_stages(num_stages, numbers.choice((2, 3)))
+        assert balance_pieces(line, num_stages, pieces) == old_pieces.balance_pieces(line, num_stages, pieces)
 
 
 @settings(max_examples=200, deadline=None)
