@@ -67,7 +67,7 @@ def test_scattered(line: Line, num_stages: int) -> None:
 SHAPES: list[VirtualStages] = [2, 3, 4, "v"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     grouped_lines(min_size=14, max_size=24) | lines(min_size=20), st.integers(2, 8), st.sampled_from(SHAPES)
 )
@@ -76,11 +76,11 @@ def test_several_pieces(line: Line, num_stages: int, shape: VirtualStages) -> No
     assert balance_pieces(line, num_stages, pieces) == old_pieces.balance_pieces(line, num_stages, pieces)
 
 
-@pytest.mark.parametrize("largest", [2, 3, 5, 1000])
+@pytest.mark.parametrize("largest", [2, 3, 5])
 def test_several_pieces_of_many_small_atoms(largest: int) -> None:
     """Many moves are equally good here, so which one is taken shows."""
     numbers = random.Random(largest)
-    for _ in range(40):
+    for _ in range(20):
         costs = tuple(numbers.randint(0, largest) for _ in range(numbers.randint(18, 40)))
         line = Line(costs, (0,) * len(costs))
         num_stages = numbers.randint(3, 8)
