@@ -80,7 +80,7 @@ def test_several_pieces(line: Line, num_stages: int, shape: VirtualStages) -> No
 def test_several_pieces_of_many_small_atoms(largest: int) -> None:
     """Many moves are equally good here, so which one is taken shows."""
     numbers = random.Random(largest)
-    for _ in range(20):
+    for _ in range(10):
         costs = tuple(numbers.randint(0, largest) for _ in range(numbers.randint(18, 40)))
         line = Line(costs, (0,) * len(costs))
         num_stages = numbers.randint(3, 8)

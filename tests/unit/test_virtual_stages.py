@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+import random
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from smp_lite.plan.partition import ModuleCost
 from smp_lite.plan.partition_balance import Group, Line, score
 from smp_lite.plan.partition_solver import TooFewModulesError, solve_partition
 from smp_lite.plan.partition_tree import stage_visits
+from smp_lite.plan.split_moves import SplitLine, SplitState
 from smp_lite.plan.virtual_stages import balance_pieces, piece_stages, runs_of, step_cost
 
 SHAPES: list[Any] = [2, 3, "v"]
@@ -162,3 +164,20 @@ def test_pieces_that_are_no_intervals_are_refused_beside_it() -> None:
 def test_one_stage_has_one_piece_whatever_is_asked() -> None:
     partition = solve_partition(_blocks(keep_whole=False), 1, memory_weight=0.5, virtual_stages=3)
     assert set(partition.stage_of.values()) == {0}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_move_makes_what_the_split_after_it_is(seed: int) -> None:
+    numbers = random.Random(seed)
+    num_runs, num_stages = numbers.randint(2, 8), numbers.randint(2, 4)
+    num_slots = numbers.randint(num_runs, 30)
+    line = SplitLine(
+        [0, *accumulate(numbers.randint(1, 50) for _ in range(num_slots))],
+        [numbers.randint(1, 9) for _ in range(num_slots)],
+        [[0, num_slots - 1], sorted(numbers.sample(range(num_slots), 2))],
+        [(run % num_stages, numbers.randint(1, 2)) for run in range(num_runs)],
+        num_stages,
+    )
+    state = SplitState([0, *sorted(numbers.sample(range(1, num_slots), num_runs - 1))], line)
+    for move, figures in state.moves():
+        assert figures == SplitState(state.moved(*move), line).figures
