@@ -15,7 +15,9 @@ Parallelism", 2023). A list that has a ``W`` for a backward has it after that ba
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from typing import NamedTuple
 
 
@@ -82,3 +84,8 @@ class Action(NamedTuple):
             value=None if value is None else int(value),
             peer=None if peer is None else int(peer),
         )
+
+
+new_action: Callable[[tuple[int, ActionKind, int, int, int | None, int | None]], Action]
+new_action = partial(tuple.__new__, Action)  # type: ignore[assignment]
+"""An action of all six fields, without the call of Python that a NamedTuple's own constructor makes."""

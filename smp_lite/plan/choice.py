@@ -16,7 +16,7 @@ from .collecting import without_gc
 from .lowering import Schedule, lower
 from .schedules import compute_order
 from .segments import SegmentGraph
-from .simulate import Simulation, recorded_cost, simulate
+from .simulate import RecordedCost, Simulation, simulate
 from .text_table import text_table
 from .work import Costs, Policy, Work
 
@@ -205,7 +205,7 @@ def _tried(
     found = simulate(
         schedule,
         works,
-        cost=recorded_cost(schedule, alternative.costs),
+        cost=RecordedCost(schedule, alternative.costs),
         latency_s=latency_s,
         bytes_per_s=bytes_per_s,
     )

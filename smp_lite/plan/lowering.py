@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from .actions import Action, ActionKind
+from .actions import Action, ActionKind, new_action
 from .collecting import without_gc
 from .segments import Segment
 from .work import Work
@@ -52,26 +52,33 @@ def lower(
             travelled = (sent or {}).get(m, frozenset())
             for segment, value, stage in kind.left_over:
                 if (value, stage) not in travelled:
-                    _send(lists, ActionKind.SEND_FORWARD, m, value, segment.stage_index, stage, segment.visit)
+                    here, visit = segment.stage_index, segment.visit
+                    lists[here].append(Action(here, ActionKind.SEND_FORWARD, m, visit, value, stage))
+                    lists[stage].append(Action(stage, ActionKind.RECV_FORWARD, m, 0, value, here))
 
+    append = [actions.append for actions in lists]
+    forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
+    send_forward, recv_forward = ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD
+    send_backward, recv_backward = ActionKind.SEND_BACKWARD, ActionKind.RECV_BACKWARD
     backward_left: dict[tuple[int, int, int], int] = {}
     for action in order:
         here, action_kind, m, visit, _, _ = action
-        lists[here].append(action)
-        kind = by_microbatch[m]
-        if action_kind is ActionKind.FORWARD:
-            for value, stage in kind.forward[here, visit]:
-                _send(lists, ActionKind.SEND_FORWARD, m, value, here, stage, visit)
-        elif action_kind is ActionKind.BACKWARD:
-            for value, producer, num_consumers in kind.backward[here, visit]:
-                key = (m, value, here)
-                left = backward_left.pop(key, num_consumers) - 1
-                if left:
-                    backward_left[key] = left
-                    continue
-                home, home_visit = producer
-                _send(lists, ActionKind.SEND_BACKWARD, m, value, here, home, visit, home_visit)
-    return tuple(tuple(actions) for actions in lists)
+        append[here](action)
+        if action_kind is forward:
+            for value, stage in by_microbatch[m].forward[here, visit]:
+                append[here](new_action((here, send_forward, m, visit, value, stage)))
+                append[stage](new_action((stage, recv_forward, m, 0, value, here)))
+        elif action_kind is backward:
+            for value, (home, home_visit), num_consumers in by_microbatch[m].backward[here, visit]:
+                if num_consumers > 1:
+                    key = (m, value, here)
+                    left = backward_left.pop(key, num_consumers) - 1
+                    if left:
+                        backward_left[key] = left
+                        continue
+                append[here](new_action((here, send_backward, m, visit, value, home)))
+                append[home](new_action((home, recv_backward, m, home_visit, value, here)))
+    return tuple(map(tuple, lists))
 
 
 class _Travels:
@@ -106,24 +113,3 @@ class _Travels:
                 if producer.stage_index != here:
                     home = (producer.stage_index, producer.visit)
                     sends_back.append((value, home, num_consumers[value, here]))
-
-
-_RECEIVE = {
-    ActionKind.SEND_FORWARD: ActionKind.RECV_FORWARD,
-    ActionKind.SEND_BACKWARD: ActionKind.RECV_BACKWARD,
-}
-
-
-def _send(
-    lists: list[list[Action]],
-    kind: ActionKind,
-    m: int,
-    value: int,
-    here: int,
-    there: int,
-    visit: int,
-    visit_there: int = 0,
-) -> None:
-    """Both ends of a transfer."""
-    lists[here].append(Action(here, kind, m, visit, value, there))
-    lists[there].append(Action(there, _RECEIVE[kind], m, visit_there, value, here))

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
-from .actions import COMPUTE_KINDS, Action, ActionKind
+from .actions import Action, ActionKind
 from .collecting import without_gc
 from .lowering import Schedule
 from .segments import Segment, SegmentGraph
@@ -26,12 +27,19 @@ class ScheduleDeadlock(RuntimeError):
     """The lists wait for one another."""
 
 
+_Cost = Callable[[Action, Segment], float]
+
+
 class Timing(NamedTuple):
     """When one action ran, in the unit of the costs."""
 
     action: Action
     start: float
     end: float
+
+
+_new_timing: Callable[[tuple[Action, float, float]], Timing]
+_new_timing = partial(tuple.__new__, Timing)  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -63,25 +71,32 @@ class Simulation:
         return 1 - self.work / total if total else 0.0
 
 
-def recorded_cost(schedule: Schedule, costs: Costs | None = None) -> Callable[[Action, Segment], float]:
+class RecordedCost:
     """The default cost: the recorded one, a backward twice the forward, or what its ``W`` leaves of that.
 
     Args:
         schedule: it says which backwards leave something to a ``W``.
         costs: as measured, instead of the recorded ones.
+        unit: what the result is counted in.
     """
-    split = {
-        (stage, m, visit)
-        for actions in schedule
-        for stage, kind, m, visit, _, _ in actions
-        if kind is ActionKind.WEIGHT
-    }
 
-    def cost(action: Action, segment: Segment) -> float:
+    def __init__(self, schedule: Schedule, costs: Costs | None = None, unit: float = 1.0) -> None:
+        self.costs, self.unit = costs, unit
+        weight = ActionKind.WEIGHT
+        self.split = {
+            (stage, m, visit)
+            for actions in schedule
+            for stage, kind, m, visit, _, _ in actions
+            if kind is weight
+        }
+
+    def __call__(self, action: Action, segment: Segment) -> float:
         stage, kind, m, visit, _, _ = action
-        return compute_cost(kind, segment, split=bool(split) and (stage, m, visit) in split, costs=costs)
+        return self.of(kind, segment, split=(stage, m, visit) in self.split)
 
-    return cost
+    def of(self, kind: ActionKind, segment: Segment, *, split: bool) -> float:
+        """The same in each microbatch."""
+        return compute_cost(kind, segment, split=split, costs=self.costs) / self.unit
 
 
 @without_gc()
@@ -89,22 +104,20 @@ def simulate(
     schedule: Schedule,
     works: Sequence[Work],
     *,
-    cost: Callable[[Action, Segment], float] | None = None,
+    cost: _Cost | None = None,
     latency_s: float = 0.0,
     bytes_per_s: float = float("inf"),
 ) -> Simulation:
     """Replays a lowered schedule of complete microbatches.
 
     Args:
-        cost: of each forward, backward and ``W``; None: see :func:`recorded_cost`.
+        cost: of each forward, backward and ``W``; None: see :class:`RecordedCost`.
 
     Raises:
         ScheduleDeadlock: names the action at which each stage is stuck.
     """
-    replay = _Replay(schedule, works, cost or recorded_cost(schedule), latency_s, bytes_per_s)
-    waiting = list(range(len(schedule)))
-    while waiting:
-        waiting += replay.go_on(waiting.pop())
+    replay = _Replay(schedule, works, cost or RecordedCost(schedule), latency_s, bytes_per_s)
+    replay.run()
     stuck = [
         str(actions[i]) for actions, i in zip(schedule, replay.position, strict=True) if i < len(actions)
     ]
@@ -117,6 +130,13 @@ def simulate(
     )
 
 
+_Need = tuple[int, int]
+"""(Event, the event instead where the value does not travel)."""
+_Run = tuple[int, Segment, tuple[int, ...], float, float]
+"""Of a forward, backward or ``W`` its event, its segment, the events that it waits for, and what it costs
+whole and split."""
+
+
 class _Events:
     """What happens in a microbatch as numbers; the same for each microbatch with one graph.
 
@@ -124,17 +144,19 @@ class _Events:
 
     Attributes:
         number: of events.
-        runs: for each forward, backward and ``W``, by (kind, stage, visit): its event, its segment, and the
-            events that it waits for: (event, the event instead where the value does not travel).
-        forward: of each segment, the event of its forward.
-        arrivals: by (a receive's kind, value, stage that imports the value), the event.
+        needs: for each forward, backward and ``W``, by (kind, stage, visit): its event, its segment, and what
+            it waits for.
+        arrivals: by stage and value, of a value that it imports, or whose gradient it sends: the event.
+        value_bytes: of the graph.
     """
 
-    def __init__(self, graph: SegmentGraph) -> None:
+    def __init__(self, graph: SegmentGraph, cost: _Cost) -> None:
+        self.cost = cost
+        self.value_bytes = graph.value_bytes
         num_segments = len(graph.segments)
         self.number = 3 * num_segments
         self.arrivals: dict[_Arrival, int] = {}
-        self.runs: dict[tuple[ActionKind, int, int], tuple[int, Segment, tuple[tuple[int, int], ...]]] = {}
+        self.needs: dict[tuple[ActionKind, int, int], tuple[int, Segment, list[_Need]]] = {}
         for segment in graph.segments:
             index, stage = segment.index, segment.stage_index
             needs = []
@@ -144,7 +166,7 @@ class _Events:
                 if source.stage_index != stage:
                     arrival = self._arrival(ActionKind.RECV_FORWARD, value, stage)
                 needs.append((arrival, source.index))
-            self.runs[ActionKind.FORWARD, stage, segment.visit] = (index, segment, tuple(needs))
+            self.needs[ActionKind.FORWARD, stage, segment.visit] = (index, segment, needs)
             needs = [(index, index)]
             for value in segment.gradient_exports:
                 for consumer in graph.gradient_consumers(value):
@@ -153,16 +175,35 @@ class _Events:
                     if home != stage:
                         event = self._arrival(ActionKind.RECV_BACKWARD, value, home)
                     needs.append((event, event))
-            run = (num_segments + index, segment, tuple(needs))
-            self.runs[ActionKind.BACKWARD, stage, segment.visit] = run
             backward = num_segments + index
-            run = (num_segments + backward, segment, ((backward, backward),))
-            self.runs[ActionKind.WEIGHT, stage, segment.visit] = run
+            self.needs[ActionKind.BACKWARD, stage, segment.visit] = (backward, segment, needs)
+            needs = [(backward, backward)]
+            self.needs[ActionKind.WEIGHT, stage, segment.visit] = (num_segments + backward, segment, needs)
+        self.fresh = self.runs(None)
 
     def _arrival(self, kind: ActionKind, value: int, stage: int) -> int:
         event = self.arrivals.setdefault((kind, value, stage), self.number)
         self.number += event == self.number
         return event
+
+    def runs(self, travelling: set[int] | None) -> dict[tuple[ActionKind, int, int], _Run]:
+        """By (kind, stage, visit).
+
+        Args:
+            travelling: events of values that arrive; what else is imported is there when it is made. None:
+                all arrive.
+        """
+        found: dict[tuple[ActionKind, int, int], _Run] = {}
+        for key, (own, segment, needs) in self.needs.items():
+            whole = split = 0.0
+            if isinstance(self.cost, RecordedCost):
+                whole, split = (self.cost.of(key[0], segment, split=is_split) for is_split in (False, True))
+            events = [
+                arrival if travelling is None or arrival == made or arrival in travelling else made
+                for arrival, made in needs
+            ]
+            found[key] = (own, segment, tuple(events), whole, split)
+        return found
 
 
 class _Replay:
@@ -172,7 +213,7 @@ class _Replay:
         self,
         schedule: Schedule,
         works: Sequence[Work],
-        cost: Callable[[Action, Segment], float],
+        cost: _Cost,
         latency_s: float,
         bytes_per_s: float,
     ) -> None:
@@ -181,80 +222,90 @@ class _Replay:
         self.timings: list[list[Timing]] = [[] for _ in schedule]
         self.position = [0] * len(schedule)
         self.clock = [0.0] * len(schedule)
-        self._of_graph: dict[int, _Events] = {}
-        self._events: dict[int, tuple[int, _Events, SegmentGraph]] = {}  # by microbatch, with its first one
-        self._when: list[float | None] = []
+        of_graph: dict[int, _Events] = {}
+        travelling = _travelling(schedule, works)
+        # By microbatch: its first event, its events, and what runs.
+        self.works: dict[int, tuple[int, _Events, dict[tuple[ActionKind, int, int], _Run]]] = {}
+        self.when: list[float | None] = []
         for work in works:
-            graph = work.graph
-            if id(graph) not in self._of_graph:
-                self._of_graph[id(graph)] = _Events(graph)
-            events = self._of_graph[id(graph)]
-            first = len(self._when)
-            self._events[work.microbatch_index] = (first, events, graph)
-            self._when += [None] * events.number
+            graph, m = work.graph, work.microbatch_index
+            events = of_graph.get(id(graph)) or of_graph.setdefault(id(graph), _Events(graph, cost))
+            runs = events.fresh
+            if work.forward_done:
+                runs = events.runs({events.arrivals[key] for key in travelling[m] if key in events.arrivals})
+            first = len(self.when)
+            self.works[m] = (first, events, runs)
+            self.when += [None] * events.number
             for index in work.forward_done:
-                self._when[first + index] = 0.0
-        # A value that travelled in an earlier batch of work is there from the start.
-        self._travels = bytearray(len(self._when))
-        for actions in schedule:
-            for stage, kind, m, _, value, _ in actions:
-                if kind is ActionKind.RECV_FORWARD:
-                    first, events, _ = self._events[m]
-                    event = events.arrivals.get((kind, value, stage))
-                    if event is not None:
-                        self._travels[first + event] = 1
-        self._blocked: dict[int, list[int]] = {}  # by event, the stages that wait for it
-        self._begun: dict[int, tuple[int, float]] = {}  # by waiting stage: needs that are met, and when
+                self.when[first + index] = 0.0
 
-    def go_on(self, stage: int) -> list[int]:
-        """Runs the stage's actions as far as they can; returns the stages that may go on for it."""
-        actions, position, now = self.schedule[stage], self.position[stage], self.clock[stage]
-        freed: list[int] = []
-        when, timings, blocked = self._when, self.timings[stage], self._blocked
-        while position < len(actions):
-            action = actions[position]
-            _, kind, m, visit, value, peer = action
-            if kind in COMPUTE_KINDS:
-                first, events, _ = self._events[m]
-                event, segment, needs = events.runs[kind, stage, visit]
-                ready = self._ready_at(stage, first, needs)
-                if ready is None:
+    def run(self) -> None:
+        """Runs each stage's actions as far as they can, and again when what it waits for has happened."""
+        works, when, clock, positions = self.works, self.when, self.clock, self.position
+        cost, latency_s, bytes_per_s = self.cost, self.latency_s, self.bytes_per_s
+        split = cost.split if isinstance(cost, RecordedCost) else None
+        send_forward, recv_forward = ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD
+        send_backward, recv_backward = ActionKind.SEND_BACKWARD, ActionKind.RECV_BACKWARD
+        blocked: dict[int, list[int]] = {}  # by event, the stages that wait for it
+        begun = [(0, 0.0)] * len(self.schedule)  # needs of the stage's next action that are met, and when
+        waiting = list(range(len(self.schedule)))
+        while waiting:
+            here = waiting.pop()
+            actions, timings = self.schedule[here], self.timings[here]
+            now, (met, ready) = clock[here], begun[here]
+            for position in range(positions[here], len(actions)):
+                action = actions[position]
+                stage, kind, m, visit, value, peer = action
+                if value is None:
+                    first, _, runs = works[m]
+                    event, segment, needs, took, took_split = runs[kind, stage, visit]
+                    for need in needs[met:] if met else needs:
+                        time = when[first + need]
+                        if time is None:
+                            break
+                        met += 1
+                        if time > ready:
+                            ready = time
+                    else:
+                        if split is None:
+                            took = cost(action, segment)
+                        elif split and (stage, m, visit) in split:
+                            took = took_split
+                        start = now if now > ready else ready
+                        now = start + took
+                        timings.append(_new_timing((action, start, now)))
+                        event += first
+                        when[event] = now
+                        met, ready = 0, 0.0
+                        if event in blocked:
+                            waiting += blocked.pop(event)
+                        continue
+                    positions[here], begun[here], clock[here] = position, (met, ready), now
+                    blocked.setdefault(first + need, []).append(here)
                     break
-                start = max(now, ready)
-                now = start + self.cost(action, segment)
-                timings.append(Timing(action, start, now))
-                when[first + event] = now
-                if first + event in blocked:
-                    freed += blocked.pop(first + event)
-            elif kind is ActionKind.SEND_FORWARD:
-                self._sent(m, value, (ActionKind.RECV_FORWARD, value, peer), now, freed)
-            elif kind is ActionKind.SEND_BACKWARD:
-                self._sent(m, value, (ActionKind.RECV_BACKWARD, value, stage), now, freed)
-            position += 1
-        self.position[stage], self.clock[stage] = position, now
-        return freed
+                if kind is send_forward:
+                    arrival = (recv_forward, value, peer)
+                elif kind is send_backward:
+                    arrival = (recv_backward, value, stage)
+                else:
+                    continue
+                first, events, _ = works[m]
+                found = events.arrivals.get(arrival)
+                if found is not None:
+                    event = first + found
+                    when[event] = now + latency_s + events.value_bytes.get(value, 0) / bytes_per_s
+                    if event in blocked:
+                        waiting += blocked.pop(event)
+            else:
+                positions[here], begun[here], clock[here] = len(actions), (0, 0.0), now
 
-    def _ready_at(self, stage: int, first: int, needs: tuple[tuple[int, int], ...]) -> float | None:
-        """When the needs of the stage's next action are met; None if not yet known: the stage is woken."""
-        met, ready = self._begun.pop(stage, (0, 0.0))
-        for arrival, made in needs[met:] if met else needs:
-            event = first + (arrival if arrival == made or self._travels[first + arrival] else made)
-            time = self._when[event]
-            if time is None:
-                self._begun[stage] = (met, ready)
-                self._blocked.setdefault(event, []).append(stage)
-                return None
-            met += 1
-            if time > ready:
-                ready = time
-        return ready
 
-    def _sent(self, m: int, value: int | None, arrival: _Arrival, now: float, freed: list[int]) -> None:
-        first, events, graph = self._events[m]
-        event = events.arrivals.get(arrival)
-        if event is not None:
-            size = graph.value_bytes.get(value, 0)
-            event += first
-            self._when[event] = now + self.latency_s + size / self.bytes_per_s
-            if event in self._blocked:
-                freed += self._blocked.pop(event)
+def _travelling(schedule: Schedule, works: Sequence[Work]) -> dict[int, set[_Arrival]]:
+    """Of each microbatch of which something has run: what is received. Other values are there already, since
+    they travelled in an earlier batch of work."""
+    found: dict[int, set[_Arrival]] = {work.microbatch_index: set() for work in works if work.forward_done}
+    for actions in schedule if found else ():
+        for stage, kind, m, _, value, _ in actions:
+            if kind is ActionKind.RECV_FORWARD and m in found:
+                found[m].add((kind, value, stage))
+    return found

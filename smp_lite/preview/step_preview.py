@@ -39,11 +39,9 @@ from torch import nn
 
 from .. import session as session_module
 from .. import starting
-from ..plan.actions import Action
 from ..plan.memory import format_memory_table
 from ..plan.schedule_text import compute_lists, schedule_text
-from ..plan.segments import Segment
-from ..plan.simulate import Simulation, recorded_cost, simulate
+from ..plan.simulate import RecordedCost, Simulation, simulate
 from ..record.recording import Recording
 from ..record.values.placed import PlacedTensor
 from ..record.values.structure import flatten
@@ -258,12 +256,7 @@ def described_inputs(texts: list[str]) -> tuple[tuple[Any, ...], dict[str, Any]]
 
 def simulate_batch(batch: Batch) -> Simulation:
     """Replays a planned step; its times are in GFLOP."""
-
-    flops = recorded_cost(batch.schedule)
-
-    def cost(action: Action, segment: Segment) -> float:
-        return flops(action, segment) / FLOPS_UNIT
-
+    cost = RecordedCost(batch.schedule, unit=FLOPS_UNIT)
     return simulate(batch.schedule, batch.works, cost=cost)
 
 
