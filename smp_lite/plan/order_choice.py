@@ -123,7 +123,7 @@ class _Choice:
             ends[task] = begin[task] + kind.costs[task]
             stage = table.stages.index(kind.names[task][0])
             starts[stage] = min(starts[stage], begin[task])
-            for other in kind.followers[task]:
+            for other, _ in kind.followers[task]:
                 begin[other] = max(begin[other], ends[task])
         return max(s + b for s, b in zip(starts, busy, strict=True)) * (1 + _EPSILON)
 

@@ -6,6 +6,7 @@ always run, and, where the number of microbatches is bounded, one pool for each 
 for whether the microbatch is in flight anywhere. A microbatch that starts, or becomes the oldest, takes its
 tasks from one pool to another. A pool is two heaps: what can start now, by rank, and what can start later,
 by time. A stage is looked at again when something of that has changed for it, so n tasks take O(n log n).
+Where only one task has come to those that may run, it is compared with the one that would be next, no more.
 
 Where backwards leave a ``W`` behind, a stage has two bounds: microbatches whose backwards are still to come,
 and microbatches of which anything is still to come, ``W`` too. The first one makes the order of 1F1B, the
@@ -79,12 +80,13 @@ class _Machines:
 
     def run(self) -> list[int]:
         table, stages, queue = self.table, self.stages, self.queue
-        for task in range(table.num_backwards, table.first_weight):
-            stages[table.stage[task]].forwards_left += 1
-        here = dict(zip(table.group, table.stage, strict=True))
-        for group, stage in here.items():
-            stages[stage].here += table.started[group]
-            stages[stage].held += table.started[group]
+        if self.backwards_last:
+            for number in table.stage[table.num_backwards : table.first_weight]:
+                stages[number].forwards_left += 1
+        if any(table.started):
+            for group, number in dict(zip(table.group, table.stage, strict=True)).items():
+                stages[number].here += table.started[group]
+                stages[number].held += table.started[group]
         for stage in stages if self.backwards_last else ():
             if not stage.forwards_left:
                 stage.pools.append(stage.backwards)
@@ -140,7 +142,17 @@ class _Machines:
                 self._leave(work)
         self.changed.append(number)
         ready_at, missing = self.ready_at, table.missing
-        for other in table.followers(task):
+        offsets = table.offsets[work]
+        part = 0 if task < table.num_backwards else 1 if task < table.first_weight else 2
+        for own, part_of_other in table.kinds[work].followers[task - offsets[part]]:
+            other = own + offsets[part_of_other]
+            if end > ready_at[other]:
+                ready_at[other] = end
+            left = missing[other] = missing[other] - 1
+            if not left:
+                self._put(other)
+        other = table.next_in_lane[task]
+        if other >= 0:
             if end > ready_at[other]:
                 ready_at[other] = end
             left = missing[other] = missing[other] - 1
@@ -193,19 +205,47 @@ class _Machines:
     def _put(self, task: int) -> None:
         """The task has all that it needs."""
         table = self.table
-        stage = self.stages[table.stage[task]]
+        number = table.stage[task]
+        stage = self.stages[number]
         if task < table.num_backwards:
-            self._move(task, stage.backwards if self.backwards_last else stage.open)
-            return
-        if task >= table.first_weight:
-            self._move(task, stage.open)
-            return
-        work, group = table.work[task], table.group[task]
-        if not self.bounded or work == self.oldest or table.started[group]:
-            self._move(task, stage.open)
-            return
-        self.waiting.setdefault(work, {}).setdefault(group, []).append(task)
-        self._move(task, self._bounded_pool(task))
+            pool = stage.backwards if self.backwards_last else stage.open
+            admitted = not self.backwards_last or not stage.forwards_left
+        elif task >= table.first_weight or not self.bounded:
+            pool, admitted = stage.open, True
+        else:
+            work, group = table.work[task], table.group[task]
+            if work == self.oldest or table.started[group]:
+                pool, admitted = stage.open, True
+            else:
+                groups = self.waiting.get(work)
+                if groups is None:
+                    groups = self.waiting[work] = {}
+                groups.setdefault(group, []).append(task)
+                pool = self._bounded_pool(task)
+                admitted = self._admits(stage, pool)
+        self.pool_of[task] = pool
+        start, free_at = self.ready_at[task], stage.free_at
+        if start <= free_at:
+            start = free_at
+            heappush(pool.now, task)
+        else:
+            heappush(pool.future, (start, task))
+        # A stage that is in the middle of a change is looked at as a whole after it.
+        if admitted and (start < stage.start or (start == stage.start and task < stage.task)):
+            if start != stage.start:
+                stage.start = start
+                heappush(self.queue, (start, number))
+            stage.task = task
+
+    def _admits(self, stage: _Stage, pool: _Pool) -> bool:
+        """Whether tasks of the pool may start."""
+        if pool.cap == _NEVER:
+            return True
+        return (
+            stage.here < pool.cap
+            and (pool.begun or self.in_flight < self.active)
+            and stage.held < self.most_held
+        )
 
     def _bounded_pool(self, task: int) -> _Pool:
         table = self.table

@@ -8,8 +8,9 @@ before ``W``, then by microbatch, then by segment. So the best of several ready 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
-from .actions import Action, ActionKind
+from .actions import Action, ActionKind, new_action
 from .segments import Segment, SegmentGraph
 from .work import Costs, Work, compute_cost
 
@@ -43,7 +44,7 @@ class _Kind:
         pending_weights: of each group, its number of ``W``.
         begun: groups in which something has run already.
         missing: of each task, how many tasks it needs.
-        followers: of each task, those that need it.
+        followers: of each task, those that need it, each with its part.
         depth: by stage, see :func:`forward_depth`.
     """
 
@@ -85,7 +86,7 @@ class _Kind:
         backward_of = {s.index: i for i, s in enumerate(backwards)}
         forward_of = {s.index: i for i, s in enumerate(forwards, start=split)}
         self.missing = [0] * num_tasks
-        self.followers: list[list[int]] = [[] for _ in range(num_tasks)]
+        self.followers: list[list[tuple[int, int]]] = [[] for _ in range(num_tasks)]
         for task, segment in enumerate(self.segments):
             if task >= last:
                 needs = [(segment.index, backward_of, work.backward_done)]
@@ -99,7 +100,7 @@ class _Kind:
                     continue
                 self.missing[task] += 1
                 if index in number_of:
-                    self.followers[number_of[index]].append(task)
+                    self.followers[number_of[index]].append((task, _part(self, task)))
         self.depth = forward_depth(graph)
 
 
@@ -181,6 +182,8 @@ class TaskTable:
     def _fill_lanes(self) -> None:
         """The same visit of the previous microbatch comes first."""
         same_visits = all(work.graph == self.works[0].graph for work in self.works)
+        if len({id(kind) for kind in self.kinds}) == 1 and self._fill_equal_lanes(same_visits):
+            return
         last: dict[tuple[int, int, int], int] = {}
         lanes: dict[int, list[tuple[int, int, tuple[int, int, int]]]] = {}
         for number, (work, kind) in enumerate(zip(self.works, self.kinds, strict=True)):
@@ -197,19 +200,28 @@ class TaskTable:
                     self.missing[task] += 1
                 last[lane] = task
 
+    def _fill_equal_lanes(self, same_visits: bool) -> bool:
+        """The same for works of one kind with as many lanes as tasks; False: they have fewer."""
+        kind, ordered = self.kinds[0], self.works[0].graph.ordered
+        lanes = {_lane(kind, task, same_visits, ordered) for task in kind.chain_order}
+        if len(lanes) < len(kind.chain_order):
+            return False
+        missing = [number + 1 for number in kind.missing]
+        for before, after in pairwise(self.offsets):
+            begin = 0
+            for part, end in enumerate(kind.ends):
+                first, second = before[part], after[part]
+                self.next_in_lane[first + begin : first + end] = range(second + begin, second + end)
+                self.missing[second + begin : second + end] = missing[begin:end]
+                begin = end
+        return True
+
     def followers(self, task: int) -> list[int]:
         """The tasks that need this one."""
         number = self.work[task]
-        kind = self.kinds[number]
-        backward, forward, weight = self.offsets[number]
-        if task < self.num_backwards:
-            own = task - backward
-        else:
-            own = task - (forward if task < self.first_weight else weight)
-        split, last, _ = kind.ends
-        found = [
-            f + (backward if f < split else forward if f < last else weight) for f in kind.followers[own]
-        ]
+        offsets = self.offsets[number]
+        own = task - offsets[0 if task < self.num_backwards else 1 if task < self.first_weight else 2]
+        found = [other + offsets[part] for other, part in self.kinds[number].followers[own]]
         if self.next_in_lane[task] >= 0:
             found.append(self.next_in_lane[task])
         return found
@@ -225,7 +237,7 @@ class TaskTable:
             work = of_task[task]
             part = 0 if task < num_backwards else 1 if task < first_weight else 2
             stage, kind, visit = names[work][task - offsets[work][part]]
-            found.append(Action(stage, kind, numbers[work], visit))
+            found.append(new_action((stage, kind, numbers[work], visit, None, None)))
         return found
 
 
