@@ -77,9 +77,10 @@ class _Machines:
         self.changed: list[int] = []  # stages to look at again
         self.gates: set[int] = set()  # stages where works that are not in flight wait
         self.queue: list[tuple[float, int]] = []
+        self.order: list[int] = []
 
     def run(self) -> list[int]:
-        table, stages, queue = self.table, self.stages, self.queue
+        table, stages = self.table, self.stages
         if self.backwards_last:
             for number in table.stage[table.num_backwards : table.first_weight]:
                 stages[number].forwards_left += 1
@@ -95,69 +96,78 @@ class _Machines:
             if not missing:
                 self._put(task)
         self._look_again()
-        order: list[int] = []
+        self._place_all()
+        if len(self.order) < table.num_tasks:
+            raise ValueError(f"{table.num_tasks - len(self.order)} tasks need what nobody makes")
+        return self.order
+
+    def _place_all(self) -> None:
+        """Takes the next task of all, until there is none."""
+        # Nothing else here runs as often: names are looked up once.
+        table, stages, queue, order = self.table, self.stages, self.queue, self.order
+        pool_of, ready_at, changed = self.pool_of, self.ready_at, self.changed
+        num_backwards, first_weight = table.num_backwards, table.first_weight
+        work_of, group_of, cost_of, kinds = table.work, table.group, table.cost, table.kinds
+        left_of, left_here_of, started = table.left, table.left_here, table.started
+        missing, all_offsets, next_in_lane = table.missing, table.offsets, table.next_in_lane
+        put = self._put
         while queue:
             start, number = heappop(queue)
             stage = stages[number]
-            if stage.start == start:
-                order.append(stage.task)
-                self._place(start, number, stage)
+            if stage.start != start:
+                continue
+            task = stage.task
+            order.append(task)
+            stage.start = _NEVER
+            pool = pool_of[task]
+            assert pool is not None
+            heappop(pool.now if pool.now and pool.now[0] == task else pool.future)
+            pool_of[task] = None
+            end = stage.free_at = start + cost_of[task]
+            work, group = work_of[task], group_of[task]
+            if task >= first_weight:
+                part = 2
+                weights_left = table.weights_left[group] = table.weights_left[group] - 1
+                stage.held -= not weights_left and not left_here_of[group]
+            else:
+                part = 0 if task < num_backwards else 1
+                if part and self.backwards_last:
+                    stage.forwards_left -= 1
+                    if not stage.forwards_left:
+                        stage.pools.append(stage.backwards)
+                left_here = left_here_of[group] = left_here_of[group] - 1
+                left = left_of[work] = left_of[work] - 1
+                if not started[group]:
+                    started[group] = 1
+                    stage.here += left_here > 0
+                    stage.held += left_here > 0 or table.weights_left[group] > 0
+                    if self.bounded:
+                        self._start(work, group)
+                elif not left_here:
+                    stage.here -= 1
+                    stage.held -= not table.weights_left[group]
+                if not left:
+                    self._leave(work)
+            offsets = all_offsets[work]
+            for own, part_of_other in kinds[work].followers[task - offsets[part]]:
+                other = own + offsets[part_of_other]
+                if end > ready_at[other]:
+                    ready_at[other] = end
+                still = missing[other] = missing[other] - 1
+                if not still:
+                    put(other)
+            other = next_in_lane[task]
+            if other >= 0:
+                if end > ready_at[other]:
+                    ready_at[other] = end
+                still = missing[other] = missing[other] - 1
+                if not still:
+                    put(other)
+            if changed:
+                changed.append(number)
                 self._look_again()
-        if len(order) < table.num_tasks:
-            raise ValueError(f"{table.num_tasks - len(order)} tasks need what nobody makes")
-        return order
-
-    def _place(self, start: float, number: int, stage: _Stage) -> None:
-        table, task = self.table, stage.task
-        stage.start = _NEVER
-        pool = self.pool_of[task]
-        assert pool is not None
-        if pool.now and pool.now[0] == task:
-            heappop(pool.now)
-        else:
-            heappop(pool.future)
-        self.pool_of[task] = None
-        end = stage.free_at = start + table.cost[task]
-        work, group = table.work[task], table.group[task]
-        if task >= table.first_weight:
-            weights_left = table.weights_left[group] = table.weights_left[group] - 1
-            stage.held -= not weights_left and not table.left_here[group]
-        else:
-            if task >= table.num_backwards:
-                stage.forwards_left -= 1
-                if self.backwards_last and not stage.forwards_left:
-                    stage.pools.append(stage.backwards)
-            left_here = table.left_here[group] = table.left_here[group] - 1
-            table.left[work] -= 1
-            if not table.started[group]:
-                table.started[group] = 1
-                stage.here += left_here > 0
-                stage.held += left_here > 0 or table.weights_left[group] > 0
-                if self.bounded:
-                    self._start(work, group)
-            elif not left_here:
-                stage.here -= 1
-                stage.held -= not table.weights_left[group]
-            if not table.left[work]:
-                self._leave(work)
-        self.changed.append(number)
-        ready_at, missing = self.ready_at, table.missing
-        offsets = table.offsets[work]
-        part = 0 if task < table.num_backwards else 1 if task < table.first_weight else 2
-        for own, part_of_other in table.kinds[work].followers[task - offsets[part]]:
-            other = own + offsets[part_of_other]
-            if end > ready_at[other]:
-                ready_at[other] = end
-            left = missing[other] = missing[other] - 1
-            if not left:
-                self._put(other)
-        other = table.next_in_lane[task]
-        if other >= 0:
-            if end > ready_at[other]:
-                ready_at[other] = end
-            left = missing[other] = missing[other] - 1
-            if not left:
-                self._put(other)
+            else:
+                self._choose(number, stage)
 
     # Microbatches in flight -------------------------------------------------------------------------------
 
@@ -276,23 +286,19 @@ class _Machines:
 
     def _look_again(self) -> None:
         """Finds the next task of each stage for which something has changed."""
-        for number in self.changed if len(self.changed) < 2 else set(self.changed):
-            stage = self.stages[number]
-            before = stage.start
-            self._choose(stage)
-            if stage.start != before and stage.start < _NEVER:
-                heappush(self.queue, (stage.start, number))
+        for number in set(self.changed):
+            self._choose(number, self.stages[number])
         self.changed.clear()
 
-    def _choose(self, stage: _Stage) -> None:
-        now: int | None = None
+    def _choose(self, number: int, stage: _Stage) -> None:
+        now = -1
         later: tuple[float, int] | None = None
         pool_of, free_at, here = self.pool_of, stage.free_at, stage.here
         full = stage.held >= self.most_held
+        may_begin = self.in_flight < self.active
         for pool in stage.pools:
-            if here >= pool.cap or not (pool.begun or self.in_flight < self.active):
-                continue
-            if full and pool.cap < _NEVER:
+            cap = pool.cap
+            if cap < _NEVER and (full or here >= cap or not (may_begin or pool.begun)):
                 continue
             ready, future = pool.now, pool.future
             # What has left the pool is dropped, what can start by now is sorted by rank.
@@ -302,16 +308,20 @@ class _Machines:
                     heappush(ready, task)
             while ready and pool_of[ready[0]] is not pool:
                 heappop(ready)
-            if ready and (now is None or ready[0] < now):
+            if ready and (now < 0 or ready[0] < now):
                 now = ready[0]
             if future and (later is None or future[0] < later):
                 later = future[0]
-        if now is not None:
-            stage.start, stage.task = free_at, now
+        if now >= 0:
+            start, stage.task = free_at, now
         elif later is not None:
-            stage.start, stage.task = later
+            start, stage.task = later
         else:
-            stage.start = _NEVER
+            start = _NEVER
+        if start != stage.start:
+            stage.start = start
+            if start < _NEVER:
+                heappush(self.queue, (start, number))
 
 
 def run_machines(table: TaskTable, policy: Policy) -> list[int]:
