@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from .actions import Action, ActionKind
@@ -82,10 +82,15 @@ class RecordedCost:
 
     def __init__(self, schedule: Schedule, costs: Costs | None = None, unit: float = 1.0) -> None:
         self.costs, self.unit = costs, unit
+        self.schedule = schedule
+
+    @cached_property
+    def split(self) -> set[tuple[int, int, int]]:
+        """(Stage, microbatch, visit) of the backwards that leave something to a ``W``."""
         weight = ActionKind.WEIGHT
-        self.split = {
+        return {
             (stage, m, visit)
-            for actions in schedule
+            for actions in self.schedule
             for stage, kind, m, visit, _, _ in actions
             if kind is weight
         }
@@ -126,7 +131,7 @@ def simulate(
     return Simulation(
         timings=tuple(tuple(stage) for stage in replay.timings),
         makespan=max(replay.clock, default=0.0),
-        busy=tuple(sum(end - start for _, start, end in stage) for stage in replay.timings),
+        busy=tuple(sum([end - start for _, start, end in stage]) for stage in replay.timings),
     )
 
 
@@ -241,9 +246,13 @@ class _Replay:
 
     def run(self) -> None:
         """Runs each stage's actions as far as they can, and again when what it waits for has happened."""
+        kinds = {id(runs): runs for _, _, runs in self.works.values()}.values()
         works, when, clock, positions = self.works, self.when, self.clock, self.position
         cost, latency_s, bytes_per_s = self.cost, self.latency_s, self.bytes_per_s
-        split = cost.split if isinstance(cost, RecordedCost) else None
+        split = None
+        if isinstance(cost, RecordedCost):
+            are_split = any(took != took_split for runs in kinds for *_, took, took_split in runs.values())
+            split = cost.split if are_split else set()
         send_forward, recv_forward = ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD
         send_backward, recv_backward = ActionKind.SEND_BACKWARD, ActionKind.RECV_BACKWARD
         blocked: dict[int, list[int]] = {}  # by event, the stages that wait for it

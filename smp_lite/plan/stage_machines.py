@@ -54,7 +54,8 @@ class _Stage:
         self.forwards_left = 0
         self.open = _Pool()
         self.backwards = _Pool()  # of `simple`: among the pools after all forwards
-        self.bounded: dict[tuple[bool, int], _Pool] = {}
+        self.bounded: tuple[dict[int, _Pool], dict[int, _Pool]] = ({}, {})
+        """By bound, of microbatches that are not in flight, and of those that are."""
         self.pools = [self.open]
 
 
@@ -71,7 +72,7 @@ class _Machines:
         self.stages = [_Stage() for _ in table.stages]
         self.ready_at = [0.0] * table.num_tasks
         self.pool_of: list[_Pool | None] = [None] * table.num_tasks
-        self.waiting: dict[int, dict[int, list[int]]] = {}  # work -> group -> its tasks in bounded pools
+        self.waiting: dict[int, list[int]] = {}  # by group, its tasks in bounded pools
         self.in_flight = sum(b and left > 0 for b, left in zip(table.begun, table.left, strict=True))
         self.oldest = -1
         self.changed: list[int] = []  # stages to look at again
@@ -110,7 +111,7 @@ class _Machines:
         work_of, group_of, cost_of, kinds = table.work, table.group, table.cost, table.kinds
         left_of, left_here_of, started = table.left, table.left_here, table.started
         missing, all_offsets, next_in_lane = table.missing, table.offsets, table.next_in_lane
-        put = self._put
+        waiting, begun, put = self.waiting, table.begun, self._put
         while queue:
             start, number = heappop(queue)
             stage = stages[number]
@@ -141,8 +142,14 @@ class _Machines:
                     started[group] = 1
                     stage.here += left_here > 0
                     stage.held += left_here > 0 or table.weights_left[group] > 0
-                    if self.bounded:
-                        self._start(work, group)
+                    tasks = waiting.pop(group, None)
+                    if tasks is not None and len(tasks) > 1:
+                        # Something of the work runs here for the first time: so may the rest.
+                        for other in tasks:
+                            if other != task:
+                                self._move(other, stage.open)
+                    if not begun[work]:
+                        self._begin(work)
                 elif not left_here:
                     stage.here -= 1
                     stage.held -= not table.weights_left[group]
@@ -171,24 +178,20 @@ class _Machines:
 
     # Microbatches in flight -------------------------------------------------------------------------------
 
-    def _start(self, work: int, group: int) -> None:
-        """Something of the work runs on a stage for the first time, and there the rest may run too."""
-        groups = self.waiting.get(work)
-        if groups is not None:
-            for task in groups.pop(group, ()):
-                if self.pool_of[task] is not None:
-                    self._move(task, self.stages[self.table.stage[task]].open)
-        if not self.table.begun[work]:
-            self.table.begun[work] = True
-            self.in_flight += 1
-            if self.in_flight == self.active:
-                self.changed += self.gates
-            for task in self._waiting(work):
+    def _begin(self, work: int) -> None:
+        """Something of the work runs for the first time."""
+        if not self.bounded:
+            return
+        self.table.begun[work] = True
+        self.in_flight += 1
+        if self.in_flight == self.active:
+            self.changed += self.gates
+        for group in self.table.groups[work]:
+            for task in self.waiting.get(group, ()):
                 self._move(task, self._bounded_pool(task))
 
     def _leave(self, work: int) -> None:
         """Nothing is left of the work."""
-        self.waiting.pop(work, None)
         if self.table.begun[work]:
             self.in_flight -= 1
             if self.in_flight == self.active - 1:
@@ -202,13 +205,9 @@ class _Machines:
         self.oldest += 1
         while self.oldest < len(left) and not left[self.oldest]:
             self.oldest += 1
-        for task in self._waiting(self.oldest):
-            self._move(task, self.stages[self.table.stage[task]].open)
-        self.waiting.pop(self.oldest, None)
-
-    def _waiting(self, work: int) -> list[int]:
-        groups = self.waiting.get(work, {})
-        return [task for tasks in groups.values() for task in tasks if self.pool_of[task] is not None]
+        for group in self.table.groups[self.oldest] if self.oldest < len(left) else ():
+            for task in self.waiting.pop(group, ()):
+                self._move(task, self.stages[self.table.stage[task]].open)
 
     # Pools ------------------------------------------------------------------------------------------------
 
@@ -227,10 +226,11 @@ class _Machines:
             if work == self.oldest or table.started[group]:
                 pool, admitted = stage.open, True
             else:
-                groups = self.waiting.get(work)
-                if groups is None:
-                    groups = self.waiting[work] = {}
-                groups.setdefault(group, []).append(task)
+                tasks = self.waiting.get(group)
+                if tasks is None:
+                    self.waiting[group] = [task]
+                else:
+                    tasks.append(task)
                 pool = self._bounded_pool(task)
                 admitted = self._admits(stage, pool)
         self.pool_of[task] = pool
@@ -263,9 +263,10 @@ class _Machines:
         begun = table.begun[table.work[task]]
         cap = min(self.active, table.depth[table.group[task]]) if self.by_depth else self.active
         stage = self.stages[number]
-        pool = stage.bounded.get((begun, cap))
+        pools = stage.bounded[begun]
+        pool = pools.get(cap)
         if pool is None:
-            pool = stage.bounded[begun, cap] = _Pool(begun, cap)
+            pool = pools[cap] = _Pool(begun, cap)
             stage.pools.append(pool)
             if not begun:
                 self.gates.add(number)

@@ -122,6 +122,7 @@ class TaskTable:
             and whether anything of it has run.
         begun: of each work, whether anything of it has run.
         depth: of each group, see :func:`forward_depth`.
+        groups: of each work.
     """
 
     def __init__(self, works: Sequence[Work], *, splits: bool = False, costs: Costs | None = None) -> None:
@@ -148,6 +149,7 @@ class TaskTable:
         self.started = bytearray()
         self.begun = [bool(kind.begun) for kind in self.kinds]
         self.depth: list[int] = []
+        self.groups: list[range] = []
         self._fill()
         self._fill_lanes()
 
@@ -176,6 +178,7 @@ class TaskTable:
             for group in kind.begun:
                 started[group] = 1
             self.started += started
+            self.groups.append(range(first_group, first_group + len(places)))
             self.depth += [kind.depth[stage] for stage in kind.stages]
             self.offsets.append((offsets[0], offsets[1], offsets[2]))
 
