@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from .actions import ActionKind
 from .collecting import without_gc
 from .lowering import Schedule, lower
+from .recorded_cost import RecordedCost
 from .schedules import compute_order
 from .segments import SegmentGraph
-from .simulate import RecordedCost, Simulation, simulate
+from .simulate import Simulation, simulate
 from .text_table import text_table
 from .work import Costs, Policy, Work
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple
 
 from .actions import Action, ActionKind
 from .collecting import without_gc
 from .lowering import Schedule
+from .recorded_cost import RecordedCost
 from .segments import Segment, SegmentGraph
-from .work import Costs, Work, compute_cost
+from .work import Work
 
 _Arrival = tuple[ActionKind, int | None, int | None]
 """A receive's kind, the value, the stage that imports the value."""
@@ -71,39 +72,6 @@ class Simulation:
         return 1 - self.work / total if total else 0.0
 
 
-class RecordedCost:
-    """The default cost: the recorded one, a backward twice the forward, or what its ``W`` leaves of that.
-
-    Args:
-        schedule: it says which backwards leave something to a ``W``.
-        costs: as measured, instead of the recorded ones.
-        unit: what the result is counted in.
-    """
-
-    def __init__(self, schedule: Schedule, costs: Costs | None = None, unit: float = 1.0) -> None:
-        self.costs, self.unit = costs, unit
-        self.schedule = schedule
-
-    @cached_property
-    def split(self) -> set[tuple[int, int, int]]:
-        """(Stage, microbatch, visit) of the backwards that leave something to a ``W``."""
-        weight = ActionKind.WEIGHT
-        return {
-            (stage, m, visit)
-            for actions in self.schedule
-            for stage, kind, m, visit, _, _ in actions
-            if kind is weight
-        }
-
-    def __call__(self, action: Action, segment: Segment) -> float:
-        stage, kind, m, visit, _, _ = action
-        return self.of(kind, segment, split=(stage, m, visit) in self.split)
-
-    def of(self, kind: ActionKind, segment: Segment, *, split: bool) -> float:
-        """The same in each microbatch."""
-        return compute_cost(kind, segment, split=split, costs=self.costs) / self.unit
-
-
 @without_gc()
 def simulate(
     schedule: Schedule,
@@ -116,7 +84,7 @@ def simulate(
     """Replays a lowered schedule of complete microbatches.
 
     Args:
-        cost: of each forward, backward and ``W``; None: see :class:`RecordedCost`.
+        cost: of each forward, backward and ``W``; None: see :class:`.RecordedCost`.
 
     Raises:
         ScheduleDeadlock: names the action at which each stage is stuck.

@@ -18,45 +18,11 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
+from .machine_pools import NEVER, Pool, Stage
 from .task_table import TaskTable
 from .work import Policy
 
 __all__ = ["run_machines"]
-
-_NEVER = float("inf")
-
-
-class _Pool:
-    """Ready tasks of one stage that are admitted together."""
-
-    __slots__ = ("begun", "cap", "future", "now")
-
-    def __init__(self, begun: bool = True, cap: float = _NEVER) -> None:
-        self.now: list[int] = []
-        self.future: list[tuple[float, int]] = []
-        self.begun = begun  # whether the microbatches are in flight
-        self.cap = cap  # as many may be in flight on the stage; without one they are always admitted
-
-
-class _Stage:
-    __slots__ = (
-        *("backwards", "bounded", "forwards_left", "free_at", "held", "here", "open", "pools", "start"),
-        "task",
-    )
-
-    def __init__(self) -> None:
-        self.free_at = 0.0
-        self.start = _NEVER
-        """Of the next task; it is the stage's entry in the queue."""
-        self.task = -1
-        self.here = 0  # microbatches in flight on this stage
-        self.held = 0  # those, and the ones of which there are still W to come
-        self.forwards_left = 0
-        self.open = _Pool()
-        self.backwards = _Pool()  # of `simple`: among the pools after all forwards
-        self.bounded: tuple[dict[int, _Pool], dict[int, _Pool]] = ({}, {})
-        """By bound, of microbatches that are not in flight, and of those that are."""
-        self.pools = [self.open]
 
 
 class _Machines:
@@ -69,9 +35,9 @@ class _Machines:
         self.by_depth = policy.optimize == "memory"
         self.active = policy.active_microbatches
         self.most_held = min(self.active, max(table.depth, default=1)) if self.by_depth else self.active
-        self.stages = [_Stage() for _ in table.stages]
+        self.stages = [Stage() for _ in table.stages]
         self.ready_at = [0.0] * table.num_tasks
-        self.pool_of: list[_Pool | None] = [None] * table.num_tasks
+        self.pool_of: list[Pool | None] = [None] * table.num_tasks
         self.waiting: dict[int, list[int]] = {}  # by group, its tasks in bounded pools
         self.in_flight = sum(b and left > 0 for b, left in zip(table.begun, table.left, strict=True))
         self.oldest = -1
@@ -119,7 +85,7 @@ class _Machines:
                 continue
             task = stage.task
             order.append(task)
-            stage.start = _NEVER
+            stage.start = NEVER
             pool = pool_of[task]
             assert pool is not None
             heappop(pool.now if pool.now and pool.now[0] == task else pool.future)
@@ -247,9 +213,9 @@ class _Machines:
                 heappush(self.queue, (start, number))
             stage.task = task
 
-    def _admits(self, stage: _Stage, pool: _Pool) -> bool:
+    def _admits(self, stage: Stage, pool: Pool) -> bool:
         """Whether tasks of the pool may start."""
-        if pool.cap == _NEVER:
+        if pool.cap == NEVER:
             return True
         return (
             stage.here < pool.cap
@@ -257,7 +223,7 @@ class _Machines:
             and stage.held < self.most_held
         )
 
-    def _bounded_pool(self, task: int) -> _Pool:
+    def _bounded_pool(self, task: int) -> Pool:
         table = self.table
         number = table.stage[task]
         begun = table.begun[table.work[task]]
@@ -266,13 +232,13 @@ class _Machines:
         pools = stage.bounded[begun]
         pool = pools.get(cap)
         if pool is None:
-            pool = pools[cap] = _Pool(begun, cap)
+            pool = pools[cap] = Pool(begun, cap)
             stage.pools.append(pool)
             if not begun:
                 self.gates.add(number)
         return pool
 
-    def _move(self, task: int, pool: _Pool) -> None:
+    def _move(self, task: int, pool: Pool) -> None:
         """Into a pool, and out of the one that it was in: what heaps say of others counts no more."""
         number = self.table.stage[task]
         self.pool_of[task] = pool
@@ -291,7 +257,7 @@ class _Machines:
             self._choose(number, self.stages[number])
         self.changed.clear()
 
-    def _choose(self, number: int, stage: _Stage) -> None:
+    def _choose(self, number: int, stage: Stage) -> None:
         now = -1
         later: tuple[float, int] | None = None
         pool_of, free_at, here = self.pool_of, stage.free_at, stage.here
@@ -299,7 +265,7 @@ class _Machines:
         may_begin = self.in_flight < self.active
         for pool in stage.pools:
             cap = pool.cap
-            if cap < _NEVER and (full or here >= cap or not (may_begin or pool.begun)):
+            if cap < NEVER and (full or here >= cap or not (may_begin or pool.begun)):
                 continue
             ready, future = pool.now, pool.future
             # What has left the pool is dropped, what can start by now is sorted by rank.
@@ -318,10 +284,10 @@ class _Machines:
         elif later is not None:
             start, stage.task = later
         else:
-            start = _NEVER
+            start = NEVER
         if start != stage.start:
             stage.start = start
-            if start < _NEVER:
+            if start < NEVER:
                 heappush(self.queue, (start, number))
 
 

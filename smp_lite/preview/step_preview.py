@@ -40,8 +40,9 @@ from torch import nn
 from .. import session as session_module
 from .. import starting
 from ..plan.memory import format_memory_table
+from ..plan.recorded_cost import RecordedCost
 from ..plan.schedule_text import compute_lists, schedule_text
-from ..plan.simulate import RecordedCost, Simulation, simulate
+from ..plan.simulate import Simulation, simulate
 from ..record.recording import Recording
 from ..record.values.placed import PlacedTensor
 from ..record.values.structure import flatten
