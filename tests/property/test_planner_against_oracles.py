@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,6 +70,19 @@ def check_plan(works: Sequence[Work], policy: Policy, sent: Mapping[int, frozens
 @given(graphs() | chains(), st.integers(1, 9), policies)
 def test_equal_microbatches(graph: SegmentGraph, num_microbatches: int, policy: Policy) -> None:
     check_plan([Work(m, graph) for m in range(num_microbatches)], policy, {})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_of_unequal_stages_under_a_bound(seed: int) -> None:
+    """Forwards come to stages that are idle and may not take them yet."""
+    numbers = random.Random(seed)
+    for _ in range(20):
+        num_stages = numbers.randint(2, NUM_STAGES)
+        costs = [numbers.choice([0.1, 1.0, 1.0, 2.0, 3.7]) for _ in range(num_stages)]
+        graph = chain(range(num_stages), costs)
+        works = [Work(m, graph) for m in range(numbers.randint(2, 9))]
+        policy = Policy("interleaved", numbers.choice(["memory", "speed"]), numbers.randint(1, 7))
+        assert greedy_order(works, policy) == old_order.compute_order(works, policy)
 
 
 @st.composite
