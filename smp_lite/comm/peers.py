@@ -277,10 +277,8 @@ class RankPeers:
 
     def compare(self, checks: Sequence[Check], *, ahead: bool = False) -> bool:
         row = [*[check.digest & _MASK for check in checks], int(ahead)]
-        theirs = self._gather(row, "the end of recording a step")
-        failed = {
-            rank: int(row[1]) for rank, row in zip(self.ranks, theirs, strict=True) if int(row[0]) == _FAILED
-        }
+        theirs = self._gather(row, "the end of recording a step").tolist()
+        failed = {rank: row[1] for rank, row in zip(self.ranks, theirs, strict=True) if row[0] == _FAILED}
         if failed:
             texts = [self.world.receive_failure(rank, number) for rank, number in failed.items()]
             raise PeerFailed(
@@ -288,12 +286,13 @@ class RankPeers:
                 f"{texts[0]}. "
                 "The next step can, if that rank goes on"
             )
-        if bool((theirs[:, -1] != theirs[0, -1]).any()):
+        *columns, are_ahead = zip(*theirs, strict=True)
+        if len(set(are_ahead)) > 1:
             return False
-        for check, column in zip(checks, theirs[:, :-1].unbind(1), strict=True):
+        for check, column in zip(checks, columns, strict=True):
             sets = self._with_one_batch if check.of_batch else [list(range(len(self.ranks)))]
             for members in sets:
-                if bool((column[members] != column[members[0]]).any()):
+                if any(column[i] != column[members[0]] for i in members):
                     lines = self.world.exchange(check.lines(), self._replica, f"comparing {check.what}")
                     ranks = [self.ranks[i] for i in members]
                     advice = _ONE_BATCH if check.of_batch or self._replica == "MP" else _ONE_SHAPE

@@ -58,9 +58,13 @@ class RandomStreams:
         return lambda number: _seed(step_seed, microbatch_index, keys[number])
 
     @staticmethod
-    def executing() -> contextlib.AbstractContextManager[None]:
-        """Within: the generators are the stage's; afterwards the replicated stream goes on as before."""
-        return kept()
+    def executing(*, seeds: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Within: the generators are the stage's; afterwards the replicated stream goes on as before.
+
+        Args:
+            seeds: calls run that draw, for which all generators are seeded.
+        """
+        return kept(numpy=seeds)
 
     @staticmethod
     def move_on() -> None:

@@ -26,6 +26,7 @@ class RunningList:
 
     Attributes:
         ahead: how far the recording has come.
+        draws: whether calls of it draw random numbers.
         is_intact: whether it can go on; not if a wait has failed.
     """
 
@@ -42,6 +43,7 @@ class RunningList:
         self._executors = executors
         self._books = books
         self.ahead = Ahead(first, len(batch.works))
+        self.draws = any(command.seed_key is not None or command.seeds for command in first.commands)
         self.is_intact = True
         self._prepare(first)
         alike = {work.microbatch_index: first for work in batch.works}

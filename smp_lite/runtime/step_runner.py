@@ -283,7 +283,7 @@ class StepRunner:
         """Runs what can run without waiting."""
         assert self._running is not None
         self._before_running(all_recorded=False)
-        with not_listening(), self.streams.executing():
+        with not_listening(), self.streams.executing(seeds=self._running.draws):
             self._running.burst()
 
     def _start_ahead(self, first: Recording) -> None:

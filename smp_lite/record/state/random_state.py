@@ -15,18 +15,18 @@ __all__ = ["all_states", "kept", "put_back_states", "python_state", "taken_state
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
-    """Within: whatever is drawn is given back at the end."""
-    states = taken_states()
+def kept(*, numpy: bool = True) -> Iterator[None]:
+    """Within: whatever is drawn is given back at the end; ``numpy``: also numpy's, which takes 0.1 ms."""
+    states = taken_states(numpy=numpy)
     try:
         yield
     finally:
         put_back_states(states)
 
 
-def taken_states() -> tuple[Any, ...]:
+def taken_states(*, numpy: bool = True) -> tuple[Any, ...]:
     """Where all streams are, to put back here or in another process."""
-    numpy_random = _numpy_random()
+    numpy_random = _numpy_random() if numpy else None
     numpy_state = numpy_random.get_state() if numpy_random else None
     return torch.default_generator.get_state(), random.getstate(), numpy_state
 
