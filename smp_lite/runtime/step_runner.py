@@ -295,14 +295,15 @@ class StepRunner:
         if self.observer() is not None or recorder.backward_state.runs_python or first.inputs:
             return
         batch = self.planner.known(first, recorder.num_microbatches)
-        if batch is None or not self._compare({first.microbatch_index: first}, ONE, ahead=True):
+        if batch is None:
             return
-        for executor in self.executors.values():
-            executor.observe(None)
-        self._touched_gradients = any(work.pending_backwards() for work in batch.works)
         with self._suspended():
-            self._running = RunningList(batch, first, self.peers, self.executors, self.books)
-            self._burst()
+            if self._compare({first.microbatch_index: first}, ONE, ahead=True):
+                for executor in self.executors.values():
+                    executor.observe(None)
+                self._touched_gradients = any(work.pending_backwards() for work in batch.works)
+                self._running = RunningList(batch, first, self.peers, self.executors, self.books)
+                self._burst()
 
     def _cut(self) -> None:
         """What the list has begun runs to its end; what is recorded from now on is planned anew."""
