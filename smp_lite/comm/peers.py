@@ -48,6 +48,8 @@ class Peers(Protocol):
     """Stages that this process plays."""
     rank: int
     """World rank of this process; -1 where it plays all stages."""
+    are_alone: bool
+    """Whether there is nobody to compare with."""
 
     def drive(self, generators: Mapping[int, Iterator[str]]) -> None:
         """Runs the generators of this process's stages to their ends."""
@@ -105,6 +107,7 @@ class OneProcess:
     """All stages in this process."""
 
     rank = -1
+    are_alone = True
 
     def __init__(self, num_stages: int) -> None:
         self.stages = frozenset(range(num_stages))
@@ -171,6 +174,7 @@ class RankPeers:
         self.ranks = world.group(replica)
         self.stages = frozenset({stage_of_rank[world.group_rank("PP")]})
         self._rank_of_stage = {stage: i for i, stage in enumerate(stage_of_rank)}
+        self.are_alone = len(self.ranks) == 1
         self._others = [rank for rank in self.ranks if rank != world.rank]
         self._with_one_batch = [[self.ranks.index(rank) for rank in ranks] for ranks in with_one_batch]
         self._collectives = world.collectives(replica)

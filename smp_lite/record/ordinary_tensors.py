@@ -46,16 +46,23 @@ class OrdinaryTensors:
         # Of the batch, what numpy may change; storage, version, digest. Copying it would double its memory.
         self._watched: dict[int, tuple[torch.Tensor, int, int]] = {}
         self._batch: frozenset[int | None] = frozenset()
-        self._is_strict = False
+        self._is_strict = self._is_compared = False
         # If this step is one that is checked: what its commands have captured, beside the batch.
         self.contents: list[tuple[tuple[int, ...], int]] = []
         self._inputs: dict[int, tuple[torch.Tensor, PlacedTensor]] = {}
         self.changes_earlier = False  # in this step, what commands of earlier microbatches have captured
 
-    def begin_step(self, batch: Iterable[torch.Tensor], *, strict: bool) -> None:
-        """The arguments of the step function; ``strict``: see whether code changes them unheard."""
+    def begin_step(self, batch: Iterable[torch.Tensor], *, strict: bool, compared: bool) -> None:
+        """A step begins.
+
+        Args:
+            batch: the arguments of the step function.
+            strict: see whether code changes them unheard.
+            compared: other ranks have captured the same, which is looked at in a strict step.
+        """
         self._batch = frozenset(map(storage_of, batch))
         self._is_strict = strict
+        self._is_compared = strict and compared
         self.changes_earlier = False
         self.contents.clear()
 
@@ -223,7 +230,7 @@ class OrdinaryTensors:
                 self._captured.setdefault(storage, []).append((arguments, i, self.recorder.serial, is_saved))
                 if self.recorder.tape is None and is_shared(tensor):
                     self._guard(tensor, storage)
-                if self._is_strict and storage not in self._batch and i not in written:
+                if self._is_compared and storage not in self._batch and i not in written:
                     self.contents.append((tuple(tensor.shape), contents_of(tensor)))
 
     def _guard(self, tensor: torch.Tensor, storage: int) -> None:

@@ -66,7 +66,8 @@ class StepContext:
         checked = self._checked_inputs()
         runtime.begin_step(len(self.inputs), checked)
         tensors = (tensor for _, _, tensor in _input_tensors(self.inputs))
-        runtime.recorder.ordinary.begin_step(tensors, strict=checked[0] != 0)
+        compared = not runtime.peers.are_alone
+        runtime.recorder.ordinary.begin_step(tensors, strict=checked[0] != 0, compared=compared)
         self._stack.enter_context(listening(runtime.recorder))
         self._begin_microbatch()
 
