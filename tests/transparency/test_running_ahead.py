@@ -29,7 +29,7 @@ from tests.transparency.differing import MICROBATCHES, STEPS
 
 ON_RANKS = {"partitions": 2, "microbatches": MICROBATCHES}
 NAMES = [name for name, case in CASES.items() if case.available and not case.random_in_blocks]
-SINCE = {"last": 3, "third": 2, "second": 1, "all": 0}
+SINCE = {"third": 2, "last": 3, "second": 1, "all": 0}
 
 
 def test_the_first_microbatch_runs_before_the_last_is_recorded(open_session: OpenSession) -> None:
@@ -64,8 +64,9 @@ def test_models(name: str, pipeline: str, open_session: OpenSession, monkeypatch
         assert ends == [None, None, None]
 
 
-@pytest.mark.parametrize("first", SINCE)
+@pytest.mark.slow(keep=len(STEPS))
 @pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("first", SINCE)
 def test_what_differs_is_planned_anew(name: str, first: str, open_session: OpenSession) -> None:
     open_session(2, **BY_HAND, pipeline="interleaved")
     ends = differ(name, SINCE[first])
@@ -134,8 +135,9 @@ def test_a_step_function_that_fails(first: int, open_session: OpenSession) -> No
     assert is_equal
 
 
-@pytest.mark.parametrize("wire", ["mpi", "c10d"])
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("rank", [0, 1, -1])
+@pytest.mark.parametrize("wire", ["mpi", "c10d"])
 def test_a_step_function_that_fails_on_ranks(rank: int, wire: str) -> None:
     found = run_distributed(
         "tests.transparency.ahead:train_on_rank",
