@@ -417,6 +417,13 @@ class ModuleCalls:
         if all_recorded:
             self._pending.clear()
 
+    def look_between(self) -> None:
+        """Some of what is recorded has run: what the rest reads must stay as it is by now."""
+        for pending in self._pending.values():
+            for _, places, _ in pending.commands:
+                if places is not None:
+                    self.recorder.read_between.look(places)
+
     def run_pending(self, module: nn.Module) -> None:
         """Before state of the module changes: what has been recorded of it runs with the present one."""
         owners = self.placement.owners.get(id(module), ())

@@ -156,7 +156,10 @@ class StepRunner:
             if isinstance(error, Exception) and not self.all_know and not isinstance(error, SMPTimeout):
                 self.peers.fail(f"{type(error).__name__}: {error}")
             recorder.placement.swap_out()
-            self._undo()
+            if self._undo() and isinstance(error, Exception) and not isinstance(error, SMPError):
+                error.add_note(
+                    "smp: the step had begun to run, so gradients are None, those of earlier steps too"
+                )
             self._in_transit += [executor.in_transit() for executor in self.executors.values()]
             recorder.placement.strange.clear()
             self._end(recorder)
@@ -308,7 +311,7 @@ class StepRunner:
     def _cut(self) -> None:
         """What the list has begun runs to its end; what is recorded from now on is planned anew."""
         running = self._running
-        assert running is not None
+        assert running is not None and self._recorder is not None
         k = running.ahead.num_recorded
         self._before_running(all_recorded=False)
         self._running = None
@@ -318,6 +321,7 @@ class StepRunner:
         try:
             self._compare({m: p.recording for m, p in self._progress.items() if m < k}, CUT_AT + k)
             self._conclude(running.batch.until(k))
+            self._recorder.modules.look_between()
         except SMPError as error:
             self._has_failed = error
             raise
@@ -438,13 +442,15 @@ class StepRunner:
             raise self._has_failed from next((e.error for e in own if e.failure is mine), None)
         self._trained.learn(key, outcomes)
 
-    def _undo(self) -> None:
-        """The step has failed: nothing of it stays."""
+    def _undo(self) -> bool:
+        """The step has failed: nothing of it stays. Returns whether gradients are dropped."""
         recorder = self._recorder
         assert recorder is not None
         recorder.buffers.restore()
-        if self._touched_gradients or any(progress.backward_done for progress in self._progress.values()):
+        dropped = self._touched_gradients or any(p.backward_done for p in self._progress.values())
+        if dropped:
             self.drop_gradients_of(recorder.placement)
+        return dropped
 
     @staticmethod
     def drop_gradients_of(placement: Placement) -> None:

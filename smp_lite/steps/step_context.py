@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -111,15 +112,17 @@ class StepContext:
                 self.start_recording(model.runtime)
             for m, (args, kwargs) in enumerate(self.inputs):
                 self.microbatch_index = m
-                if self.runtime is not None and m > 0:
-                    self._begin_microbatch()
-                if kept is not None:
-                    self.recorder.tape = Tape(_leaves((args, kwargs)))
-                try:
-                    returned = function(*args, **kwargs)
-                except NeedsOpening as reason:  # from what watches the step for replay
-                    raise refuse(f"runs code that {reason}") from None
-                outputs.append(self._end_microbatch(returned, kept))
+                with _no_collection():
+                    if self.runtime is not None and m > 0:
+                        self._begin_microbatch()
+                    if kept is not None:
+                        self.recorder.tape = Tape(_leaves((args, kwargs)))
+                    try:
+                        returned = function(*args, **kwargs)
+                    except NeedsOpening as reason:  # from what watches the step for replay
+                        raise refuse(f"runs code that {reason}") from None
+                    outputs.append(self._end_microbatch(returned, kept))
+                    del returned
                 if self.runtime is not None and kept is None and m + 1 < len(self.inputs):
                     self.runtime.runner.recorded(self.recorder.recordings[self.recorder.serial])
             if kept is not None:
@@ -224,6 +227,22 @@ class StepContext:
         if self.runtime is not None:
             self.runtime.recorder.tape = None
             self.runtime.abandon(error)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Within: no automatic garbage collection.
+
+    Whatever of a microbatch is held at its end is kept for later. Values in reference cycles are held until
+    Python collects them, which it does when it likes, and on each rank at another time.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _Output:

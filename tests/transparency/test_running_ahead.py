@@ -23,6 +23,7 @@ from tests.transparency.ahead import (
     train,
     with_and_without,
 )
+from tests.transparency.ahead_scripts import change_after_a_cut
 from tests.transparency.comparison import compare, too_large
 from tests.transparency.conftest import OpenSession
 from tests.transparency.differing import MICROBATCHES, STEPS
@@ -133,6 +134,43 @@ def test_a_step_function_that_fails(first: int, open_session: OpenSession) -> No
     texts, is_equal = train(function, CHECKED + 4, ValueError)
     assert texts == ["ValueError: the user's own"]
     assert is_equal
+
+
+def test_that_gradients_are_gone_is_said(open_session: OpenSession) -> None:
+    open_session(2)
+    said: list[list[str]] = []
+
+    class Noting(ValueError):
+        def add_note(self, note: str) -> None:
+            said.append([note])
+
+    def function(model: object, number: int, x: Tensor, target: Tensor) -> Tensor:
+        if number == (CHECKED + 1) * MICROBATCHES + 2:
+            raise Noting
+        return model(x)  # type: ignore[operator]
+
+    assert train(function, CHECKED + 3, Noting)[1]
+    assert ["gradients are None, those of earlier steps too" in note for (note,) in said] == [True]
+
+
+def test_what_calls_read_is_looked_at_after_a_cut(open_session: OpenSession) -> None:
+    open_session(2, **BY_HAND)
+    with noted_ends() as ends, pytest.raises(smp.SMPError, match="after a call was recorded that reads it"):
+        change_after_a_cut()
+    assert ends == [None, 2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_collects_earlier(rank: int) -> None:
+    found = run_distributed(
+        "tests.transparency.ahead_scripts:train_with_cycles",
+        2,
+        kwargs={"rank": rank},
+        parameters=ON_RANKS,
+    )
+    for texts, is_equal, ends in found:
+        assert texts == [] and is_equal
+        assert ends == [None] * 3
 
 
 @pytest.mark.slow(keep=3)
