@@ -151,11 +151,15 @@ class StepRunner:
         that a wire may still write into."""
         recorder = self._recorder
         if recorder is not None:
-            if error is not None:
-                self._give_up(error)
+            recorder.placement.swap_out()
+            recorder.suspended = True  # an action that had been waiting runs on with real parameters
+            try:
+                if error is not None:
+                    self._give_up(error)
+            finally:
+                recorder.suspended = False
             if isinstance(error, Exception) and not self.all_know and not isinstance(error, SMPTimeout):
                 self.peers.fail(f"{type(error).__name__}: {error}")
-            recorder.placement.swap_out()
             if self._undo() and isinstance(error, Exception) and not isinstance(error, SMPError):
                 error.add_note(
                     "smp: the step had begun to run, so gradients are None, those of earlier steps too"
