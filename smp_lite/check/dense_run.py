@@ -20,7 +20,7 @@ from ..record.interception import listening
 from ..record.state.random_state import put_back_states, taken_states
 from ..record.values.microbatch import merge_outputs
 from ..record.values.structure import flatten, map_leaves, rebuild
-from ..runtime.random_streams import RandomStreams
+from ..runtime.stage.random_streams import RandomStreams
 from ..session import Session
 from ..systems.plan.parallel_plan import DataParallel, ParallelPlan, Placement, Schedule, TensorMode
 from ..systems.plan.stage_assignment import StageRule

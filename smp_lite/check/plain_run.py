@@ -21,7 +21,7 @@ from ..record.source_line import user_line
 from ..record.state import random_state
 from ..record.values.microbatch import merge_outputs
 from ..record.values.structure import map_leaves
-from ..runtime.random_streams import RandomStreams
+from ..runtime.stage.random_streams import RandomStreams
 from .observe import Call, StepNotes, notes_of_state, print_of, prints, state_of
 
 __all__ = ["PlainStep", "run_plainly"]

@@ -36,10 +36,10 @@ from ..record.describe.metadata import MetadataInference
 from ..record.describe.tracing import without_hooks
 from ..record.parameters.placement import Placement
 from ..record.recording import Recording
-from ..runtime.executor import StageExecutor
-from ..runtime.gradients import GradientBooks
-from ..runtime.microbatch import MicrobatchState, StagePart
-from ..runtime.random_streams import RandomStreams
+from ..runtime.stage.executor import StageExecutor
+from ..runtime.stage.gradients import GradientBooks
+from ..runtime.stage.microbatch import MicrobatchState, StagePart
+from ..runtime.stage.random_streams import RandomStreams
 from ..runtime.weights.deferral import WeightGradients
 from .alike_stages import Likeness, alike
 from .fake_step import FakeCommands, FakeWire, fake_parameters

@@ -30,8 +30,8 @@ from ..plan.units import human_bytes
 from ..record.parameters.placement import Placement
 from ..record.recording import Recording
 from ..record.values.placed import TensorMeta
-from ..runtime.batches import Batch
 from ..runtime.reduction.reductions import rule_of
+from ..runtime.step.batches import Batch
 from ..session import Session
 from ..wrapper.schedules import optimizer_states
 from .action_memory import CannotPlay, Played, play

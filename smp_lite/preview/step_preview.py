@@ -46,7 +46,7 @@ from ..plan.simulate import Simulation, simulate
 from ..record.recording import Recording
 from ..record.values.placed import PlacedTensor
 from ..record.values.structure import flatten
-from ..runtime.batches import Batch
+from ..runtime.step.batches import Batch
 from ..smp_v1.before_script import add_cuda_argument, prepared_here
 from ..steps.loader_batches import batches
 from ..steps.step_function import step

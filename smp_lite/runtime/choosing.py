@@ -26,8 +26,8 @@ from ..plan.segments import SegmentGraph
 from ..plan.shape_choice import SECONDS
 from ..plan.units import human_bytes
 from ..plan.work import ActionCosts, Costs, Policy
-from .batches import Batch
-from .executor import Span
+from .stage.executor import Span
+from .step.batches import Batch
 
 __all__ = ["Decision", "ScheduleChooser"]
 

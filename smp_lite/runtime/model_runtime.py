@@ -28,16 +28,16 @@ from ..record.parameters.placement import Placement
 from ..record.recorder import Recorder
 from ..record.source_line import warn_once_at_user_line
 from .choosing import ScheduleChooser
-from .executor import StageExecutor
-from .failure import error_like, failure_kind
-from .gradients import GradientBooks
 from .offloading.offload import ActivationOffload, longest_wait
-from .random_streams import RandomStreams
 from .reduction.reductions import Reductions, broadcast_parameters, rule_of
 from .reduction.replicated_gradients import check_replicated_gradients, check_results
 from .sharded.parameters import ShardedParameters
 from .sharded.units import Sharding, shard
-from .step_runner import StepRunner
+from .stage.executor import StageExecutor
+from .stage.failure import error_like, failure_kind
+from .stage.gradients import GradientBooks
+from .stage.random_streams import RandomStreams
+from .step.step_runner import StepRunner
 from .weights.deferral import WeightGradients
 
 

@@ -24,10 +24,10 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ..comm.stage_peers import StagePeers
 from ..errors import SMPError, SMPMismatch
-from .failure import error_like, failure_kind
 from .model_runtime import ModelRuntime
 from .reduction.replicated_gradients import check_replicated_gradients
 from .replica_checks import Digests, ReplicaChecks, first_difference
+from .stage.failure import error_like, failure_kind
 
 __all__ = ["PlainBackward", "is_checked"]
 

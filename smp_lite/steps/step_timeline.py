@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from ..comm.axis import Axis
-from ..runtime.step_runner import StepRunner
+from ..runtime.step.step_runner import StepRunner
 from ..session import Session
 from ..views.timeline import TimedCollective, TimelineWriter, merge_timelines
 

@@ -21,7 +21,7 @@ from smp_lite.comm.waiting import wait_until
 from smp_lite.comm.wires import Wire
 from smp_lite.plan.simulate import simulate
 from smp_lite.record.values.placed import TensorMeta
-from smp_lite.runtime.batches import Batch
+from smp_lite.runtime.step.batches import Batch
 from smp_lite.session import current
 from tests.benchmarks.measuring import recorded_first
 from tests.benchmarks.spread import Spread

@@ -13,7 +13,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from smp_lite.runtime.step_runner import StepRunner
+from smp_lite.runtime.step.step_runner import StepRunner
 from tests.allocated import memory_profile, most_and_left
 
 __all__ = ["bytes_held", "bytes_of_tensors", "on_first_rank", "peak", "recorded_first", "timed"]

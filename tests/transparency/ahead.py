@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import smp_lite as smp
-from smp_lite.runtime.executor import StageExecutor
-from smp_lite.runtime.running_list import RunningList
-from smp_lite.runtime.step_runner import StepRunner
+from smp_lite.runtime.stage.executor import StageExecutor
+from smp_lite.runtime.step.running_list import RunningList
+from smp_lite.runtime.step.step_runner import StepRunner
 from tests.models.layers import WIDTH, Chain, regression_batch
 from tests.transparency.differing import MICROBATCHES, assert_equal_to_plain
 

@@ -29,9 +29,16 @@ PURE_MODULES = [
 FOLDERS = {
     "entrypoints": [".", "hosts", "this_machine", "mpi", "container"],
     "estimator": [".", "request", "local", "quiet"],
+    "runtime": [".", "step", "stage", "weights", "offloading", "reduction", "sharded"],
 }
 """From the top down; "." stands for the other files beside the folders. One that is not here imports from
 none."""
+
+
+def path_of(package: str) -> Path:
+    """Where the files of ``smp_lite.<package>`` are."""
+    found = REPOSITORY / package
+    return found if found.is_dir() else REPOSITORY / "smp_lite" / package
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -56,8 +63,8 @@ def test_the_sagemaker_side_imports_neither_torch_nor_mpi4py() -> None:
 @pytest.mark.parametrize("package", FOLDERS)
 def test_folders_import_only_downwards(package: str) -> None:
     folders = FOLDERS[package]
-    for file in sorted((REPOSITORY / package).rglob("*.py")):
-        folder = folder_of(file.relative_to(REPOSITORY).with_suffix("").parts)
+    for file in sorted(path_of(package).rglob("*.py")):
+        folder = folder_of(file.relative_to(path_of(package).parent).with_suffix("").parts)
         below = folders[folders.index(folder) :] if folder in folders else [folder]
         for target in folders_imported_by(file, package):
             assert target in below, f"{file} imports from {target}"
@@ -66,12 +73,12 @@ def test_folders_import_only_downwards(package: str) -> None:
 def folder_of(parts: tuple[str, ...]) -> str:
     """The folder, by its name in FOLDERS, of a module of which the path or name has these parts."""
     package, name, *_ = parts
-    return name if name in FOLDERS[package] or (REPOSITORY / package / name).is_dir() else "."
+    return name if name in FOLDERS[package] or (path_of(package) / name).is_dir() else "."
 
 
 def folders_imported_by(file: Path, package: str) -> Iterator[str]:
     """Of the folders of `package`, each that `file` names in an import."""
-    inside = ("smp_lite", *file.parent.relative_to(REPOSITORY).parts)
+    inside = ("smp_lite", *file.parent.relative_to(path_of(package).parent).parts)
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom):
             base = inside[: len(inside) - node.level + 1] if node.level else ()

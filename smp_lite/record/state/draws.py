@@ -7,7 +7,7 @@ it takes depends on those. Whether that is so is tried once, with stand-ins of t
 which it is not (``torch.poisson``) runs for real where it stands, and the ranks take over its owner's
 generator.
 
-What modules draw that are called whole is another matter: see :mod:`smp_lite.runtime.random_streams`.
+What modules draw that are called whole is another matter: see :mod:`smp_lite.runtime.stage.random_streams`.
 """
 
 from __future__ import annotations

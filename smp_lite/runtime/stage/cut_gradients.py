@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch._subclasses import FakeTensor
 
-from ..comm.layout import handed_over
+from ...comm.layout import handed_over
 
 __all__ = ["CutGradients"]
 

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from ..plan.actions import Action, ActionKind
-from ..plan.schedules import Work
-from ..plan.segments import Segment
-from ..record.parameters.placement import Placement
-from ..record.recording import Recording
+from ...plan.actions import Action, ActionKind
+from ...plan.schedules import Work
+from ...plan.segments import Segment
+from ...record.parameters.placement import Placement
+from ...record.recording import Recording
 
 
 class GradientBooks:

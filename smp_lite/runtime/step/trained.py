@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..record.parameters.away import is_away
-from ..record.parameters.placement import Placement
+from ...record.parameters.away import is_away
+from ...record.parameters.placement import Placement
 from .batches import Batch, Progress
 
 __all__ = ["OwnGradients", "TrainedParameters"]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ..comm.peers import Check
-from ..record.recording import Recording, describe_command
+from ...comm.peers import Check
+from ...record.recording import Recording, describe_command
 
 __all__ = ["ALL", "CUT_AT", "LOOKS", "ONE", "checks"]
 
 ALL, LOOKS, ONE, CUT_AT = 0, 1, 2, 3
 """Where a rank stands when it compares: at the end of recording, at a look at data, after one microbatch, or
-(``CUT_AT + m``) at microbatch m, which is not like those before (:mod:`.ahead`)."""
+(``CUT_AT + m``) at microbatch m, which is not like those before (:mod:`..stage.ahead`)."""
 
 
 def checks(

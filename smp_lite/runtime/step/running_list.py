@@ -1,15 +1,15 @@
-"""The list of actions of a step that runs while the step is recorded; see :mod:`.ahead`."""
+"""The list of actions of a step that runs while the step is recorded; see :mod:`..stage.ahead`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..comm.peers import Peers
-from ..record.recording import Recording
-from .ahead import NOT_RESUMED, Ahead
+from ...comm.peers import Peers
+from ...record.recording import Recording
+from ..stage.ahead import NOT_RESUMED, Ahead
+from ..stage.executor import StageExecutor
+from ..stage.gradients import GradientBooks
 from .batches import Batch
-from .executor import StageExecutor
-from .gradients import GradientBooks
 
 __all__ = ["RunningList"]
 

@@ -20,22 +20,22 @@ from typing import Any
 
 import torch
 
-from ..comm.wires import Transfer, Wire
-from ..errors import SMPError
-from ..plan.actions import COMPUTE_KINDS, RECV_KINDS, Action, ActionKind
-from ..plan.segments import Segment
-from ..record.parameters.placement import Placement
-from ..record.recording import Command
-from ..record.values.placed import TensorMeta
+from ...comm.wires import Transfer, Wire
+from ...errors import SMPError
+from ...plan.actions import COMPUTE_KINDS, RECV_KINDS, Action, ActionKind
+from ...plan.segments import Segment
+from ...record.parameters.placement import Placement
+from ...record.recording import Command
+from ...record.values.placed import TensorMeta
+from ..offloading.offload import COUNTED_KINDS, ActivationOffload
+from ..sharded.parameters import ShardedParameters
+from ..weights.deferral import WeightGradients
 from .ahead import NOT_RECORDED, NOT_RESUMED, Ahead
 from .commands import CommandRunner, RealRun
 from .cut_gradients import CutGradients
 from .failure import Failure
 from .microbatch import MicrobatchState, edge_of
-from .offloading.offload import COUNTED_KINDS, ActivationOffload
 from .random_streams import RandomStreams
-from .sharded.parameters import ShardedParameters
-from .weights.deferral import WeightGradients
 
 _NO_SPAN = contextlib.nullcontext()
 

@@ -11,21 +11,21 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from ..errors import SMPError
-from ..plan.segments import Segment
-from ..record.backward.saved_state import unchanged, unchanged_parameter
-from ..record.describe.checkpointed_calls import seeded_by
-from ..record.describe.effects import Buffers, Effects, NeedsOpening
-from ..record.parameters.placement import Placement
-from ..record.recording import Command, Recording
-from ..record.state.ambient import Ambient
-from ..record.state.draws import at_states
-from ..record.state.places import in_force
-from ..record.values.calls import NewTensor
-from ..record.values.placed import TensorMeta, has_attributes
-from ..record.values.structure import LEAF, flatten
+from ...errors import SMPError
+from ...plan.segments import Segment
+from ...record.backward.saved_state import unchanged, unchanged_parameter
+from ...record.describe.checkpointed_calls import seeded_by
+from ...record.describe.effects import Buffers, Effects, NeedsOpening
+from ...record.parameters.placement import Placement
+from ...record.recording import Command, Recording
+from ...record.state.ambient import Ambient
+from ...record.state.draws import at_states
+from ...record.state.places import in_force
+from ...record.values.calls import NewTensor
+from ...record.values.placed import TensorMeta, has_attributes
+from ...record.values.structure import LEAF, flatten
+from ..sharded.parameters import ShardedParameters
 from .random_streams import RandomStreams
-from .sharded.parameters import ShardedParameters
 
 _NO_SEEDS = contextlib.nullcontext()
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..comm.peers import Peers
-from ..errors import SMPError
-from ..record.values.placed import PlacedTensor, TensorMeta
+from ...comm.peers import Peers
+from ...errors import SMPError
+from ...record.values.placed import PlacedTensor, TensorMeta
+from ..stage.executor import StageExecutor
 from .batches import Progress
-from .executor import StageExecutor
 
 __all__ = ["StepResults"]
 

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..plan.actions import ActionKind
-from ..plan.lowering import Schedule, lower
-from ..plan.schedules import Policy, Work, compute_order
-from ..plan.segments import SegmentGraph
-from ..plan.work import Costs
-from ..record.recording import Recording
-from .microbatch import StagePart
+from ...plan.actions import ActionKind
+from ...plan.lowering import Schedule, lower
+from ...plan.schedules import Policy, Work, compute_order
+from ...plan.segments import SegmentGraph
+from ...plan.work import Costs
+from ...record.recording import Recording
+from ..stage.microbatch import StagePart
 
 __all__ = ["Batch", "BatchPlanner", "Progress"]
 

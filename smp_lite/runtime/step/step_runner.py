@@ -2,7 +2,7 @@
 
 The runner is the recorder's host. Where Python needs a number while recording, it executes everything
 recorded so far as a *batch of work* and recording goes on; the rest is the last batch. Nearly always there
-is just the one, which starts while it is recorded if it is known (:mod:`.ahead`). Forwards run in recorded
+is just the one, which starts while it is recorded if it is known (:mod:`..stage.ahead`). Forwards run in recorded
 order of microbatches in any case. Backwards of microbatches that are recorded to their end run with the next
 batch, except under ``simple``, where they all come last.
 """
@@ -15,24 +15,24 @@ from typing import Any
 
 import torch
 
-from ..comm.peers import Peers
-from ..comm.stage_peers import StagePeers
-from ..errors import SMPError, SMPTimeout
-from ..plan.schedules import Policy
-from ..record.describe.metadata import describe_result
-from ..record.interception import not_listening
-from ..record.parameters.placement import Placement
-from ..record.recorder import Recorder
-from ..record.recording import Command, Recording
-from ..record.values.calls import ResultMeta
-from ..record.values.placed import PlacedTensor, TensorMeta
+from ...comm.peers import Peers
+from ...comm.stage_peers import StagePeers
+from ...errors import SMPError, SMPTimeout
+from ...plan.schedules import Policy
+from ...record.describe.metadata import describe_result
+from ...record.interception import not_listening
+from ...record.parameters.placement import Placement
+from ...record.recorder import Recorder
+from ...record.recording import Command, Recording
+from ...record.values.calls import ResultMeta
+from ...record.values.placed import PlacedTensor, TensorMeta
+from ..stage.executor import StageExecutor
+from ..stage.failure import Failure, step_failure
+from ..stage.gradients import GradientBooks
+from ..stage.microbatch import MicrobatchState
+from ..stage.random_streams import RandomStreams
 from .batches import Batch, BatchPlanner, Progress
 from .comparing import ALL, CUT_AT, LOOKS, ONE, checks
-from .executor import StageExecutor
-from .failure import Failure, step_failure
-from .gradients import GradientBooks
-from .microbatch import MicrobatchState
-from .random_streams import RandomStreams
 from .running_list import RunningList
 from .step_results import StepResults
 from .trained import TrainedParameters

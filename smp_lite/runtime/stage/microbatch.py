@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..comm.wires import Transfer
-from ..plan.segments import Segment, SegmentGraph
-from ..record.recording import Recording
+from ...comm.wires import Transfer
+from ...plan.segments import Segment, SegmentGraph
+from ...record.recording import Recording
 
 
 class StagePart:

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..record.describe.signature import token
-from ..record.state.random_state import kept
+from ...record.describe.signature import token
+from ...record.state.random_state import kept
 
 _MASK = (1 << 63) - 1
 

@@ -1,0 +1,1 @@
+"""One step on one process: what is planned of it, when it runs, what it leaves."""
