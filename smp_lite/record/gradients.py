@@ -46,6 +46,9 @@ def backward(recorder: Recorder, tensors: Any, grad_tensors: Any = None) -> None
             (gradients[i],) = recorder.forced.fetch([gradient], "a gradient given to model.backward()")
         elif recorder.tape is not None and recorder.tape.slot(gradient) is not None:
             raise refuse("gives model.backward() a gradient made from its inputs")
+        elif gradient is not None:
+            with torch._C.DisableTorchFunction():
+                gradients[i] = gradient.detach().clone()  # the script may write to it before it is used
         values.append(recorder.writer.value_of(loss))
     recorder.ordinary.before_backward()
     recorder.backward_state.note(recorder.recording, values)

@@ -402,6 +402,8 @@ class ModuleCalls:
                     f"{text}. Give it the plain values themselves, or an object of its own"
                 )
         for pending in self._pending.values():
+            if pending.subtree is not None:
+                self._without_later_hooks(pending.subtree, [command for command, _, _ in pending.commands])
             for command, places, seen in pending.commands:
                 if places is not None and seen is not None and places.look() is not seen:
                     command.carry(places.others_than_now(seen))
@@ -416,6 +418,21 @@ class ModuleCalls:
                     )
         if all_recorded:
             self._pending.clear()
+
+    def _without_later_hooks(self, subtree: _Subtree, commands: list[Command]) -> None:
+        """Forward hooks that were put on after a call was recorded are not for that call.
+
+        Raises:
+            SMPError: they are inside of what runs as a whole.
+        """
+        if any(subtree.own_hooks):
+            for command in commands:
+                command.bare = True
+        if any(subtree.inner_hooks):
+            raise SMPError(
+                f"a forward hook was put on a module inside {subtree.name} in the midst of an smp.step, "
+                f"after a call of {subtree.name} that has not run yet: put hooks on between steps"
+            )
 
     def look_between(self) -> None:
         """Some of what is recorded has run: what the rest reads must stay as it is by now."""

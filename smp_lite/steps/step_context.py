@@ -23,6 +23,7 @@ from ..record.recording import Recording
 from ..record.replay import Tape, refuse, step_key
 from ..record.state.python_state import PythonState
 from ..record.values.microbatch import merge_outputs
+from ..record.values.placed import PlacedTensor
 from ..record.values.structure import flatten, rebuild
 from ..runtime.model_runtime import ModelRuntime
 from ..session import Session
@@ -174,7 +175,9 @@ class StepContext:
         assert recording is not None
         for i, leaf in enumerate(leaves):
             placed = recorder.ordinary.placed_for(leaf)
-            if placed is not None:
+            if placed is not None and _is_of_earlier(placed, recorder):
+                leaves[i] = self._earlier(placed)
+            elif placed is not None:
                 value = recorder.writer.value_of(placed)
                 recording.needed.add(value)
                 leaves[i] = _Output(self.microbatch_index, value)
@@ -189,6 +192,17 @@ class StepContext:
             kept.recordings.append(recording)
             kept.tapes.append(recorder.tape)
         return leaves, spec
+
+    def _earlier(self, placed: PlacedTensor) -> Any:
+        """In a result: a value that an earlier microbatch, or an earlier step, has made."""
+        recorder = self.recorder
+        recording = recorder.recordings.get(placed.smp_microbatch)
+        if recorder.tape is not None:
+            raise refuse("returns a value of an earlier microbatch")
+        if recording is None:
+            return recorder.forced.data_of(placed, "return")
+        # It was held when its microbatch ended, so it is kept to the end of the step.
+        return _Output(recording.microbatch_index, placed.smp_value)
 
     def _finish(
         self,
@@ -243,6 +257,10 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def _is_of_earlier(placed: PlacedTensor, recorder: Recorder) -> bool:
+    return placed.smp_parameter is None and placed.smp_microbatch != recorder.serial
 
 
 class _Output:

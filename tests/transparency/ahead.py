@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -319,3 +320,59 @@ def replicas_on_rank() -> tuple[bool, list[int | None]]:
     """One replica does something else in one step, whose gradients are reduced with the other's."""
     (ours, theirs), ends = with_and_without("replicas")
     return all(map(torch.equal, ours, theirs)), ends
+
+
+class Slow(nn.Module):
+    """The first stage takes its time, so that the second waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with smp.partition(0):
+            self.first = SlowLayer()
+        with smp.partition(1):
+            self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+class SlowLayer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.05)
+        return super().forward(x)
+
+
+def give_up_while_waiting() -> list[str]:
+    """The step function fails on all ranks while the second one waits for the first; what is raised."""
+    smp.init()
+    model = smp.DistributedModel(Slow())
+    count = 0
+
+    @smp.step
+    def step(model: Any, x: Tensor, target: Tensor) -> None:
+        nonlocal count
+        model.backward(F.mse_loss(model(x), target))
+        count += 1
+        if count == (CHECKED + 2) * MICROBATCHES:
+            raise ValueError("the user's own")
+
+    texts: list[str] = []
+    batch = regression_batch(2 * MICROBATCHES)
+    forward = StageExecutor._forward
+
+    def noted(executor: StageExecutor, action: Any, state: Any) -> None:
+        if count == (CHECKED + 2) * MICROBATCHES:
+            texts.append("computed what nobody needs")
+        forward(executor, action, state)
+
+    with mock.patch.object(StageExecutor, "_forward", noted):
+        for number in range(CHECKED + 4):
+            count = number * MICROBATCHES
+            try:
+                step(model, batch["x"], batch["target"])
+            except ValueError as error:
+                texts.append(str(error))
+    return texts

@@ -193,6 +193,13 @@ def test_a_step_function_that_fails_on_ranks(rank: int, wire: str) -> None:
             assert f"rank {rank} failed while it recorded a step" in texts[0]
 
 
+def test_a_step_function_that_fails_while_a_stage_waits() -> None:
+    found = run_distributed(
+        "tests.transparency.ahead:give_up_while_waiting", 2, parameters={**ON_RANKS, **BY_HAND}
+    )
+    assert found == [["the user's own"]] * 2
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("what", ["looks", "calls"])
 def test_ranks_that_do_not_do_the_same(what: str, rank: int) -> None:

@@ -237,3 +237,74 @@ def test_results_are_valid_on_every_rank(num_ranks: int) -> None:
     )
     assert len(found[0]) == 2 * (7 + NUM_MICROBATCHES)  # numbers are leaves one by one
     assert all(result == found[0] for result in found)
+
+
+class Last:
+    """Returns what the microbatch before has made, also that of an earlier step."""
+
+    def __init__(self) -> None:
+        self.last: dict[int, Any] = {}
+
+    def __call__(self, model: Any, batch: Any, backward: Any) -> Any:
+        output = model(batch["x"])
+        backward(output.mean())
+        last = self.last.get(id(model), output)
+        self.last[id(model)] = output.detach()
+        return last, {"more": output * 2.0}
+
+
+@pytest.mark.parametrize("num_steps", [1, 6])
+def test_a_value_of_an_earlier_microbatch_is_returned(num_steps: int, open_session: OpenSession) -> None:
+    open_session(2)
+    assert_rounds_equal(Chain, [Round(Last(), BATCH)] * num_steps, "auto")
+
+
+def test_a_gradient_that_is_written_anew(open_session: OpenSession) -> None:
+    """Given to ``model.backward``, which in one process has used it by then."""
+    gradient = torch.ones(2, WIDTH)
+
+    def step(model: Any, batch: Any, backward: Any) -> Tensor:
+        output = model(batch["x"])
+        gradient.fill_(float(batch["x"][0, 0]))
+        backward(output, gradient)
+        gradient.zero_()
+        return output
+
+    open_session(2)
+    assert_rounds_equal(Chain, [Round(step, BATCH)] * 5, "auto")
+
+
+def test_hooks_that_are_put_on_in_the_midst_of_a_step(open_session: OpenSession) -> None:
+    """They are for the calls after that line, also where those before it run later."""
+    calls: dict[int, int] = {}
+    handles: list[Any] = []
+
+    def step(model: Any, batch: Any, backward: Any) -> Tensor:
+        number = calls[id(model)] = calls.get(id(model), 0) + 1
+        block = (model.module if isinstance(model, smp.DistributedModel) else model).blocks[3]
+        if number % NUM_MICROBATCHES == 3:
+            handles.append(block.register_forward_hook(lambda module, args, result: result * 2.0))
+        output = model(batch["x"])
+        backward(output.mean())
+        if number % NUM_MICROBATCHES == 0:
+            handles.pop().remove()
+        return output
+
+    open_session(2)
+    assert_rounds_equal(Chain, [Round(step, BATCH)] * 5, "auto")
+
+
+def test_hooks_inside_that_are_put_on_in_the_midst_of_a_step(open_session: OpenSession) -> None:
+    open_session(2)
+    model = smp.DistributedModel(Chain())
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Tensor:
+        output = model(x)
+        inner = next(iter(model.module.blocks[0].children()))
+        inner.register_forward_hook(lambda module, args, result: result * 2.0)
+        model.backward(output.mean())
+        return output
+
+    with pytest.raises(smp.SMPError, match="put hooks on between steps"):
+        step(model, BATCH["x"])

@@ -158,6 +158,8 @@ class StageExecutor:
                     del transfer  # it holds what has arrived
                 while ahead is not None and not ahead.is_resumed:
                     yield NOT_RESUMED
+                if ahead is not None and ahead.leaves_out(action):
+                    continue  # given up while it waited
                 start = time.perf_counter()
                 try:
                     if sharded is not None:

@@ -2,9 +2,9 @@
 
 The runner is the recorder's host. Where Python needs a number while recording, it executes everything
 recorded so far as a *batch of work* and recording goes on; the rest is the last batch. Nearly always there
-is just the one, which starts while it is recorded if it is known (:mod:`..stage.ahead`). Forwards run in recorded
-order of microbatches in any case. Backwards of microbatches that are recorded to their end run with the next
-batch, except under ``simple``, where they all come last.
+is just the one, which starts while it is recorded if it is known (:mod:`..stage.ahead`). Forwards run in
+recorded order of microbatches in any case. Backwards of microbatches that are recorded to their end run with
+the next batch, except under ``simple``, where they all come last.
 """
 
 from __future__ import annotations
