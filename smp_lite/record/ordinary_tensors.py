@@ -202,11 +202,19 @@ class OrdinaryTensors:
         """The commands are about to read what they have captured.
 
         Raises:
-            SMPError: the batch has changed, and torch did not hear of it.
+            SMPError: the batch has changed, and torch did not hear of it; or a tensor has other memory.
         """
         for tensor, version, digest in self._watched.values():
             if tensor._version == version and digest_of(tensor) != digest:
                 raise _changed_unheard(tensor)
+        for storage, captured in self._captured.items():
+            for arguments, i, _, _ in captured:
+                if storage_of(arguments.tensors[i]) != storage:
+                    raise SMPError(
+                        f"a tensor of shape {tuple(arguments.tensors[i].shape)} was given other memory "
+                        "(set_) after a call had read it, and before the call could run: give it new numbers "
+                        "by copy_, or use another tensor"
+                    )
 
     def capture(
         self,

@@ -223,7 +223,7 @@ class Recorder:
             return self.forced.call(func, args, kwargs)
         if name == "__set__" and type(args[1]) is PlacedTensor:
             return set_attribute(self, func, args)
-        if changes_first(name, kwargs) or name in SHARES_MEMORY:
+        if changes_first(name, kwargs) or name in SHARES_MEMORY or _sets_data(func, name):
             target = kwargs.get("out", args[0] if args else None)
             self.buffers.before_change(target)
             self.ordinary.keep_captured(target)
@@ -307,3 +307,8 @@ class Recorder:
         self.forced.warn(f"the buffer {name}")
         self.run_all_recorded()
         return self.host.share(tensor, stage)
+
+
+def _sets_data(func: Function, name: str) -> bool:
+    """``tensor.data = ...``: other memory for a tensor that commands may have captured."""
+    return name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data

@@ -168,14 +168,18 @@ def _is_late(number: int, first: int, step: int) -> bool:
 class OneMask:
     """One tensor for the masks of all microbatches, written anew for each."""
 
-    def __init__(self, since: int) -> None:
-        self.since = since
+    def __init__(self, since: int, how: str = "copy_") -> None:
+        self.since, self.how = since, how
         self.mask = torch.ones(WIDTH)
 
     def __call__(self, model: Any, number: int, x: Tensor, target: Tensor) -> Tensor:
         if number // MICROBATCHES < self.since:
             return model(x) * torch.ones(WIDTH)
-        self.mask.fill_(1.0 + (number % 5) / 8)
+        value = torch.full((WIDTH,), 1.0 + (number % 5) / 8)
+        if self.how == "data":
+            self.mask.data = value
+        else:
+            getattr(self.mask, self.how)(value)
         return model(x) * self.mask
 
 

@@ -95,12 +95,22 @@ def test_cuts_on_ranks(name: str, first: int) -> None:
     assert first in found[0]
 
 
+@pytest.mark.parametrize("how", ["copy_", "data"])
 @pytest.mark.parametrize("since", [0, CHECKED + 1])
-def test_memory_that_is_written_anew(since: int, open_session: OpenSession) -> None:
+def test_memory_that_is_written_anew(since: int, how: str, open_session: OpenSession) -> None:
     open_session(2)
     with noted_ends() as ends:
-        assert train(OneMask(since), CHECKED + 4) == [[], True]
+        assert train(OneMask(since, how), CHECKED + 4) == [[], True]
     assert ends == ([] if since == 0 else [None, 1]), "what has run may still read it in its backward"
+
+
+@pytest.mark.parametrize("since", [0, CHECKED + 1])
+def test_memory_that_is_exchanged_unheard(since: int, open_session: OpenSession) -> None:
+    open_session(2)
+    texts, is_equal = train(OneMask(since, "set_"), CHECKED + 3)
+    assert is_equal
+    assert len(texts) == CHECKED + 3 - since
+    assert all("was given other memory (set_) after a call had read it" in text for text in texts)
 
 
 def test_a_value_of_an_earlier_microbatch(open_session: OpenSession) -> None:
