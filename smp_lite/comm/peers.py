@@ -82,8 +82,19 @@ class Peers(Protocol):
     def fail(self, text: str) -> None:
         """This rank will not come to the next :meth:`compare`: tells the others, and does not wait."""
 
-    def outcomes(self, mine: Any, what: str) -> list[Any]:
-        """What every rank says of a list of actions; an empty list if all say None."""
+    def outcomes(
+        self, mine: Any, what: str, keeps: Sequence[tuple[int, int]] = ()
+    ) -> tuple[list[Any], frozenset[tuple[int, int]]]:
+        """What ranks say of a list of actions that has run.
+
+        Args:
+            mine: what this rank says; None: nothing.
+            what: names it for those who wait.
+            keeps: (microbatch, value) of what this rank's script keeps.
+
+        Returns:
+            What ranks have said, and what is kept on all of them.
+        """
 
 
 @dataclass(frozen=True)
@@ -147,8 +158,10 @@ class OneProcess:
     def fail(self, text: str) -> None:
         pass
 
-    def outcomes(self, mine: Any, what: str) -> list[Any]:
-        return [mine] if mine is not None else []
+    def outcomes(
+        self, mine: Any, what: str, keeps: Sequence[tuple[int, int]] = ()
+    ) -> tuple[list[Any], frozenset[tuple[int, int]]]:
+        return [mine] if mine is not None else [], frozenset(keeps)
 
 
 class RankPeers:
@@ -314,11 +327,16 @@ class RankPeers:
         posted = self.world.post_failure(self._num_failures, text, self._others)
         self._unawaited += [(pending, text) for pending in posted]
 
-    def outcomes(self, mine: Any, what: str) -> list[Any]:
-        found = self._gather([int(mine is not None)], what)
-        if not bool(found.any()):
-            return []
-        return [each for each in self.world.exchange(mine, self._replica, what) if each is not None]
+    def outcomes(
+        self, mine: Any, what: str, keeps: Sequence[tuple[int, int]] = ()
+    ) -> tuple[list[Any], frozenset[tuple[int, int]]]:
+        found = self._gather([int(mine is not None), hash(tuple(keeps)) & _MASK], what).tolist()
+        all_keep_the_same = all(row[1] == found[0][1] for row in found)
+        if all_keep_the_same and not any(row[0] for row in found):
+            return [], frozenset(keeps)
+        told = self.world.exchange((mine, None if all_keep_the_same else keeps), self._replica, what)
+        kept = [frozenset(theirs if theirs is not None else keeps) for _, theirs in told]
+        return [each for each, _ in told if each is not None], frozenset.intersection(*kept)
 
     def _gather(self, numbers: list[int], what: str) -> torch.Tensor:
         """Each rank's numbers as a row."""

@@ -136,8 +136,7 @@ class Forced:
             return self.recorder.host.share_late(placed)
         raise SMPError(
             f"{what}() was called on a value that was made inside an smp.step and has no data here: return "
-            f"it "
-            "from the step function, then it is valid on every rank"
+            "it from the step function, then it is valid on every rank, or keep it on every rank"
         )
 
 

@@ -12,7 +12,7 @@ from tests.models import CASES
 from tests.transparency.comparison import NUM_SAMPLES, compare, differences, smp_run, too_large
 from tests.transparency.replicas import half, replica_runs
 
-__all__ = ["compare_case", "compare_replicas"]
+__all__ = ["compare_case", "compare_replicas", "keep_values"]
 
 
 def compare_case(name: str, placement: str, wire: str = "mpi") -> tuple[list[str], list[str]]:
@@ -75,3 +75,35 @@ def _register_hook(model: smp.DistributedModel) -> None:
         return work.get_future().then(lambda future: future.value()[0])
 
     model.register_comm_hook(smp.get_dp_process_group(), average)
+
+
+def keep_values(on: list[int], num_steps: int) -> tuple[list[bool], list[str]]:
+    """Some ranks keep a value of each microbatch that the step function does not return.
+
+    Returns:
+        Whether what is read of them after each step is right, and the errors of those that have no data.
+    """
+    smp.init()
+    torch.manual_seed(0)
+    model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+    kept: list[torch.Tensor] = []
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor) -> torch.Tensor:
+        output = model(x)
+        model.backward(output.mean())
+        doubled = output.detach() * 2.0
+        if smp.rank() in on:
+            kept.append(doubled)
+        return output
+
+    right, texts = [], []
+    for number in range(num_steps):
+        kept.clear()
+        outputs = step(model, torch.full((8, 4), float(number))).outputs
+        for value, output in zip(kept, outputs, strict=False):
+            try:
+                right.append(torch.equal(value + 0.0, output * 2.0))
+            except smp.SMPError as error:
+                texts.append(str(error))
+    return right, texts

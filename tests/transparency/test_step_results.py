@@ -308,3 +308,21 @@ def test_hooks_inside_that_are_put_on_in_the_midst_of_a_step(open_session: OpenS
 
     with pytest.raises(smp.SMPError, match="put hooks on between steps"):
         step(model, BATCH["x"])
+
+
+@pytest.mark.parametrize("on", [[0, 1], [0], [1]])
+def test_values_that_are_kept_on_some_ranks(on: list[int]) -> None:
+    """Others do not know that somebody wants them, so they have no data, which is said when they are read."""
+    found = run_distributed(
+        "tests.transparency.ranks:keep_values",
+        2,
+        kwargs={"on": on, "num_steps": 5},
+        parameters={"partitions": 2, "microbatches": NUM_MICROBATCHES},
+    )
+    for rank, (right, texts) in enumerate(found):
+        if len(on) == 2:
+            assert right == [True] * 5 * NUM_MICROBATCHES
+        else:
+            assert right == []
+            assert len(texts) == (5 * NUM_MICROBATCHES if rank in on else 0)
+            assert all("or keep it on every rank" in text for text in texts)

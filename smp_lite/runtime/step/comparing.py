@@ -65,7 +65,10 @@ def checks(
 
 def _in_words(where: int) -> str:
     if where >= CUT_AT:
-        return f"does in microbatch {where - CUT_AT} what it did not do in those before, or looks at data"
+        return (
+            f"does in microbatch {where - CUT_AT} what it did not do in those before, keeps another of its "
+            "values, or looks at data"
+        )
     return {
         ALL: "has recorded its step to the end",
         LOOKS: "looks at data while it records",

@@ -80,6 +80,7 @@ class StepRunner:
         self._has_failed: SMPError | None = None  # in this step, whatever the script did about it
         self._touched_gradients = False  # by a list of actions that failed
         self.all_know = False  # whether an error that is on its way is raised on all mp ranks
+        self._kept_by_all: frozenset[tuple[int, int]] = frozenset()  # (microbatch, value)
         self.may_run_ahead = False
         self._running: RunningList | None = None  # the list of this step that runs while it is recorded
 
@@ -137,7 +138,9 @@ class StepRunner:
         try:
             recorder.placement.end_recording()
             self._execute_last()
-            return self._results.share(outputs, recorder.survivors, self._progress, keep_graph=keep_graph)
+            # What the script keeps on some of the ranks only has no data: those that do not could not know.
+            survivors = [(m, p) for m, p in recorder.survivors if (m, p.smp_value) in self._kept_by_all]
+            return self._results.share(outputs, survivors, self._progress, keep_graph=keep_graph)
         except Exception as error:
             self._give_up(error)
             self._undo()
@@ -435,7 +438,10 @@ class StepRunner:
             mine.rank = self.peers.rank
         assert self._recorder is not None
         news = self._trained.news(key, trained, self._recorder.placement)
-        outcomes = self.peers.outcomes(mine if mine is not None else news, "the end of a step")
+        keeps = [(m, placed.smp_value) for m, placed in self._recorder.survivors]
+        outcomes, self._kept_by_all = self.peers.outcomes(
+            mine if mine is not None else news, "the end of a step", keeps
+        )
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         if failures:
             self.all_know = True
