@@ -218,6 +218,8 @@ class Recorder:
                 return self.torch_function(func, *replaced)
         name = getattr(func, "__name__", "")
         if name == "__get__":
+            if getattr(func, "__self__", None) is torch.Tensor.grad:
+                self._refuse_gradient_to_come(args[0])
             return func(*args, **kwargs) if self.tape is None else self.tape.call(func, args, kwargs)
         if func in FROM_NUMBERS and (holds_placed(args) or holds_placed(kwargs.values())):
             return self.forced.call(func, args, kwargs)
@@ -243,6 +245,17 @@ class Recorder:
         """What Python code has set on a parameter."""
         found = self.placement.parameter(full).__dict__
         return {name: value for name, value in found.items() if not name.startswith("smp_")}
+
+    def _refuse_gradient_to_come(self, tensor: torch.Tensor) -> None:
+        """``tensor.grad`` of an ordinary tensor, which backwards of this step may give a gradient."""
+        gives = any(recording.backwards and recording.inputs for recording in self.recordings.values())
+        with torch._C.DisableTorchFunction():
+            wants = tensor.requires_grad
+        if gives and wants:
+            raise SMPError(
+                f"the gradient of a tensor of shape {tuple(tensor.shape)} was looked at inside an smp.step "
+                "after model.backward(): gradients are there when the step function has returned"
+            )
 
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, detached: bool = False

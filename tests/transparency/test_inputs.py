@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 import smp_lite as smp
 from tests.harness import run_distributed
-from tests.models.layers import Chain
+from tests.models.layers import WIDTH, Chain
 from tests.transparency.conftest import OpenSession
 from tests.transparency.inputs import differences
 
@@ -32,3 +35,20 @@ def test_set_partition_after_wrapping_with_one_partition(open_session: OpenSessi
     open_session(1, auto_partition=False, default_partition=0)
     model = smp.DistributedModel(Chain())
     smp.set_partition(model.module.head, 0)
+
+
+def test_a_gradient_that_is_looked_at_before_it_is_there(open_session: OpenSession) -> None:
+    """In one process it is there by then, that of earlier microbatches too."""
+    open_session(2)
+    model = smp.DistributedModel(Chain())
+    scale = torch.ones(1, requires_grad=True)
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor) -> torch.Tensor:
+        assert scale.grad is None
+        output = model(x * scale)
+        model.backward(output.mean())
+        return output * (2.0 if scale.grad is not None else 1.0)
+
+    with pytest.raises(smp.SMPError, match="was looked at inside an smp"):
+        step(model, torch.ones(8, WIDTH))
