@@ -46,7 +46,7 @@ def backward(recorder: Recorder, tensors: Any, grad_tensors: Any = None) -> None
             (gradients[i],) = recorder.forced.fetch([gradient], "a gradient given to model.backward()")
         elif recorder.tape is not None and recorder.tape.slot(gradient) is not None:
             raise refuse("gives model.backward() a gradient made from its inputs")
-        elif gradient is not None:
+        elif gradient is not None and recorder.tape is None:  # a replay reads it as it is by then
             with torch._C.DisableTorchFunction():
                 gradients[i] = gradient.detach().clone()  # the script may write to it before it is used
         values.append(recorder.writer.value_of(loss))

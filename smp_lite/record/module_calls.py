@@ -425,7 +425,8 @@ class ModuleCalls:
         Raises:
             SMPError: they are inside of what runs as a whole.
         """
-        if any(subtree.own_hooks):
+        of_all = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+        if of_all or any(subtree.own_hooks):
             for command in commands:
                 command.bare = True
         if any(subtree.inner_hooks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -216,8 +217,6 @@ class OnOneRank:
 
 def train_on_rank(what: str, rank: int, first: int, wire: str = "mpi") -> list[Any]:
     """A function that does something else on one rank in the last step but two."""
-    import os
-
     os.environ["SMP_LITE_WIRE"] = wire
     smp.init()
     with noted_ends() as ends:
@@ -254,20 +253,11 @@ class Dropping(nn.Module):
         return self.parts(x)
 
 
-class Reusing(nn.Module):
-    """Two blocks by turns, so that each has its gradient from two visits of a stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with smp.partition(0):
-            self.first = nn.Linear(WIDTH, WIDTH)
-        with smp.partition(1):
-            self.second = nn.Linear(WIDTH, WIDTH)
+class Reusing(Order):
+    """Two layers by turns, so that each has its gradient from two visits of a stage."""
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = torch.tanh(self.second(torch.tanh(self.first(x))))
-        return x
+        return torch.tanh(super().forward(torch.tanh(super().forward(x))))
 
 
 def with_and_without(kind: str, num_steps: int = CHECKED + 4) -> tuple[list[list[Tensor]], list[int | None]]:
@@ -326,18 +316,13 @@ def replicas_on_rank() -> tuple[bool, list[int | None]]:
     return all(map(torch.equal, ours, theirs)), ends
 
 
-class Slow(nn.Module):
+class Slow(Order):
     """The first stage takes its time, so that the second waits."""
 
     def __init__(self) -> None:
         super().__init__()
         with smp.partition(0):
             self.first = SlowLayer()
-        with smp.partition(1):
-            self.second = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
 
 
 class SlowLayer(nn.Linear):

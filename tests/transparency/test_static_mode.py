@@ -10,6 +10,7 @@ from torch import nn
 
 import smp_lite as smp
 from tests.models import CASES, plain_step
+from tests.models.layers import WIDTH, Chain, regression_batch
 
 
 def _start(**parameters: Any) -> None:
@@ -146,3 +147,31 @@ def test_what_a_replay_would_not_repeat_is_refused(fault: str) -> None:
         forward(model, torch.ones(4, 4))  # not kept: the model is partitioned in the middle of it
         with pytest.raises(smp.SMPError, match="static_mode"):
             forward(model, torch.ones(4, 4))
+
+
+def test_a_gradient_that_is_written_between_steps() -> None:
+    """Given to ``model.backward``: a replay reads it as it is by then, like other tensors of the script."""
+    smp.init_in_memory({"partitions": 2, "microbatches": 4, "static_mode": True})
+    torch.manual_seed(0)
+    plain = Chain()
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Chain(), average_grads_across_microbatches=False)
+    gradient = torch.ones(2, WIDTH)
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor) -> torch.Tensor:
+        output = model(x)
+        model.backward(output, gradient)
+        return output
+
+    batch = regression_batch(8)["x"]
+    for number in range(5):
+        gradient.fill_(1.0 + number)
+        plain.zero_grad()
+        model.zero_grad()
+        for x in batch.chunk(4):
+            plain(x).backward(gradient)
+        step(model, batch)
+        for ours, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None and theirs.grad is not None
+            assert torch.equal(ours.grad, theirs.grad), number

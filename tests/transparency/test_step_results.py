@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 
 import smp_lite as smp
 from tests.harness import run_distributed
@@ -274,24 +275,34 @@ def test_a_gradient_that_is_written_anew(open_session: OpenSession) -> None:
     assert_rounds_equal(Chain, [Round(step, BATCH)] * 5, "auto")
 
 
-def test_hooks_that_are_put_on_in_the_midst_of_a_step(open_session: OpenSession) -> None:
-    """They are for the calls after that line, also where those before it run later."""
+@pytest.mark.parametrize("on_all", [False, True])
+def test_hooks_that_are_put_on_in_the_midst_of_a_step(on_all: bool, open_session: OpenSession) -> None:
+    """They are for the calls after that line, also where those before it run later; left on to the end."""
     calls: dict[int, int] = {}
     handles: list[Any] = []
 
+    def doubled(module: torch.nn.Module, args: Any, result: Any) -> Any:
+        return result * 2.0 if type(module) is torch.nn.Linear else None
+
     def step(model: Any, batch: Any, backward: Any) -> Tensor:
         number = calls[id(model)] = calls.get(id(model), 0) + 1
-        block = (model.module if isinstance(model, smp.DistributedModel) else model).blocks[3]
+        head = (model.module if isinstance(model, smp.DistributedModel) else model).head
         if number % NUM_MICROBATCHES == 3:
-            handles.append(block.register_forward_hook(lambda module, args, result: result * 2.0))
+            register = register_module_forward_hook if on_all else head.register_forward_hook
+            handles.append(register(doubled))
         output = model(batch["x"])
         backward(output.mean())
-        if number % NUM_MICROBATCHES == 0:
-            handles.pop().remove()
         return output
 
+    def remove(module: torch.nn.Module) -> None:
+        while handles:
+            handles.pop().remove()
+
     open_session(2)
-    assert_rounds_equal(Chain, [Round(step, BATCH)] * 5, "auto")
+    try:
+        assert_rounds_equal(Chain, [Round(step, BATCH, remove)] * 5, "auto")
+    finally:
+        remove(torch.nn.Identity())
 
 
 def test_hooks_inside_that_are_put_on_in_the_midst_of_a_step(open_session: OpenSession) -> None:
