@@ -9,7 +9,8 @@ overlap, so it warns once a source line.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -115,15 +116,24 @@ class Recorder:
         """Writes placed values back that stand for ordinary tensors, and closes the recording."""
         assert self.recording is not None
         self.ordinary.write_back()
-        for reference in self.writer.made:
-            placed = reference()
-            if placed is not None and placed.smp_value not in self.recording.needed:
-                self.survivors.append((self.recording.microbatch_index, placed))
-                self.recording.needed.add(placed.smp_value)
+        if self.descriptions.has_described and any(True for _ in self._alive()):
+            gc.collect()  # errors that a fake run, or torch's imports for it, caught hold the user's frames
+        self.descriptions.has_described = False
+        for placed in self._alive():
+            self.survivors.append((self.recording.microbatch_index, placed))
+            self.recording.needed.add(placed.smp_value)
         self.writer.end_microbatch()
         self.ordinary.forget()
         self.recording.complete = True
         self.recording = None
+
+    def _alive(self) -> Iterator[PlacedTensor]:
+        """Values of this microbatch that somebody still holds, but for those that are needed anyway."""
+        assert self.recording is not None
+        for reference in self.writer.made:
+            placed = reference()
+            if placed is not None and placed.smp_value not in self.recording.needed:
+                yield placed
 
     def drew_by_itself(self) -> bool:
         """Whether this step has drawn random numbers by ordinary calls, which are not recorded."""

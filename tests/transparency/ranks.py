@@ -77,6 +77,17 @@ def _register_hook(model: smp.DistributedModel) -> None:
     model.register_comm_hook(smp.get_dp_process_group(), average)
 
 
+class _Lingers(torch.nn.Linear):
+    """Its frame, and with it its callers', lives until Python collects garbage."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            raise LookupError
+        except LookupError as error:
+            caught = error  # noqa: F841  its traceback has this frame
+        return super().forward(x)
+
+
 def keep_values(on: list[int], num_steps: int) -> tuple[list[bool], list[str]]:
     """Some ranks keep a value of each microbatch that the step function does not return.
 
@@ -85,7 +96,7 @@ def keep_values(on: list[int], num_steps: int) -> tuple[list[bool], list[str]]:
     """
     smp.init()
     torch.manual_seed(0)
-    model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+    model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(4, 4), _Lingers(4, 4)))
     kept: list[torch.Tensor] = []
 
     @smp.step

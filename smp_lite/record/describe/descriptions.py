@@ -68,6 +68,7 @@ class Descriptions:
     Attributes:
         inferring: True while a fake run is on; module calls then skip hooks.
         read: what the code of the module reads that was described last.
+        has_described: whether there has been a fake run since this was last set to False.
         codes_with_node_hooks: functions that put hooks on nodes of autograd, and those written in them.
     """
 
@@ -75,6 +76,7 @@ class Descriptions:
         self.signatures = ModuleSignatures()
         self.inference = MetadataInference()
         self.inferring = False
+        self.has_described = True  # of the model, to partition it
         self.read: PlacesRead | None = None
         self.codes_with_node_hooks: set[types.CodeType] = set()
         # Key of a call -> (description, content tokens by label, structure token).
@@ -106,7 +108,7 @@ class Descriptions:
             return description
         if is_module and any(isinstance(part, torch.jit.ScriptModule) for part in what.modules()):
             return NotDescribed(None)  # what its interpreter does with fake tensors changes from run to run
-        self.inferring = True
+        self.inferring = self.has_described = True
         try:
             if is_module:
                 meta, names = self.inference.module(what, arguments)
