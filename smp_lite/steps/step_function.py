@@ -93,8 +93,8 @@ def step(
         function: called once for each microbatch with that part of the batch.
         non_split_inputs: names of arguments that are never cut.
         input_split_axes: batch axis by argument name; 0 for the others.
-        detach_outputs: returned tensors are detached. False keeps their graph on the rank that made them,
-            and its memory.
+        detach_outputs: returned tensors are detached. False: with one partition they keep their graph, and
+            its memory; with several a backward through them, outside of the step, is an error.
 
     Returns:
         The function's result with each tensor replaced by a :class:`StepOutput`, valid on every mp rank.

@@ -337,3 +337,27 @@ def test_values_that_are_kept_on_some_ranks(on: list[int]) -> None:
             assert right == []
             assert len(texts) == (5 * NUM_MICROBATCHES if rank in on else 0)
             assert all("or keep it on every rank" in text for text in texts)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_backward_outside_of_the_step(num_stages: int, open_session: OpenSession) -> None:
+    """It would reach one stage's part of the graph, and on other ranks nothing."""
+    kept: list[Tensor] = []
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        output = model(x)
+        kept.append(output.square().mean())
+        return output
+
+    open_session(num_stages)
+    model = smp.DistributedModel(Chain())
+    with_graph = smp.step(forward, detach_outputs=False)(model, BATCH["x"]).reduce_mean()
+    penalty = next(model.parameters()).sum()  # sums save nothing
+    if num_stages == 1:
+        (with_graph.mean() + penalty).backward()
+    else:
+        with pytest.raises(smp.SMPError, match=r"model\.backward\(loss\) inside"):
+            (with_graph.mean() + penalty).backward()
+    kept[0] += 1.0
+    with pytest.raises(smp.SMPError, match=r"model\.backward\(loss\) inside"):
+        (sum(kept) + penalty).backward()

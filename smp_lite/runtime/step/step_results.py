@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -24,11 +25,13 @@ class StepResults:
     Args:
         peers: the mp group.
         executors: for each stage played here; they hold the values.
+        num_stages: in all.
     """
 
-    def __init__(self, peers: Peers, executors: Mapping[int, StageExecutor]) -> None:
+    def __init__(self, peers: Peers, executors: Mapping[int, StageExecutor], num_stages: int) -> None:
         self._peers = peers
         self._executors = executors
+        self._num_stages = num_stages
         self._late: dict[tuple[int, int], torch.Tensor] = {}
 
     def forget(self) -> None:
@@ -50,7 +53,8 @@ class StepResults:
             survivors: (microbatch, value that somebody still holds); they get their data, as far as they are
                 small; the others stay on their stage.
             all_progress: by microbatch.
-            keep_graph: the rank that made an output gets it with its autograd graph.
+            keep_graph: outputs come with their autograd graph. With several stages there is none that a
+                backward outside of the step could go through; they come with a node that says so.
         """
         eager = [each for each in survivors if self._is_eager(each, all_progress)]
         items = [self._item(all_progress[m], value) for m, value in outputs]
@@ -58,12 +62,15 @@ class StepResults:
         found = self._peers.share([*items, *more])
         own = {(m, placed.smp_value): data for (m, placed), data in zip(eager, found[len(items) :])}
         for m, placed in survivors:
-            placed.smp_data = own.get((m, placed.smp_value))
+            data = own.get((m, placed.smp_value))
+            placed.smp_data = None if data is None else _without_graph(data, placed.smp_meta)
         self._pass_gradients_to_inputs(all_progress)
         results = found[: len(items)]
-        if keep_graph:
-            return [made if made is not None else data for (_, _, made), data in zip(items, results)]
-        return results
+        if not keep_graph:
+            return results
+        if self._num_stages > 1:
+            return [_without_graph(data, meta) for (_, meta, _), data in zip(items, results)]
+        return [made if made is not None else data for (_, _, made), data in zip(items, results)]
 
     def share_late(self, placed: PlacedTensor) -> torch.Tensor:
         """The data of a value that stayed on its stage, on every rank."""
@@ -77,7 +84,8 @@ class StepResults:
         what = "reading a tensor that was made in the last smp.step"
         self._peers.share_object(None, placed.smp_stage, what)
         item = (placed.smp_stage, placed.smp_meta, self._late[key] if here else None)
-        (placed.smp_data,) = self._peers.share([item])
+        (data,) = self._peers.share([item])
+        placed.smp_data = _without_graph(data, placed.smp_meta)
         return placed.smp_data
 
     def _item(self, progress: Progress, value: int) -> tuple[int, TensorMeta, torch.Tensor | None]:
@@ -122,3 +130,25 @@ class StepResults:
         for (_, _, tensor), (_, meta, _) in zip(wanted, items, strict=True):
             if not meta.requires_grad:
                 torch.autograd.backward(tensor, next(shared), retain_graph=True)
+
+
+def _without_graph(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """With requires_grad as it was; a backward outside of the step would reach a part of the graph."""
+    if not meta.requires_grad:
+        return data
+    return _OfTheStep.apply(torch.empty(0, requires_grad=True), data.detach())
+
+
+class _OfTheStep(torch.autograd.Function):
+    """Stands where the graph of a step begins."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        return data.clone()  # what is changed in place must be no view
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise SMPError(
+            "backward() outside of the smp.step whose function made the tensor: its graph ends with it, "
+            "and lies on several ranks. Call model.backward(loss) inside the function, or detach() the tensor"
+        )

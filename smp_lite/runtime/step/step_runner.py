@@ -73,7 +73,7 @@ class StepRunner:
         self._trained = TrainedParameters()
         self._progress: dict[int, Progress] = {}
         self._recorder: Recorder | None = None
-        self._results = StepResults(peers, executors)
+        self._results = StepResults(peers, executors, num_stages)
         self._in_transit: list[Any] = []
         self._inputs: tuple[int, Callable[[], list[str]]] = (0, list)
         self._start_state = 0
@@ -128,8 +128,8 @@ class StepRunner:
     def finish(self, outputs: Sequence[tuple[int, int]], *, keep_graph: bool = False) -> list[torch.Tensor]:
         """Executes what is left; returns the data of (microbatch, value) outputs, on every rank.
 
-        Each recording's ``needed`` must name its outputs from the moment it is complete. With
-        ``keep_graph`` the rank that made an output gets it with its autograd graph.
+        Each recording's ``needed`` must name its outputs from the moment it is complete. For
+        ``keep_graph`` see :meth:`StepResults.share`.
         """
         recorder = self._recorder
         assert recorder is not None
