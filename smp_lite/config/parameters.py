@@ -123,7 +123,7 @@ class Parameters(BaseModel):
     static_mode: Switch = Field(
         False,
         description="Record the step once for each kind of input, and replay that: the step "
-        "function itself does not run again.",
+        "function itself does not run again, unless what it or the model reads is set anew between steps.",
     )
     partition_file: str | None = Field(
         None,

@@ -22,7 +22,7 @@ from .parameters.away import AwayParameter
 from .replay import refuse
 from .twins import Twins
 from .values.calls import Arguments
-from .values.memory import digest_of, is_shared, storage_of
+from .values.memory import digest_of, is_shared, storage_of, version_of
 from .values.parts import contents_of
 from .values.placed import PlacedTensor
 
@@ -205,7 +205,7 @@ class OrdinaryTensors:
             SMPError: the batch has changed, and torch did not hear of it; or a tensor has other memory.
         """
         for tensor, version, digest in self._watched.values():
-            if tensor._version == version and digest_of(tensor) != digest:
+            if version_of(tensor) == version and digest_of(tensor) != digest:
                 raise _changed_unheard(tensor)
         for storage, captured in self._captured.items():
             for arguments, i, _, _ in captured:
@@ -245,7 +245,7 @@ class OrdinaryTensors:
         if storage not in self._batch:
             self.keep_captured(tensor)
         elif self._is_strict and id(tensor) not in self._watched:
-            self._watched[id(tensor)] = (tensor, tensor._version, digest_of(tensor))
+            self._watched[id(tensor)] = (tensor, version_of(tensor), digest_of(tensor))
 
     def keep_captured(self, target: Any) -> None:
         """Before an ordinary tensor changes: commands that captured it keep its present value."""
@@ -267,7 +267,7 @@ class OrdinaryTensors:
                     else present.clone()
                 )
                 if is_saved and serial == self.recorder.serial:
-                    self._kept.append((present, present._version, copy))
+                    self._kept.append((present, version_of(present), copy))
                 arguments.replace(i, copy)
 
     def before_backward(self) -> None:
@@ -279,7 +279,7 @@ class OrdinaryTensors:
         """
         for tensor, version, copy in self._kept:
             with torch._C.DisableTorchFunction():
-                is_changed = tensor._version == version and digest_of(tensor) != digest_of(copy)
+                is_changed = version_of(tensor) == version and digest_of(tensor) != digest_of(copy)
             if is_changed:
                 raise _changed_unheard(tensor)
 

@@ -16,17 +16,20 @@ from typing import Any
 
 import torch
 
+from ..record.code.watch import Names
 from ..record.describe.effects import Effects, NeedsOpening
 from ..record.interception import listening
 from ..record.recorder import Recorder
 from ..record.recording import Recording
 from ..record.replay import Tape, refuse, step_key
+from ..record.state.ambient import Ambient
 from ..record.state.python_state import PythonState
 from ..record.values.microbatch import merge_outputs
 from ..record.values.placed import PlacedTensor
 from ..record.values.structure import flatten, rebuild
 from ..runtime.model_runtime import ModelRuntime
 from ..session import Session
+from .static_state import Surroundings
 
 FIRST_CHECKED_STEPS = 3
 CHECK_EVERY_STEPS = 100
@@ -94,13 +97,16 @@ class StepContext:
             return self._record(function, detach_outputs, None)
         if not self.session.cfg.static_mode:
             return self._record(function, detach_outputs, None)
-        key = (model.training, *step_key(self.inputs))
-        if key not in static:
+        key = (model.training, Ambient.current(), *step_key(self.inputs))
+        found = static.get(key)
+        if found is None or found.surroundings is None or found.surroundings.have_changed():
+            static.pop(key, None)
             kept = StaticStep()
             result = self._record(function, detach_outputs, kept)
+            kept.surroundings = Surroundings(model.module, function, kept.names, kept.recordings)
             static[key] = kept
             return result
-        return self._replay(static[key], model.runtime, detach_outputs)
+        return self._replay(found, model.runtime, detach_outputs)
 
     def _record(self, function: Callable[..., Any], detach_outputs: bool, kept: StaticStep | None) -> Any:
         outputs: list[tuple[list[Any], Any]] = []
@@ -134,6 +140,8 @@ class StepContext:
                 kept.outputs, kept.has_backward = outputs, self.has_backward
         if effects is not None and (found := effects.found()) is not None:
             raise refuse(f"does more than compute: it {found}")
+        if kept is not None and effects is not None:
+            kept.names = effects.names
         if self.runtime is None:
             return merge_outputs([rebuild(spec, iter(leaves)) for leaves, spec in outputs])
         return self._finish(outputs, detach_outputs, [{} for _ in outputs])
@@ -289,6 +297,8 @@ class StaticStep:
     tapes: list[Tape] = field(default_factory=list)
     outputs: list[tuple[list[Any], Any]] = field(default_factory=list)
     has_backward: bool = False
+    names: Names = field(default_factory=Names)  # that its code has mentioned
+    surroundings: Surroundings | None = None
 
 
 StaticSteps = dict[tuple[Any, ...], StaticStep]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import smp_lite as smp
 from tests.models import CASES, plain_step
@@ -175,3 +176,77 @@ def test_a_gradient_that_is_written_between_steps() -> None:
         for ours, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
             assert ours.grad is not None and theirs.grad is not None
             assert torch.equal(ours.grad, theirs.grad), number
+
+
+class _Scaled(nn.Module):
+    """Its own code runs while a step is recorded, and what that reads may change between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([_tiny(), _tiny()])
+        self.factor = 1.0
+        self.register_buffer("shift", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.parts[0](x) * self.factor * FACTORS[0] + self.shift
+        return (x if self.parts[1].training else 2 * x) + self.parts[1][0](x.expand(-1, 4)).sum(
+            -1, keepdim=True
+        )
+
+
+FACTORS = [1.0]
+
+
+def _reversed(model: Any) -> None:
+    model.parts = nn.ModuleList(list(model.parts)[::-1])
+
+
+CHANGES: dict[str, Any] = {
+    "attribute": lambda model: setattr(model, "factor", 3.0),
+    "buffer": lambda model: setattr(model, "shift", torch.ones(1)),
+    "mode": lambda model: model.parts[1].eval(),
+    "frozen": lambda model: model.parts[0].requires_grad_(False),
+    "parts": _reversed,
+    "hook": lambda model: model.register_forward_hook(lambda module, args, result: result * 2),
+    "global": lambda model: FACTORS.__setitem__(0, 5.0),
+    "autocast": lambda model: None,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_between_steps_is_recorded_anew(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "FACTORS", [1.0])
+    smp.init_in_memory({"partitions": 2, "microbatches": 2, "static_mode": True})
+    torch.manual_seed(0)
+    plain = _Scaled()
+    ours = copy.deepcopy(plain)
+    model = smp.DistributedModel(ours)
+    calls = 0
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    generator = torch.Generator().manual_seed(1)
+    for number in range(8):
+        if number == 5:
+            CHANGES[name](ours)
+            if name != "global":
+                CHANGES[name](plain)
+        x = torch.randn(4, 4, generator=generator)
+        with torch.autocast("cpu", torch.bfloat16, enabled=name == "autocast" and number >= 5):
+            losses = step(model, x)
+            for part in x.chunk(2):
+                (plain(part).square().mean() / 2).backward()
+            expected = [plain(part).square().mean() for part in x.chunk(2)]
+        assert [float(loss) for loss in losses.outputs] == [float(loss) for loss in expected]
+        for (key, own), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+            assert (own.grad is None) == (other.grad is None), key
+            assert own.grad is None or torch.equal(own.grad, other.grad), key
+        model.zero_grad()
+        plain.zero_grad()
+    assert calls == 3 * 2  # partitioned, recorded, recorded anew

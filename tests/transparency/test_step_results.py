@@ -173,17 +173,11 @@ def test_evaluation(name: str, inference: bool, open_session: OpenSession) -> No
         with torch.inference_mode(inference):
             return case.loss_of(case.forward_loss(model, batch))
 
+    with torch.inference_mode(inference):  # as a loader makes them that is read there
+        batches = [rolled(case.batch(8), step_index) for step_index in range(2)]
     assert_rounds_equal(
         case.build,
-        [
-            Round(
-                evaluate,
-                rolled(case.batch(8), step_index),
-                before=torch.nn.Module.eval,
-                no_grad=True,
-            )
-            for step_index in range(2)
-        ],
+        [Round(evaluate, batch, before=torch.nn.Module.eval, no_grad=True) for batch in batches],
     )
 
 

@@ -220,11 +220,11 @@ class _Finder:
                 self.into(value, f"{type(module).__name__}.{key}", 1)
 
     def members(self, value: Any, name: str, depth: int) -> None:
-        first = getattr(value, "__name__", "").partition(".")[0]
-        if isinstance(value, types.ModuleType) and (first == "torch" or first in sys.stdlib_module_names):
+        is_module = isinstance(value, types.ModuleType)
+        first = value.__name__.partition(".")[0] if is_module else ""
+        if is_module and (first == "torch" or first in sys.stdlib_module_names):
             return
         namespace = getattr(value, "__dict__", None)
-        is_module = isinstance(value, types.ModuleType)
         if not is_module and (not isinstance(namespace, dict) or depth >= _MAX_DEPTH):
             self.objects.append((value, name))
         if not isinstance(namespace, dict) or depth >= _MAX_DEPTH:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..values.memory import digest_of
+from ..values.memory import digest_of, version_of
 from .containers import MISSING, base_of, contents_of, refill
 
 __all__ = [
@@ -291,13 +291,13 @@ class _Tensor(Part):
 
     def __init__(self, value: torch.Tensor, name: str) -> None:
         super().__init__(value, name)
-        self.version = _version(value)
+        self.version = version_of(value)
         small = value.numel() * value.element_size() <= MAX_ARRAY_BYTES and type(value) is torch.Tensor
         with _disable_current_modes():  # a fake run may be on
             self.kept = value.detach().clone() if small and not value.is_meta else None
 
     def changed(self) -> str | None:
-        is_same = _version(self.value) == self.version
+        is_same = version_of(self.value) == self.version
         if is_same and self.kept is not None and not self.value.untyped_storage().resizable():
             is_same = digest_of(self.value) == digest_of(self.kept)  # numpy may have changed it
         return None if is_same else f"changes {self.name}, a tensor, in place"
@@ -317,7 +317,7 @@ class Numbers(Part):
 
     def _look(self) -> tuple[int, int]:
         if isinstance(self.value, torch.Tensor):
-            return _version(self.value), digest_of(self.value)
+            return version_of(self.value), digest_of(self.value)
         return 0, zlib.crc32(self.value.tobytes())
 
     def changed(self) -> str | None:
@@ -464,10 +464,6 @@ def _random_access(value: Any) -> Any:
             bits = value.bit_generator
             return (lambda: bits.state), (lambda state: setattr(bits, "state", state))
     return None
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _same_state(a: Any, b: Any) -> bool:

@@ -8,7 +8,7 @@ import zlib
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["digest_of", "is_shared", "storage_of"]
+__all__ = ["digest_of", "is_shared", "storage_of", "version_of"]
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
@@ -21,6 +21,12 @@ def is_shared(tensor: torch.Tensor) -> bool:
     """Whether somebody beside torch may hold an ordinary tensor's memory: numpy, which changes it unheard."""
     with torch._C.DisableTorchFunction():
         return tensor.layout is torch.strided and not tensor.untyped_storage().resizable()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The count of its changes in place; those of tensors made in inference mode torch does not count."""
+    with torch._C.DisableTorchFunction():
+        return 0 if tensor.is_inference() else tensor._version
 
 
 def digest_of(tensor: torch.Tensor) -> int:
