@@ -18,7 +18,8 @@ from torch import nn
 from ..comm.peers import Peers
 from ..comm.ranks import Ranks
 from ..comm.stage_peers import StagePeers
-from ..comm.wires import MemoryWire, Wire
+from ..comm.wires.memory import MemoryWire
+from ..comm.wires.wire import Wire
 from ..deferred import Waiting
 from ..errors import SMPError, SMPTimeout
 from ..nn.guarding import plain

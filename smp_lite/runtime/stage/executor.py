@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ...comm.wires import Transfer, Wire
+from ...comm.wires.wire import Transfer, Wire
 from ...errors import SMPError
 from ...plan.actions import COMPUTE_KINDS, RECV_KINDS, Action, ActionKind
 from ...plan.segments import Segment
