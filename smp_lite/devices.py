@@ -11,6 +11,7 @@ device as well: a rank's recording speaks of one device only, and ranks compare 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -25,17 +26,20 @@ __all__ = [
     "DEVICE_VARIABLE",
     "Choice",
     "Event",
+    "autocast_types",
     "check_current",
     "choose",
-    "copy_to_host",
+    "chosen_here",
     "event",
     "generators",
+    "here",
     "home",
     "host_memory",
     "is_host",
     "module",
+    "on_home",
     "set_home",
-    "without_index",
+    "synchronize",
 ]
 
 DEVICE_VARIABLE = "SMP_LITE_DEVICE"
@@ -149,14 +153,17 @@ def module(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
-def without_index(device: torch.device) -> str:
-    """The same text on all ranks."""
-    return device.type
-
-
 def here(kind: str) -> torch.device:
     """This process's device of a type that another rank has named."""
     return _home if kind == _home.type else torch.device(kind)
+
+
+def autocast_types() -> tuple[str, str]:
+    """Types of devices whose autocast a step may be under: the CPU's, and this process's.
+
+    On the CPU the second is what ``torch.is_autocast_enabled()`` speaks of where it is given no type.
+    """
+    return CPU.type, "cuda" if is_host(_home) else _home.type
 
 
 # Random numbers ---------------------------------------------------------------------------------------------
@@ -220,16 +227,20 @@ def event() -> Event | None:
     return made  # type: ignore[no-any-return]
 
 
-def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in memory of the host, which may be read."""
-    return tensor.detach().to(CPU)
-
-
 def on_home(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor on this process's device; the same object if it is there."""
     if tensor.device == _home or is_host(_home):
         return tensor
+    if is_host(tensor.device) and not tensor.is_pinned():
+        with contextlib.suppress(RuntimeError):  # of a kind of device that pins nothing
+            tensor = tensor.pin_memory()
     return tensor.to(_home, non_blocking=True)
+
+
+def synchronize() -> None:
+    """Waits until this process's device has done all that it was given."""
+    if not is_host(_home):
+        torch.accelerator.synchronize()
 
 
 def chosen_here(local_rank: int, local_size: int) -> Choice:

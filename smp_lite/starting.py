@@ -121,7 +121,10 @@ def init(
         from .comm.process_groups import init_process_groups
 
         session.process_groups = init_process_groups(
-            session.world, backend=validated.ddp_dist_backend, port=validated.ddp_port
+            session.world,
+            backend=validated.ddp_dist_backend,
+            port=validated.ddp_port,
+            device=session.device,
         )
     set_current(_open(session))
     if choice.text and transport.rank == 0:

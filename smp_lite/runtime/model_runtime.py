@@ -129,6 +129,8 @@ class ModelRuntime:
         self.sharded: ShardedParameters | None = None
         if waiting is not None and sharding is None:
             waiting.make(parameters)
+        placement.move_here()
+        parameters = self._parameters = self.local_parameters()
         if ranks is not None:
             if sharding is None:
                 broadcast_parameters(parameters, ranks)
@@ -138,7 +140,7 @@ class ModelRuntime:
                     parameters,
                     sharding,
                     partial(rule_of, ranks=ranks),
-                    partial(self._make_whole, waiting, ranks),
+                    partial(self._make_whole, placement, waiting, ranks),
                 )
             self.reducer = Reductions(
                 parameters,
@@ -188,10 +190,13 @@ class ModelRuntime:
         self.recorder = Recorder(placement, self.runner)
 
     @staticmethod
-    def _make_whole(waiting: Waiting | None, ranks: Ranks, parameters: Sequence[nn.Parameter]) -> None:
+    def _make_whole(
+        placement: Placement, waiting: Waiting | None, ranks: Ranks, parameters: Sequence[nn.Parameter]
+    ) -> None:
         """Before they are cut into pieces: they have memory, and are the same on all replicas."""
         if waiting is not None:
             waiting.make(parameters)
+            placement.move_here()
         broadcast_parameters(parameters, ranks)
 
     def local_parameters(self) -> list[nn.Parameter]:

@@ -37,7 +37,7 @@ def initialise_lazy_modules(root: nn.Module, args: tuple[Any, ...], kwargs: dict
     lazy = [name for name, module in root.named_modules() if _is_waiting(module)]
     if not lazy:
         return
-    twin = copy.deepcopy(root)
+    twin = copy.deepcopy(root).to(home())
     states = [torch.get_rng_state()]
     for name in lazy:
         _watch(twin.get_submodule(name), states)
