@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
+from ..devices import home
 from ..errors import SMPError
 
 __all__ = ["has_lazy_modules", "initialise_lazy_modules"]

@@ -12,7 +12,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from . import lateness
 from .kernels import register
-from .memory import NAME
+from .memory import NAME, USE, Use
 from .random_numbers import GENERATORS
 
 COUNT_VARIABLE = "SMP_LITE_PRETENDED_DEVICES"
@@ -69,6 +69,18 @@ class _Module:
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
         yield
+
+    # Memory -------------------------------------------------------------------------------------------------
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return USE.setdefault(self._index(device), Use()).now
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return USE.setdefault(self._index(device), Use()).most
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        use = USE.setdefault(self._index(device), Use())
+        use.most = use.now
 
     # Random numbers -----------------------------------------------------------------------------------------
 

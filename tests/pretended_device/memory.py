@@ -7,6 +7,7 @@ the memory is a CPU tensor's, which lives until the last tensor of the device th
 from __future__ import annotations
 
 import ctypes
+import weakref
 from typing import Any
 
 import torch
@@ -74,11 +75,34 @@ def on_device(host: torch.Tensor, index: int, known: Storages) -> torch.Tensor:
     if ours is None:
         row = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
         ours = known[storage._cdata] = _moved(row, index).untyped_storage()
+        count(index, ours)
     blank = _moved(torch.empty(0, dtype=host.dtype), index)
     found = place(blank, ours, host.storage_offset(), host.shape, host.stride())
     if host.is_conj():
         found = torch._conj(found)
     return torch._neg_view(found) if host.is_neg() else found
+
+
+class Use:
+    """Bytes of one device's tensors."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        self.most = max(self.most, self.now)
+
+
+USE: dict[int, Use] = {}
+"""By number of the device."""
+
+
+def count(index: int, storage: torch.UntypedStorage) -> None:
+    """Counts new memory until it is freed."""
+    use = USE.setdefault(index, Use())
+    use.add(storage.nbytes())
+    weakref.finalize(storage, use.add, -storage.nbytes())
 
 
 def take_form(tensor: torch.Tensor, host: torch.Tensor, known: Storages) -> None:

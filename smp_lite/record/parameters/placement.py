@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...deferred import is_deferred
 from ...devices import home
 from ...errors import SMPError
 from ..values.placed import PlacedTensor, TensorMeta
@@ -243,12 +244,7 @@ class Placement:
         for table, own, full in self._entries:
             parameter = table[own]
             assert parameter is not None
-            if (
-                is_away(parameter)
-                or is_deferred(parameter)
-                or parameter.is_meta
-                or parameter.device == device
-            ):
+            if not _has_memory(parameter) or parameter.device == device:
                 continue
             table[own] = found = moved(parameter, device)
             if found is not parameter:
@@ -259,7 +255,7 @@ class Placement:
         for _, module in self._modules:
             table = plain_table(module._buffers)
             for own, buffer in table.items():
-                if buffer is None or is_away(buffer) or is_deferred(buffer) or buffer.is_meta:
+                if buffer is None or not _has_memory(buffer):
                     continue
                 if id(buffer) not in buffers:
                     buffers[id(buffer)] = moved(buffer, device)
@@ -403,6 +399,10 @@ def _units_of(
 def plain_parameters(module: nn.Module) -> dict[str, Any]:
     """The module's own table of parameters; never while it is swapped."""
     return module.__dict__["_parameters"]
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return not (is_away(tensor) or is_deferred(tensor) or tensor.is_meta)
 
 
 def _meta_of(parameter: torch.Tensor) -> TensorMeta:
