@@ -156,6 +156,19 @@ def _copy_from(self: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False
     return _copy_(dst, self, non_blocking)
 
 
+def _to_copy(self: torch.Tensor, *, device: Any = None, non_blocking: bool = False, **options: Any) -> Any:
+    with (
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableTorchDispatch(),
+        torch._C._AutoDispatchBelowAutograd(),
+    ):
+        options.pop("pin_memory", None)
+        source = on_host(self, {}) if is_ours(self) else self
+        copy = torch.ops.aten._to_copy.default(source, **options)
+        target = self.device if device is None else device
+        return on_device(copy, target.index or 0, {}) if target.type == NAME else copy
+
+
 def _resize_(self: torch.Tensor, size: Any, *, memory_format: Any = None) -> torch.Tensor:
     with (
         torch._C.DisableTorchFunction(),
@@ -213,6 +226,7 @@ def _convolution_backward(grad: Any, input: Any, weight: Any, *args: Any) -> Any
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "copy_": _copy_,
     "_copy_from": _copy_from,
+    "_to_copy": _to_copy,
     "_copy_from_and_resize": _copy_from,
     "resize_": _resize_,
     "set_.source_Storage": _set_,
