@@ -396,13 +396,12 @@ class DistributedModel(ModelWithState):
         """A no-op before partition for devices (the library places parameters); dtypes are applied."""
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
         ours = self._session.device
-        if device is not None and not cuda_as_cpu.means_cpu(device) and not is_host(device):
-            number = torch.accelerator.current_device_index() if device.index is None else device.index
-            if (device.type, number) != (ours.type, ours.index):
-                raise SMPError(
-                    f"model.to({str(device)!r}): this rank runs on {ours}; the library moves parameters "
-                    "itself, so remove the call"
-                )
+        names_one = device is not None and not cuda_as_cpu.means_cpu(device) and not is_host(device)
+        if names_one and (device.type != ours.type or device.index not in (None, ours.index)):
+            raise SMPError(
+                f"model.to({str(device)!r}): this job runs on {ours}; the library moves parameters "
+                "itself, so remove the call"
+            )
         if dtype is not None:
             check_cast(
                 f"model.to({dtype})", self.module, dtype, half_type(self._session.cfg), self.partitioned
