@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import smp_lite as smp
+from smp_lite.record.values.placed import TensorMeta
 from tests.models import CASES, split_batch
 from tests.models.layers import WIDTH, Chain, regression_batch
 from tests.transparency.comparison import (
@@ -75,6 +77,14 @@ def evaluate(name: str) -> tuple[list[str], str]:
     wrong = [f"microbatch {i}" for i, (a, b) in enumerate(zip(found, wanted)) if not torch.equal(a, b)]
     wrong += [f"device of {i}" for i, a in enumerate(found) if a.device != ours]
     return wrong, str(ours)
+
+
+def form_of_another_rank() -> tuple[str, str]:
+    """The device of a form that a rank with another device has sent, and this rank's."""
+    smp.init()
+    ours = smp.state.device
+    theirs = TensorMeta((1,), (1,), torch.float32, torch.device(ours.type, 1 - ours.index), False)
+    return str(pickle.loads(pickle.dumps(theirs)).device), str(ours)
 
 
 def devices_of(variable: str | None = None) -> tuple[str, str, str]:

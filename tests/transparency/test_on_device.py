@@ -160,6 +160,11 @@ def test_a_device_that_is_not_there_is_refused(variable: str) -> None:
         assert "'cpu'" in error
 
 
+def test_what_another_rank_describes_is_on_this_ranks_device() -> None:
+    for found, ours in run("form_of_another_rank", parameters=TWO, devices=2):
+        assert found == ours
+
+
 def test_a_script_that_names_another_device_is_told_so() -> None:
     (same,) = run("named_device", 1, kwargs={"number": 0}, parameters={"partitions": 1}, devices=2)
     assert same == "nothing was raised"
