@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.harness import run_distributed
 from tests.models import CASES
@@ -128,6 +129,28 @@ def test_gradient_scaler(variant: str) -> None:
     parameters = {"partitions": 2, "microbatches": NUM_MICROBATCHES, **MANUAL}
     function = "tests.transparency.scaling:compare_on_ranks"
     assert run(function, kwargs=scaling.VARIANTS[variant], parameters=parameters) == [[], []]
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "tensor"])
+def test_delayed_initialization_and_tensor_parallel_layers(layout: str) -> None:
+    """A model that gets its memory late is that of the CPU's generator, and on the device."""
+    size, parameters = {
+        "pipeline": (2, {"partitions": 2, "microbatches": 2, "ddp": True}),
+        "tensor": (2, {"partitions": 1, "tensor_parallel_degree": 2, "microbatches": 2, "ddp": True}),
+    }[layout]
+    runs = [
+        run(
+            "tests.deferred.cases:train",
+            size,
+            kwargs={"parameters": parameters, "delay": delay, "kind": "gpt2"},
+        )
+        for delay in (False, True)
+    ]
+    for plain, delayed in zip(*runs, strict=True):
+        assert plain["losses"] == delayed["losses"]
+        assert plain["state"].keys() == delayed["state"].keys()
+        assert all(torch.equal(value, delayed["state"][key]) for key, value in plain["state"].items())
+        assert delayed["left"] == 0
 
 
 # The decision -----------------------------------------------------------------------------------------------
