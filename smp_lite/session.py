@@ -21,7 +21,7 @@ from .comm.device_collectives import StagedCollectives
 from .comm.peers import OneProcess, Peers, RankPeers
 from .comm.ranks import Ranks
 from .comm.stage_peers import StagePeers
-from .comm.wires.choice import carries, described, make_wire, wire_kind
+from .comm.wires.choice import Kind, carries, choose_wire, described, make_wire
 from .comm.wires.wire import Wire
 from .config import Config
 from .errors import SMPError
@@ -81,6 +81,7 @@ class Session:
         self.batch_owner: Any = None
         self.steps_run = 0
         self.is_tracing = False
+        self._chosen_wire: Kind | None = None
         self.is_stopping = False  # agreed by all ranks
         self.process_groups: dict[str, Any] = {}
         # Called with each step's plan and recordings before it is executed; ``smp-lite plan`` listens.
@@ -160,17 +161,21 @@ class Session:
             return None
         stages = self._stages()
         rank_of_stage = [stages.index(stage) for stage in range(self.num_stages)]
-        group = self.process_groups.get("PP")
-        return make_wire(self._wire_kind(), self.world, rank_of_stage, group, self.device)
+        return make_wire(
+            self._wire_kind(), self.world, rank_of_stage, self.process_groups.get("PP"), self.device
+        )
 
-    def _wire_kind(self) -> str:
+    def _wire_kind(self) -> Kind:
+        """Collective where it is asked for the first time."""
         assert self.world is not None
-        has_mpi = self.world.transport.has_mpi
-        return wire_kind(os.environ, has_mpi=has_mpi, has_groups=bool(self.process_groups))
+        if self._chosen_wire is None:
+            group = self.process_groups.get("PP")
+            self._chosen_wire = choose_wire(os.environ, self.world, group, self.device)
+        return self._chosen_wire
 
     def describe_wire(self) -> str:
         """For the log's first lines."""
-        return described(self._wire_kind(), self.process_groups.get("PP"), self.device)
+        return described(self._wire_kind(), self.device)
 
     def axis(self, name: str = "tp") -> Axis:
         """The ranks of this one's stage along a tensor axis, or along several (names with ``+`` between).

@@ -127,8 +127,10 @@ def init(
             device=session.device,
         )
     set_current(_open(session))
-    if choice.text and transport.rank == 0:
-        print(f"smp_lite: {choice.text}; {session.describe_wire()}", flush=True)
+    if choice.text:
+        wire = session.describe_wire()
+        if transport.rank == 0:
+            print(f"smp_lite: {choice.text}; {wire}", flush=True)
     if _on_session is not None:
         _on_session(session)
 

@@ -66,8 +66,10 @@ def _call(function: str, kwargs: dict[str, Any], parameters: Mapping[str, Any] |
         os.environ[PARAMETERS_VARIABLE] = json.dumps(parameters)
     if "SMP_LITE_PRETENDED_DEVICES" in os.environ:
         from tests.pretended_device import install
+        from tests.pretended_device.sharing import offer
 
         install()
+        offer()
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)(**kwargs)
 

@@ -139,11 +139,20 @@ def row_of(tensor: torch.Tensor, meta: TensorMeta) -> tuple[torch.Tensor, tuple[
 def arrived_from_host(message: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """The tensor of which the host has the bytes, and the strides behind them, on its own device."""
     stride = tuple(message[meta.num_bytes :].clone().view(torch.int64).tolist())
-    layout = travel_layout(meta.shape, stride)
-    num_bytes = layout.length * meta.dtype.itemsize
-    row = torch.empty(num_bytes, dtype=torch.uint8, device=meta.device)
-    row.copy_(message[:num_bytes], non_blocking=True)
-    return _spread(row, meta.shape, layout, meta.dtype)
+    row = room_for(meta, stride)
+    row.copy_(message[: len(row)], non_blocking=True)
+    return spread(row, meta, stride)
+
+
+def room_for(meta: TensorMeta, stride: tuple[int, ...]) -> torch.Tensor:
+    """Uninitialised bytes on its device for the memory of a tensor with these strides that travels."""
+    num_bytes = travel_layout(meta.shape, stride).length * meta.dtype.itemsize
+    return torch.empty(num_bytes, dtype=torch.uint8, device=meta.device)
+
+
+def spread(row: torch.Tensor, meta: TensorMeta, stride: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with these strides of which ``row`` has the memory; it may keep that."""
+    return _spread(row, meta.shape, travel_layout(meta.shape, stride), meta.dtype)
 
 
 def _spread(row: torch.Tensor, shape: tuple[int, ...], layout: Layout, dtype: torch.dtype) -> torch.Tensor:
