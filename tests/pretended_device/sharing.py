@@ -1,6 +1,6 @@
 """Memory of the pretended device that other processes read: really theirs, taken by the kernel's copy.
 
-A row that its process has freed, or written over, before the other one copies is then what the other one sees.
+If its process has freed a row, or written over it, before the other one copies, then that one sees it.
 """
 
 from __future__ import annotations

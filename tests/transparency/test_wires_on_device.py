@@ -9,6 +9,7 @@ import torch
 
 from tests.harness import run_distributed
 from tests.transparency.strides import layouts
+from tests.transparency.test_on_device import check
 from tests.transparency.test_strides import CHANGED
 
 OWN = "tests.transparency.wires_on_device"
@@ -54,3 +55,27 @@ def test_the_wire_is_what_there_is_or_what_was_named(
     for found in run("choice", devices, parameters, wire=wire):
         assert found.startswith(said)
         assert found == said or "Error" not in found
+
+
+@pytest.mark.parametrize("name", ["gpt_tied", "unet", "complex64", "data_loop"])
+def test_models(name: str) -> None:
+    check(name, 2, wire="ipc")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", ["simple", "interleaved", "zero_bubble"])
+def test_four_ranks(pipeline: str) -> None:
+    check("gpt_tied", 4, wire="ipc", pipeline=pipeline)
+
+
+@pytest.mark.parametrize(("where", "failing_rank"), [("forward", 0), ("backward", 1), ("recording", 1)])
+def test_a_step_that_fails_and_the_next_one(where: str, failing_rank: int) -> None:
+    found = run_distributed(
+        "tests.transparency.failing:train_on_rank",
+        2,
+        devices=1,
+        kwargs={"where": where, "failing_rank": failing_rank, "wire": "ipc"},
+        parameters={"partitions": 2, "microbatches": 4},
+    )
+    assert [equal for equal, _ in found] == [True, True]
+    assert all(texts for _, texts in found)

@@ -3,7 +3,9 @@
 The sender gives the tensor to a *carrier*, which starts what the device has to do, and tells the receiver by
 a message over a wire of the host: how the tensor lies, and the carrier's *ticket*, by which the other side
 gets at it. The receiver then queues the copy on a stream of its own, and the stream that computes waits for
-that. No host waits for a device: a receive is *done* as soon as its copy is queued, so hosts run ahead of the
+that. Copies are queued in the order of the sends, whatever is asked for first: carriers count on it.
+
+No host waits for a device: a receive is *done* as soon as its copy is queued, so hosts run ahead of the
 devices, and what they wait for is each other's small messages alone.
 
 The memory that arrives is taken on the receiving stream. Taken on the computing one it could be memory that
@@ -15,6 +17,7 @@ groups that carry tensors of the device (NCCL).
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Protocol
 
 import torch
@@ -63,6 +66,7 @@ class AnnouncedWire:
         self.inner = inner
         self.carrier = carrier
         self._stream = side_stream()
+        self._expected: dict[int, deque[_Receiving]] = {}  # by stage, in the order of posting
 
     def send(self, tensor: torch.Tensor, meta: TensorMeta, stage: int) -> Transfer:
         row, stride = row_of(tensor, meta)
@@ -72,10 +76,21 @@ class AnnouncedWire:
         return _Sending(self.inner.send(message, self._form(meta), stage), leaving)
 
     def receive(self, meta: TensorMeta, stage: int) -> Transfer:
-        return _Receiving(self, self.inner.receive(self._form(meta), stage), meta, stage)
+        receiving = _Receiving(self, self.inner.receive(self._form(meta), stage), meta, stage)
+        self._expected.setdefault(stage, deque()).append(receiving)
+        return receiving
 
-    def take(self, message: torch.Tensor, meta: TensorMeta, stage: int) -> tuple[torch.Tensor, object | None]:
-        """Queues the copy of what is announced: the tensor, and the event after which it is there."""
+    def advance(self, stage: int) -> None:
+        """Queues the copies of what the stage has announced."""
+        expected = self._expected[stage]
+        while expected and expected[0].announced.done():
+            receiving = expected.popleft()
+            receiving.taken = self._take(receiving.announced.tensor(), receiving.meta, stage)
+
+    def _take(
+        self, message: torch.Tensor, meta: TensorMeta, stage: int
+    ) -> tuple[torch.Tensor, object | None]:
+        """Queues one copy: the tensor, and the event after which it is there."""
         head = 8 * len(meta.shape)
         stride = tuple(message[:head].clone().view(torch.int64).tolist())
         with within(self._stream):
@@ -104,18 +119,17 @@ class _Sending:
 
 class _Receiving:
     def __init__(self, wire: AnnouncedWire, announced: Transfer, meta: TensorMeta, stage: int) -> None:
-        self._wire, self._meta, self._stage = wire, meta, stage
-        self._announced: Transfer | None = announced
-        self._taken: tuple[torch.Tensor, object | None] | None = None
+        self._wire, self._stage = wire, stage
+        self.announced, self.meta = announced, meta
+        self.taken: tuple[torch.Tensor, object | None] | None = None
 
     def done(self) -> bool:
-        if self._announced is not None and self._announced.done():
-            self._taken = self._wire.take(self._announced.tensor(), self._meta, self._stage)
-            self._announced = None
-        return self._announced is None
+        if self.taken is None:
+            self._wire.advance(self._stage)
+        return self.taken is not None
 
     def tensor(self) -> torch.Tensor:
-        assert self._taken is not None
-        tensor, ready = self._taken
+        assert self.taken is not None
+        tensor, ready = self.taken
         hand_to_current(tensor, ready)
         return tensor

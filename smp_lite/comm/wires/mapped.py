@@ -3,7 +3,8 @@
 Nothing is copied on the sender's side. Its ticket names the memory, and an event after which what is in there
 has been computed. The receiver waits for that event on the device, copies, and answers with an event of its
 own, after which the memory may be used for something else: the sender keeps the tensor until it has that
-answer, and what frees it then waits for the event on the device, in a stream that does nothing else.
+answer, and whatever it queues from then on waits for the event. (That is late enough to cost nothing, and
+holds for parameters as well, which an optimizer changes where they are.)
 
 Events are used again when the other side has queued its wait for them: the sender's when the answer has come,
 the receiver's in turn (waiting for a later place in a stream of copies is only longer).
@@ -14,11 +15,11 @@ What a device offers for this is a :class:`Sharing`; that of CUDA is :mod:`.cuda
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from ...device_streams import side_stream, within
 from ...devices import CPU
 from ...record.values.placed import TensorMeta
 from .wire import Transfer, Wire
@@ -76,7 +77,6 @@ class MappedCarrier:
         self._own: list[Any] = []
         self._next = 0
         self._answering: list[Transfer] = []
-        self._freeing = side_stream()
 
     def send(self, row: torch.Tensor, stage: int) -> tuple[bytes, _Leaving]:
         sharing = self._sharing
@@ -84,14 +84,11 @@ class MappedCarrier:
         computed.record()
         ticket = sharing.name(row) + sharing.handle(computed)
         answer = self._answers.receive(self._form, stage)
-        return ticket, _Leaving(row, answer, lambda handle: self._answered(row, computed, handle))
+        return ticket, _Leaving(row, answer, partial(self._answered, computed))
 
-    def _answered(self, row: torch.Tensor, computed: Any, handle: bytes) -> None:
+    def _answered(self, computed: Any, handle: bytes) -> None:
+        self._sharing.wait(handle)
         self._free.append(computed)
-        if self._freeing is not None:
-            with within(self._freeing):
-                self._sharing.wait(handle)
-            row.record_stream(self._freeing)
 
     def receive(self, ticket: bytes, row: torch.Tensor, stage: int) -> None:
         sharing = self._sharing
