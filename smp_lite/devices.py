@@ -40,6 +40,7 @@ __all__ = [
     "on_home",
     "set_home",
     "synchronize",
+    "timed_event",
 ]
 
 DEVICE_VARIABLE = "SMP_LITE_DEVICE"
@@ -235,6 +236,13 @@ def on_home(tensor: torch.Tensor) -> torch.Tensor:
         with contextlib.suppress(RuntimeError):  # of a kind of device that pins nothing
             tensor = tensor.pin_memory()
     return tensor.to(_home, non_blocking=True)
+
+
+def timed_event() -> Any:
+    """The place where the device's current stream is now, with the time when it comes there."""
+    made = module(_home).Event(enable_timing=True)
+    made.record()
+    return made
 
 
 def synchronize() -> None:

@@ -5,6 +5,7 @@ Until then the memory holds nonsense, so whoever reads it too early, as on a rea
 
 from __future__ import annotations
 
+import time
 import weakref
 from typing import Any
 
@@ -98,8 +99,10 @@ class Event:
         self._after: list[Any] = []
         self._index = 0
         self._polls = 0
+        self._is_timed, self._time_s = enable_timing, 0.0
 
     def record(self, stream: Stream | None = None) -> None:
+        self._time_s = time.perf_counter()
         self._index = stream.device_index if stream is not None else _current()
         self._after = list(_late.get(self._index, ()))
         self._polls = _POLLS if self._after else 0
@@ -110,6 +113,11 @@ class Event:
             return False
         self.synchronize()
         return True
+
+    def elapsed_time(self, other: Event) -> float:
+        if not (self._is_timed and other._is_timed):
+            raise RuntimeError("both events must be made with enable_timing")
+        return (other._time_s - self._time_s) * 1e3
 
     def wait(self, stream: Stream | None = None) -> None:
         """What follows in the stream follows anyway."""

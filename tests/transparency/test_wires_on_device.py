@@ -79,3 +79,12 @@ def test_a_step_that_fails_and_the_next_one(where: str, failing_rank: int) -> No
     )
     assert [equal for equal, _ in found] == [True, True]
     assert all(texts for _, texts in found)
+
+
+def test_spans_are_those_of_the_device() -> None:
+    for own in run("spans", 1, {"partitions": 2, "microbatches": 2}):
+        assert len(own) == len({action for action, _, _ in own}) >= 4
+        ends = [0.0]
+        for _, start_s, end_s in own:
+            assert ends[-1] <= start_s < end_s
+            ends.append(end_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +16,10 @@ from smp_lite.comm.wires.grouped import GroupedCarrier
 from smp_lite.comm.wires.wire import Transfer, Wire
 from smp_lite.record.values.placed import TensorMeta
 from smp_lite.session import current
+from tests.models.layers import Chain, regression_batch
 from tests.transparency.strides import layouts
 
-__all__ = ["choice", "freed_early", "grouped", "mapped"]
+__all__ = ["choice", "freed_early", "grouped", "mapped", "spans"]
 
 _LARGE = 1 << 20
 """Elements; memory of this size goes back to the system at once when it is freed."""
@@ -101,3 +103,25 @@ def _wait(transfer: Transfer) -> None:
     end = time.monotonic() + 20
     while not transfer.done():
         assert time.monotonic() < end, "nothing has arrived"
+
+
+def spans() -> list[tuple[str, float, float]]:
+    """Of a step on the device: action, begin and end after the step's own begin, in seconds."""
+    smp.init()
+    model = smp.DistributedModel(Chain())
+
+    @smp.step
+    def train(model: Any, x: Tensor, target: Tensor) -> Tensor:
+        loss = (model(x) - target).square().mean()
+        model.backward(loss)
+        return loss
+
+    batch = regression_batch(8)
+    train(model, **batch)
+    begin_s = time.perf_counter()
+    train(model, **batch)
+    end_s = time.perf_counter()
+    assert model.runtime is not None
+    (own,) = model.runtime.runner.spans().values()
+    assert own[0].start_s > begin_s and own[-1].end_s < end_s
+    return [(str(span.action), span.start_s - begin_s, span.end_s - begin_s) for span in own]
