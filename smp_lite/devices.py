@@ -36,6 +36,7 @@ __all__ = [
     "home",
     "host_memory",
     "is_host",
+    "memory_of_home",
     "module",
     "on_home",
     "set_home",
@@ -54,6 +55,14 @@ class Choice(NamedTuple):
 
     device: torch.device
     text: str
+
+
+class Memory(NamedTuple):
+    """Bytes of a device: what tensors of this process have, what torch has of it, what there is."""
+
+    allocated: int
+    reserved: int
+    total: int
 
 
 class Event(Protocol):
@@ -236,6 +245,16 @@ def on_home(tensor: torch.Tensor) -> torch.Tensor:
         with contextlib.suppress(RuntimeError):  # of a kind of device that pins nothing
             tensor = tensor.pin_memory()
     return tensor.to(_home, non_blocking=True)
+
+
+def memory_of_home() -> Memory | None:
+    """Of this process's device; None: it does not say."""
+    found = module(_home)
+    try:
+        total = found.get_device_properties(_home).total_memory
+        return Memory(found.memory_allocated(_home), found.memory_reserved(_home), total)
+    except AttributeError:
+        return None
 
 
 def timed_event() -> Any:

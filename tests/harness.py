@@ -28,6 +28,7 @@ from typing import Any
 
 from smp_lite.entrypoints.mpi.launch_plan import plan_mpirun
 from smp_lite.entrypoints.mpi.mpirun import find_mpirun, stop_mpirun
+from smp_lite.devices import DEVICE_VARIABLE
 from smp_lite.errors_record import ERROR_DIR_VARIABLE, FailureRecord, read_failures
 
 __all__ = ["WorldPool", "run_distributed", "run_script"]
@@ -41,6 +42,9 @@ _TAIL_LINES = 40
 
 DEVICES_VARIABLE = "SMP_LITE_PRETENDED_DEVICES"
 """How many pretended devices (`tests.pretended_device`) a process finds; unset: there is no such device."""
+
+REAL = -1
+"""Instead of a number of pretended devices: whatever accelerator the machine has."""
 
 _pools: dict[tuple[int, int], WorldPool] = {}
 
@@ -59,7 +63,7 @@ def run_distributed(
 
     parameters: the SMP parameters, set in the environment for the time of the call.
     fresh: start new processes for this call alone.
-    devices: how many pretended devices they find.
+    devices: how many pretended devices they find; 0: they use the CPU; `REAL`: what the machine has.
 
     Raises AssertionError with the first failing rank's traceback and the output of all ranks.
     """
@@ -148,8 +152,10 @@ class WorldPool:
         self._listener.listen(self.world_size)
         command = (sys.executable, "-m", "tests.harness_worker", str(self._directory))
         environment = {ERROR_DIR_VARIABLE: str(self._directory), "PYTHONUNBUFFERED": "1"}
-        if self._devices:
+        if self._devices > 0:
             environment[DEVICES_VARIABLE] = str(self._devices)
+        elif self._devices == 0 and _has_gpu():
+            environment[DEVICE_VARIABLE] = "cpu"
         with open(self._directory / "mpirun.log", "wb") as log:
             return _mpirun(command, self.world_size, environment, log, log)
 
@@ -283,6 +289,11 @@ def _child_pids(pid: int) -> list[int]:
 def _read_all(file: Any) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")
+
+
+def _has_gpu() -> bool:
+    """Asked without torch, which the tests of the pure parts never import."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _tail(path: Path, start: int) -> str:

@@ -33,6 +33,7 @@ from .ahead import NOT_RECORDED, NOT_RESUMED, Ahead
 from .commands import CommandRunner, RealRun
 from .cut_gradients import CutGradients
 from .failure import Failure
+from .held import what_is_held
 from .microbatch import MicrobatchState, edge_of
 from .random_streams import RandomStreams
 from .spans import Spans
@@ -169,6 +170,8 @@ class StageExecutor:
                 except Exception as error:
                     self.failure = Failure.of(error, self.stage_index, action, self._commands.doing)
                     self.error = error
+                    if isinstance(error, torch.OutOfMemoryError):
+                        self.failure.held = what_is_held(self._placement.root.parameters(), self.states)
                     if self._on_failure is not None:
                         self._on_failure()
                     self._let_go()
