@@ -26,9 +26,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from smp_lite.devices import DEVICE_VARIABLE
 from smp_lite.entrypoints.mpi.launch_plan import plan_mpirun
 from smp_lite.entrypoints.mpi.mpirun import find_mpirun, stop_mpirun
-from smp_lite.devices import DEVICE_VARIABLE
 from smp_lite.errors_record import ERROR_DIR_VARIABLE, FailureRecord, read_failures
 
 __all__ = ["WorldPool", "run_distributed", "run_script"]

@@ -104,7 +104,7 @@ def out_of_memory(failing_rank: int) -> tuple[str, list[float]]:
 
 
 def peaks(name: str) -> tuple[int, int]:
-    """This rank's stage, and the bytes of tensors at the peak of a step as the GPU's allocator counts them."""
+    """This rank's stage, and the bytes at the peak of a step, as the GPU's allocator counts them."""
     smp.init()
     model, optimizer, batch, step = prepared(JOBS[name])
     for _ in range(2):
