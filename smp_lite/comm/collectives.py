@@ -120,6 +120,12 @@ class C10dCollectives:
         return self._under_way(dist.all_to_all_single(got, sent, group=self.group, async_op=True))
 
     def exchange(self, sent: torch.Tensor, dest: int, got: torch.Tensor, source: int) -> Pending:
+        if self._is_queued:  # together, or each side's send would hold up its receive on the device
+            both = [
+                dist.P2POp(dist.isend, sent, group=self.group, group_peer=dest),
+                dist.P2POp(dist.irecv, got, group=self.group, group_peer=source),
+            ]
+            return _All(*map(self._under_way, dist.batch_isend_irecv(both)))
         return _All(
             self._under_way(dist.isend(sent, group_dst=dest, group=self.group)),
             self._under_way(dist.irecv(got, group_src=source, group=self.group)),
