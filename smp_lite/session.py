@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import devices
 from .comm.axis import Axis
 from .comm.collectives import C10dCollectives, Collectives
+from .comm.device_collectives import StagedCollectives
 from .comm.peers import OneProcess, Peers, RankPeers
 from .comm.ranks import Ranks
 from .comm.stage_peers import StagePeers
-from .comm.wires import C10dWire, Wire
+from .comm.wires.choice import Kind, carries, choose_wire, described, make_wire
+from .comm.wires.wire import Wire
 from .config import Config
 from .errors import SMPError
 from .plan.schedules import Policy
@@ -28,9 +31,6 @@ from .plan.topology import SHARD_AXIS, Topology
 if TYPE_CHECKING:
     from .comm.world import World
     from .systems.plan.parallel_plan import ParallelPlan
-
-WIRE_VARIABLE = "SMP_LITE_WIRE"
-"""``mpi`` (the default in an MPI job) or ``c10d``: what tensors travel over between stages."""
 
 
 class ModuleManager:
@@ -53,6 +53,7 @@ class Session:
         topology: axes over all ranks.
         world: the processes; None where this process plays all stages.
         plan: of another system's configuration; ``config`` is then what it comes to in SMP's words.
+        device: of this process.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Session:
         topology: Topology,
         world: World | None,
         plan: ParallelPlan | None = None,
+        device: torch.device = devices.CPU,
     ) -> None:
         self.plan = plan
         self.cfg = config  # the SMP API's name: scripts read smp.state.cfg.<parameter>
@@ -69,7 +71,7 @@ class Session:
         self.stage_peers: StagePeers | None = None
         if world is not None:
             self.stage_peers = StagePeers(world, self.stage_axes, self.batch_axes)
-        self.device = torch.device("cpu")
+        self.device = device
         # What the layers above put here; their types are theirs.
         self.model: Any = None
         self.module_manager = ModuleManager()
@@ -79,6 +81,7 @@ class Session:
         self.batch_owner: Any = None
         self.steps_run = 0
         self.is_tracing = False
+        self._chosen_wire: Kind | None = None
         self.is_stopping = False  # agreed by all ranks
         self.process_groups: dict[str, Any] = {}
         # Called with each step's plan and recordings before it is executed; ``smp-lite plan`` listens.
@@ -158,17 +161,21 @@ class Session:
             return None
         stages = self._stages()
         rank_of_stage = [stages.index(stage) for stage in range(self.num_stages)]
-        has_mpi = self.world.transport.has_mpi
-        kind = os.environ.get(WIRE_VARIABLE, "mpi" if has_mpi else "c10d")
-        if kind not in ("mpi", "c10d"):
-            raise ValueError(f"{WIRE_VARIABLE}={kind!r}: it must be 'mpi' or 'c10d'")
-        if kind == "mpi" and not has_mpi:
-            raise SMPError(f"{WIRE_VARIABLE}=mpi, but the job runs without MPI: unset it, or use mpirun")
-        if kind == "c10d" and has_mpi:
-            if not self.process_groups:
-                raise SMPError(f"{WIRE_VARIABLE}=c10d needs ddp: True in the parameters")
-            return C10dWire(self.process_groups["PP"], rank_of_stage)
-        return self.world.wire("PP", rank_of_stage)
+        return make_wire(
+            self._wire_kind(), self.world, rank_of_stage, self.process_groups.get("PP"), self.device
+        )
+
+    def _wire_kind(self) -> Kind:
+        """Collective where it is asked for the first time."""
+        assert self.world is not None
+        if self._chosen_wire is None:
+            group = self.process_groups.get("PP")
+            self._chosen_wire = choose_wire(os.environ, self.world, group, self.device)
+        return self._chosen_wire
+
+    def describe_wire(self) -> str:
+        """For the log's first lines."""
+        return described(self._wire_kind(), self.device)
 
     def axis(self, name: str = "tp") -> Axis:
         """The ranks of this one's stage along a tensor axis, or along several (names with ``+`` between).
@@ -211,7 +218,9 @@ class Session:
         by_mpi = self.cfg.horovod or self.cfg.ddp_dist_backend == "mpi" or not self.cfg.ddp
         if own or by_mpi or kind not in self.process_groups:
             return self.world.collectives(kind)
-        return C10dCollectives(self.process_groups[kind])
+        group = self.process_groups[kind]
+        collectives = C10dCollectives(group)
+        return collectives if carries(group, self.device) else StagedCollectives(collectives)
 
     def exchange_over_world(self, item: Any, what: str) -> Sequence[Any]:
         """Every rank's item; collective over the job."""
@@ -258,3 +267,4 @@ def set_current(session: Session | None) -> None:
     """The session of this process from now on."""
     global _session
     _session = session
+    devices.set_home(devices.CPU if session is None else session.device)

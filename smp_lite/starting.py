@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import devices
 from .amp import overflows_of_the_whole_model
 from .config import PARAMETERS_VARIABLE, Config, load_config
 from .errors import PeerFailed, SMPError
@@ -111,7 +112,8 @@ def init(
             sharded=validated.sharded_data_parallel_degree,
         )
     )
-    session = Session(validated, topology, World(topology, transport), plan)
+    choice = devices.chosen_here(transport.local_rank, transport.local_size)
+    session = Session(validated, topology, World(topology, transport), plan, choice.device)
     assert session.world is not None
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // session.world.local_size))
@@ -119,9 +121,16 @@ def init(
         from .comm.process_groups import init_process_groups
 
         session.process_groups = init_process_groups(
-            session.world, backend=validated.ddp_dist_backend, port=validated.ddp_port
+            session.world,
+            backend=validated.ddp_dist_backend,
+            port=validated.ddp_port,
+            device=session.device,
         )
     set_current(_open(session))
+    if choice.text:
+        wire = session.describe_wire()
+        if transport.rank == 0:
+            print(f"smp_lite: {choice.text}; {wire}", flush=True)
     if _on_session is not None:
         _on_session(session)
 
@@ -177,10 +186,10 @@ def init_in_memory(config: Mapping[str, Any]) -> None:
 
 def _in_memory(config: Config, plan: ParallelPlan | None = None) -> Session:
     if plan is not None:
-        return _open(Session(config, plan.topology, None, plan))
+        return _open(Session(config, plan.topology, None, plan, devices.chosen_here(0, 1).device))
     mp_size = config.partitions * config.tensor_parallel_degree
     topology = Topology.from_placement(mp_size, config.partitions, config.tensor_parallel_degree, "cluster")
-    return _open(Session(config, topology, None))
+    return _open(Session(config, topology, None, device=devices.chosen_here(0, 1).device))
 
 
 def _rehearsed(rehearsal: _Rehearsal, given: Any, dialect: str | None, overrides: Sequence[str]) -> Session:
@@ -197,6 +206,11 @@ def _rehearsed(rehearsal: _Rehearsal, given: Any, dialect: str | None, overrides
 
 def _open(session: Session) -> Session:
     """Makes what looks at all parameters at once, in torch's own functions, mean the whole model."""
+    if session.cfg.offload_activations and not devices.is_host(session.device):
+        raise SMPError(
+            f"offload_activations: activations on {session.device} stay there, since files are read and "
+            f"written by the host alone: leave it out, or set {devices.DEVICE_VARIABLE}=cpu"
+        )
     start_intercepting()
     session.overrides.enter_context(norms_of_the_whole_model(session))
     session.overrides.enter_context(overflows_of_the_whole_model(session))

@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from smp_lite.devices import DEVICE_VARIABLE
 from smp_lite.entrypoints.mpi.launch_plan import plan_mpirun
 from smp_lite.entrypoints.mpi.mpirun import find_mpirun, stop_mpirun
 from smp_lite.errors_record import ERROR_DIR_VARIABLE, FailureRecord, read_failures
@@ -39,7 +40,13 @@ _PEERS_GRACE_S = 0.5
 _STOP_GRACE_S = 5.0
 _TAIL_LINES = 40
 
-_pools: dict[int, WorldPool] = {}
+DEVICES_VARIABLE = "SMP_LITE_PRETENDED_DEVICES"
+"""How many pretended devices (`tests.pretended_device`) a process finds; unset: there is no such device."""
+
+REAL = -1
+"""Instead of a number of pretended devices: whatever accelerator the machine has."""
+
+_pools: dict[tuple[int, int], WorldPool] = {}
 
 
 def run_distributed(
@@ -50,23 +57,25 @@ def run_distributed(
     parameters: Mapping[str, Any] | None = None,
     timeout_s: float = 60.0,
     fresh: bool = False,
+    devices: int = 0,
 ) -> list[Any]:
     """Call `function` ("package.module:name") in `world_size` ranks; their results, by rank.
 
     parameters: the SMP parameters, set in the environment for the time of the call.
     fresh: start new processes for this call alone.
+    devices: how many pretended devices they find; 0: they use the CPU; `REAL`: what the machine has.
 
     Raises AssertionError with the first failing rank's traceback and the output of all ranks.
     """
     if fresh:
-        pool = WorldPool(world_size)
+        pool = WorldPool(world_size, devices=devices)
         try:
             return pool.run(function, kwargs, parameters, timeout_s)
         finally:
             pool.close()
-    pool = _pools.get(world_size)
+    pool = _pools.get((world_size, devices))
     if pool is None or not pool.alive:
-        pool = _pools[world_size] = WorldPool(world_size)
+        pool = _pools[world_size, devices] = WorldPool(world_size, devices=devices)
     return pool.run(function, kwargs, parameters, timeout_s)
 
 
@@ -76,8 +85,9 @@ class WorldPool:
     With `keeps_sessions` what one call has set up is there in the next one.
     """
 
-    def __init__(self, world_size: int, *, keeps_sessions: bool = False) -> None:
+    def __init__(self, world_size: int, *, keeps_sessions: bool = False, devices: int = 0) -> None:
         self.world_size = world_size
+        self._devices = devices
         self._keeps_sessions = keeps_sessions
         self._directory = Path(tempfile.mkdtemp(prefix="smp-lite-pool-"))
         self._connections: list[Connection] = []
@@ -142,6 +152,10 @@ class WorldPool:
         self._listener.listen(self.world_size)
         command = (sys.executable, "-m", "tests.harness_worker", str(self._directory))
         environment = {ERROR_DIR_VARIABLE: str(self._directory), "PYTHONUNBUFFERED": "1"}
+        if self._devices > 0:
+            environment[DEVICES_VARIABLE] = str(self._devices)
+        elif self._devices == 0 and _has_gpu():
+            environment[DEVICE_VARIABLE] = "cpu"
         with open(self._directory / "mpirun.log", "wb") as log:
             return _mpirun(command, self.world_size, environment, log, log)
 
@@ -275,6 +289,11 @@ def _child_pids(pid: int) -> list[int]:
 def _read_all(file: Any) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")
+
+
+def _has_gpu() -> bool:
+    """Asked without torch, which the tests of the pure parts never import."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _tail(path: Path, start: int) -> str:

@@ -64,6 +64,12 @@ def _call(function: str, kwargs: dict[str, Any], parameters: Mapping[str, Any] |
         os.environ.pop(PARAMETERS_VARIABLE, None)
     else:
         os.environ[PARAMETERS_VARIABLE] = json.dumps(parameters)
+    if "SMP_LITE_PRETENDED_DEVICES" in os.environ:
+        from tests.pretended_device import install
+        from tests.pretended_device.sharing import offer
+
+        install()
+        offer()
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)(**kwargs)
 
@@ -72,6 +78,8 @@ def _seed() -> None:
     random.seed(0)
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(0)
+        if torch.accelerator.is_available():
+            torch.accelerator.set_device_index(0)
 
 
 def _reset(environment: dict[str, str]) -> None:

@@ -18,6 +18,7 @@ import pickle
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..devices import home
 from ..errors import SMPError
 from ..optim.state.own_parameters import PARTIAL_KEY
 from ..session import current
@@ -91,7 +92,7 @@ def load(
 
     Args:
         f: path as given to :func:`save`.
-        map_location: as in ``torch.load``; None: CPU.
+        map_location: as in ``torch.load``; None: this rank's device.
         pickle_module: as in ``torch.load``; another than Python's needs ``weights_only=False``.
         partial: read this mp rank's own file.
         back_compat: the file is from before SMP 1.10, so look for ``f_{mp_rank}`` first.
@@ -111,7 +112,7 @@ def load(
         path,
         caller="smp.load",
         weights_only=weights_only,
-        map_location="cpu" if map_location is None else map_location,
+        map_location=home() if map_location is None else map_location,
         pickle_module=pickle_module,
         **pickle_load_args,
     )

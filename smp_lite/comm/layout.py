@@ -127,6 +127,34 @@ def arrived(message: torch.Tensor, meta: TensorMeta, num_bytes: int) -> torch.Te
     return _spread(message, meta.shape, travel_layout(meta.shape, stride), meta.dtype)
 
 
+def row_of(tensor: torch.Tensor, meta: TensorMeta) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The memory that travels, as bytes where the tensor is, and the strides that it has on arrival."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    layout = travel_layout(meta.shape, tensor.stride())
+    parcel = _parcel(tensor, layout)
+    row = parcel.as_strided((layout.length,), (1,), parcel.storage_offset())
+    return row.view(torch.uint8), tensor.stride()
+
+
+def arrived_from_host(message: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """The tensor of which the host has the bytes, and the strides behind them, on its own device."""
+    stride = tuple(message[meta.num_bytes :].clone().view(torch.int64).tolist())
+    row = room_for(meta, stride)
+    row.copy_(message[: len(row)], non_blocking=True)
+    return spread(row, meta, stride)
+
+
+def room_for(meta: TensorMeta, stride: tuple[int, ...]) -> torch.Tensor:
+    """Uninitialised bytes on its device for the memory of a tensor with these strides that travels."""
+    num_bytes = travel_layout(meta.shape, stride).length * meta.dtype.itemsize
+    return torch.empty(num_bytes, dtype=torch.uint8, device=meta.device)
+
+
+def spread(row: torch.Tensor, meta: TensorMeta, stride: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with these strides of which ``row`` has the memory; it may keep that."""
+    return _spread(row, meta.shape, travel_layout(meta.shape, stride), meta.dtype)
+
+
 def _spread(row: torch.Tensor, shape: tuple[int, ...], layout: Layout, dtype: torch.dtype) -> torch.Tensor:
     """The tensor of which ``row`` has the memory that travelled."""
     found, memory = torch.empty(0, dtype=dtype, device=row.device), row.untyped_storage()

@@ -20,7 +20,6 @@ from .collectives import MPICollectives, Pending  # noqa: E402
 from .launcher import Alone, UnderMPI  # noqa: E402
 from .transport import Host, Tag  # noqa: E402
 from .tree import nearby  # noqa: E402
-from .wires import MPIWire  # noqa: E402
 
 __all__ = ["MPITransport"]
 
@@ -110,12 +109,9 @@ class MPITransport:
     # Groups -------------------------------------------------------------------------------------------------
 
     def collectives(self, ranks: Sequence[int]) -> MPICollectives:
-        return MPICollectives(self._group_comm(ranks))
+        return MPICollectives(self.new_group(ranks))
 
-    def wire(self, ranks: Sequence[int], rank_of_stage: Sequence[int]) -> MPIWire:
-        return MPIWire(self._group_comm(ranks), rank_of_stage)
-
-    def _group_comm(self, ranks: Sequence[int]) -> MPI.Comm:
+    def new_group(self, ranks: Sequence[int]) -> MPI.Comm:
         return self._comm.Create_group(self._comm.Get_group().Incl(list(ranks)))
 
 

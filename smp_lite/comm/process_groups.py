@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..devices import is_host
 from ..errors import SMPError
 from ..smp_v1 import cuda_as_cpu
 from .gloo import check_ranks, init_gloo, use_loopback
@@ -24,27 +25,28 @@ from .world import World
 __all__ = ["groups_of_one_process", "init_process_groups"]
 
 
-def init_process_groups(world: World, *, backend: str, port: int | None) -> dict[str, Any]:
+def init_process_groups(
+    world: World, *, backend: str, port: int | None, device: torch.device
+) -> dict[str, Any]:
     """Initialises torch.distributed if it is not yet, and makes the groups; collective over all ranks.
 
     Args:
         world: the job.
-        backend: ``auto`` (gloo on CPU, nccl with one GPU for each local rank), ``gloo``, ``nccl``, or
+        backend: ``auto`` (gloo), ``gloo``, ``nccl``, or
             ``mpi``: gradients travel over MPI then, and the process groups, which torch from PyPI cannot
             build on MPI, are gloo's.
+        device: of this process.
         port: of the store on rank 0's host, beside MPI; None picks a free one.
 
     Returns:
         Process groups by kind: WORLD, MP, DP, PP, TP, RDP; with sharded parameters of SMP, SDP.
     """
     if not dist.is_initialized():
-        has_gpus = torch.cuda.is_available() and not cuda_as_cpu.is_on()
         if backend == "auto":
-            enough = has_gpus and torch.cuda.device_count() >= world.local_size
-            backend = "nccl" if enough else "gloo"
+            backend = "gloo"  # which carries what is on a device through the host's memory
         if backend == "nccl" and cuda_as_cpu.is_on():
             backend = "gloo"
-        if backend == "nccl" and not has_gpus:
+        if backend == "nccl" and is_host(device):
             raise SMPError("ddp_dist_backend='nccl' needs GPUs, and torch finds none: use 'gloo' or 'auto'")
         backend = "gloo" if backend == "mpi" else backend
         _init(world, backend, port)

@@ -21,7 +21,6 @@ from .launcher import AtRendezvous
 from .mailbox import Mailbox
 from .transport import Host, Tag
 from .waiting import wait_until, watchdog_s
-from .wires import C10dWire
 
 __all__ = ["StoreTransport"]
 
@@ -128,8 +127,8 @@ class StoreTransport:
     def collectives(self, ranks: Sequence[int]) -> C10dCollectives:
         return C10dCollectives(new_gloo_group(ranks))
 
-    def wire(self, ranks: Sequence[int], rank_of_stage: Sequence[int]) -> C10dWire:
-        return C10dWire(new_gloo_group(ranks), rank_of_stage)
+    def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        return new_gloo_group(ranks)
 
 
 def _open_store(launch: AtRendezvous, offers: bool) -> dist.TCPStore:

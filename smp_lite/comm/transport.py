@@ -1,6 +1,6 @@
 """What the library needs of the processes of a job, whoever started them.
 
-A :class:`Transport` carries byte messages between ranks, and makes collectives and wires over groups of
+A :class:`Transport` carries byte messages between ranks, and makes collectives and groups of
 them. Two makes: :class:`~smp_lite.comm.mpi_transport.MPITransport`, and
 :class:`~smp_lite.comm.store_transport.StoreTransport`, which needs no MPI.
 
@@ -15,10 +15,9 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from .collectives import Collectives, Pending
-from .wires import Wire
 
 __all__ = ["Host", "Tag", "Transport"]
 
@@ -91,13 +90,9 @@ class Transport(Protocol):
     def collectives(self, ranks: Sequence[int]) -> Collectives:
         """Over those world ranks, ascending; all of them make it now."""
 
-    def wire(self, ranks: Sequence[int], rank_of_stage: Sequence[int]) -> Wire:
-        """Between the stages of those world ranks; all of them make it now.
-
-        Args:
-            ranks: ascending.
-            rank_of_stage: for each stage the position in ``ranks`` of the rank that holds it.
-        """
+    def new_group(self, ranks: Sequence[int]) -> Any:
+        """A communicator of MPI, or a process group of torch, of those world ranks, ascending, that nobody
+        else uses; all of them make it now."""
 
     def close(self) -> None:
         """Gives back what would be in the way of this process's next transport."""

@@ -17,7 +17,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 from ..errors import SMPError, SMPTimeout
 
@@ -47,6 +49,14 @@ def broken_connections_named() -> Iterator[None]:
         raise BrokenConnection(str(error).splitlines()[0]) from None
 
 
+class Advances(Protocol):
+    """Something under way that needs a push now and then."""
+
+    def advance(self) -> None:
+        """Cheap."""
+
+
+_under_way: weakref.WeakSet[Any] = weakref.WeakSet()
 _watchdog_s: float | None = None
 _departed: Callable[[], Mapping[int, bytes]] = dict
 
@@ -85,6 +95,14 @@ def watch_departures(departed: Callable[[], Mapping[int, bytes]]) -> None:
     _departed = departed
 
 
+def while_waiting(what: Advances) -> None:
+    """From now on ``what`` is advanced in every wait of this process, for as long as somebody holds it.
+
+    What waits for one thing keeps up others that a peer may be waiting for.
+    """
+    _under_way.add(what)
+
+
 def wait_until(
     test: Callable[[], bool], what: Callable[[], str], ranks: Callable[[], Iterable[int]] = tuple
 ) -> None:
@@ -111,10 +129,13 @@ def wait_until(
 def _poll(test: Callable[[], bool], what: Callable[[], str], ranks: Callable[[], Iterable[int]]) -> None:
     if test():
         return
+    under_way = list(_under_way)
     start = time.monotonic()
     limit = 0.0
     look_at, gone_since = start + 0.1, None
     while not test():
+        for each in under_way:
+            each.advance()
         now = time.monotonic()
         if now - start < _YIELD_FOR_S:
             os.sched_yield()

@@ -17,12 +17,12 @@ from typing import Any
 from ..errors import SMPError
 from ..plan.topology import Topology
 from .collectives import Collectives, Pending
+from .device_collectives import of_device
 from .roll_call import RollCall
 from .roll_calls import RollCalls
 from .transport import Tag, Transport
 from .tree import nearby
 from .waiting import wait_until, watch_departures, watchdog_s
-from .wires import Wire
 
 _SMALL_BYTES = 1 << 16
 
@@ -91,17 +91,13 @@ class World:
     def collectives(self, kind: str) -> Collectives:
         """Over this rank's group, for one user of them; collective over the group."""
         self._meet(kind)
-        return self.transport.collectives(self.group(kind))
+        return of_device(self.transport.collectives(self.group(kind)))
 
-    def wire(self, kind: str, rank_of_stage: Sequence[int]) -> Wire:
-        """Between stages on this rank's group; collective over the group.
-
-        Args:
-            kind: of the group.
-            rank_of_stage: for each stage the group rank that holds it.
-        """
+    def new_group(self, kind: str) -> Any:
+        """What the transport's messages between the ranks of this one's group go over, for one user of it: a
+        communicator, or a process group; collective over the group."""
         self._meet(kind)
-        return self.transport.wire(self.group(kind), rank_of_stage)
+        return self.transport.new_group(self.group(kind))
 
     def _meet(self, kind: str) -> None:
         """Before something blocks where a missing member is not noticed."""

@@ -25,6 +25,7 @@ from .inner import check_around, check_methods, torch_optimizer
 from .names_of_fp16 import MISSING, NamesOfFP16
 from .norms.whole_model import refuse_inside_step
 from .sharded_names import SHARDED_NAMES, ShardedNames
+from .state.following import follow_parameters
 from .state.groups import Groups
 from .state.loading import OptimizerState
 
@@ -164,6 +165,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
 
     def after_partition(self) -> None:
         """Keeps the state of this rank's parameters; called once by the model."""
+        follow_parameters(self._torchs)
         any_sharded = self._groups.after_partition()
         if self._checked is not None and any_sharded:
             self._checked = CheckedSettings(self._torchs)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..comm.layout import arrival, departure
-from ..comm.wires import Transfer
+from ..comm.wires.wire import Transfer
 from ..record.describe.metadata import MetadataInference
 from ..record.recording import Command, Recording
 from ..record.values.calls import Arguments, NewTensor, Repeated, ResultMeta, SameTensor

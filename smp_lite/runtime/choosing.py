@@ -26,7 +26,7 @@ from ..plan.segments import SegmentGraph
 from ..plan.shape_choice import SECONDS
 from ..plan.units import human_bytes
 from ..plan.work import ActionCosts, Costs, Policy
-from .stage.executor import Span
+from .stage.spans import Span
 from .step.batches import Batch
 
 __all__ = ["Decision", "ScheduleChooser"]

@@ -18,7 +18,8 @@ from torch import nn
 from ..comm.peers import Peers
 from ..comm.ranks import Ranks
 from ..comm.stage_peers import StagePeers
-from ..comm.wires import MemoryWire, Wire
+from ..comm.wires.memory import MemoryWire
+from ..comm.wires.wire import Wire
 from ..deferred import Waiting
 from ..errors import SMPError, SMPTimeout
 from ..nn.guarding import plain
@@ -128,6 +129,8 @@ class ModelRuntime:
         self.sharded: ShardedParameters | None = None
         if waiting is not None and sharding is None:
             waiting.make(parameters)
+        placement.move_here()
+        parameters = self._parameters = self.local_parameters()
         if ranks is not None:
             if sharding is None:
                 broadcast_parameters(parameters, ranks)
@@ -137,7 +140,7 @@ class ModelRuntime:
                     parameters,
                     sharding,
                     partial(rule_of, ranks=ranks),
-                    partial(self._make_whole, waiting, ranks),
+                    partial(self._make_whole, placement, waiting, ranks),
                 )
             self.reducer = Reductions(
                 parameters,
@@ -187,10 +190,13 @@ class ModelRuntime:
         self.recorder = Recorder(placement, self.runner)
 
     @staticmethod
-    def _make_whole(waiting: Waiting | None, ranks: Ranks, parameters: Sequence[nn.Parameter]) -> None:
+    def _make_whole(
+        placement: Placement, waiting: Waiting | None, ranks: Ranks, parameters: Sequence[nn.Parameter]
+    ) -> None:
         """Before they are cut into pieces: they have memory, and are the same on all replicas."""
         if waiting is not None:
             waiting.make(parameters)
+            placement.move_here()
         broadcast_parameters(parameters, ranks)
 
     def local_parameters(self) -> list[nn.Parameter]:

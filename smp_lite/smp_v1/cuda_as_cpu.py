@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["is_on", "turn_on"]
+__all__ = ["is_on", "means_cpu", "turn_on"]
 
 _LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_SIZE"
 _mode: _CudaAsCPU | None = None
@@ -61,6 +61,11 @@ def turn_on() -> None:
     _replace_module_methods()
     _mode = _CudaAsCPU()
     _mode.__enter__()
+
+
+def means_cpu(device: torch.device) -> bool:
+    """Whether the device is the CPU under this switch."""
+    return is_on() and device.type == "cuda"
 
 
 class _CudaAsCPU(TorchFunctionMode):

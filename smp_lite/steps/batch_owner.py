@@ -206,7 +206,7 @@ class _About:
         Args:
             shares: it shares memory with another tensor.
         """
-        if self.layout is not torch.strided or self.meta.device.type != "cpu":
+        if self.layout is not torch.strided:
             return f"a tensor of layout {self.layout} on {self.meta.device}"
         return "the conjugate of another tensor" if shares and self.is_lazy else ""
 

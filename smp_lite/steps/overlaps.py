@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..devices import is_host
+
 __all__ = ["Overlap", "memory_of", "overlaps", "tensors_in"]
 
 _ALIGNMENT = 16
@@ -44,7 +46,7 @@ def overlaps(tensors: Sequence[torch.Tensor]) -> list[Overlap]:
     """Groups of two or more of dense CPU tensors whose stretches of memory meet; others are left out."""
     stretches = []
     for number, tensor in enumerate(tensors):
-        if tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.numel():
+        if tensor.layout is torch.strided and is_host(tensor.device) and tensor.numel():
             stretches.append((*_stretch(tensor), number))
     groups: list[list[int]] = []
     end = 0

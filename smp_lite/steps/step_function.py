@@ -7,6 +7,7 @@ from typing import Any
 
 from .. import session as session_module
 from ..errors import SMPError
+from ..record.values.inputs import inputs_here
 from ..record.values.microbatch import Splitter
 from .batch_owner import BatchOwner
 from .step_context import StaticSteps, StepContext
@@ -51,6 +52,7 @@ class StepFunction:
             if session.batch_owner is None:
                 session.batch_owner = BatchOwner(session.world, share)
             bound.arguments = session.batch_owner.settle(bound.arguments)
+        bound.arguments = inputs_here(bound.arguments)
         inputs = self._splitter.split(bound, session.cfg.microbatches)
         is_handed = session.batch_owner is not None and session.batch_owner.hands_over
         context = StepContext(session, inputs, session.steps_run, is_handed_over=is_handed)

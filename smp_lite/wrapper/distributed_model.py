@@ -19,12 +19,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .. import session as session_module
+from ..devices import check_current, is_host
 from ..errors import SMPError
 from ..optim.half.types import half_type
 from ..optim.state.own_parameters import PARTIAL_KEY, OwnParameters
 from ..plan.partition import ModuleCost, Partition
 from ..record.parameters.placement import Placement
 from ..record.state.ambient import refuse_transformations
+from ..record.values.inputs import inputs_here
 from ..runtime.model_runtime import ModelRuntime, ReductionOptions
 from ..smp_v1 import cuda_as_cpu
 from ..steps.step_timeline import StepTimeline
@@ -186,6 +188,8 @@ class DistributedModel(ModelWithState):
                 "the DistributedModel was called outside a function decorated with @smp.step: "
                 "move the call into one (for evaluation too; use model.eval() and torch.no_grad() around it)"
             )
+        check_current()
+        args, kwargs = inputs_here((args, kwargs))
         if self._runtime is None:
             self._partition_now((args, kwargs))
         assert self._outside is not None
@@ -236,6 +240,7 @@ class DistributedModel(ModelWithState):
             SMPError: a parameter trains now that did not when reductions over replicas were set up.
         """
         self.put_away()
+        check_current()
         if self._outside is not None:
             self._outside.settle()
         for name, parameter in self._frozen:
@@ -390,11 +395,12 @@ class DistributedModel(ModelWithState):
     def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
         """A no-op before partition for devices (the library places parameters); dtypes are applied."""
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        here = (self._session.device.type, "cpu", *(["cuda"] if cuda_as_cpu.is_on() else []))
-        if device is not None and device.type not in here:
+        ours = self._session.device
+        names_one = device is not None and not cuda_as_cpu.means_cpu(device) and not is_host(device)
+        if names_one and (device.type != ours.type or device.index not in (None, ours.index)):
             raise SMPError(
-                f"model.to({str(device)!r}): this job runs on {self._session.device.type}; the library "
-                "moves parameters itself, so remove the call"
+                f"model.to({str(device)!r}): this job runs on {ours}; the library moves parameters "
+                "itself, so remove the call"
             )
         if dtype is not None:
             check_cast(

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
+from ..devices import home
 from ..errors import SMPError
 
 __all__ = ["has_lazy_modules", "initialise_lazy_modules"]
@@ -37,7 +38,7 @@ def initialise_lazy_modules(root: nn.Module, args: tuple[Any, ...], kwargs: dict
     lazy = [name for name, module in root.named_modules() if _is_waiting(module)]
     if not lazy:
         return
-    twin = copy.deepcopy(root)
+    twin = copy.deepcopy(root).to(home())
     states = [torch.get_rng_state()]
     for name in lazy:
         _watch(twin.get_submodule(name), states)

@@ -34,6 +34,7 @@ __all__ = [
     "differences_from_plain",
     "gradients_of",
     "make_optimizer",
+    "on",
     "place",
     "plain_run",
     "rolled",
@@ -100,21 +101,32 @@ def rolled(batch: Batch, step_index: int) -> Batch:
 
 
 @cache
-def plain_run(case: Case, num_steps: int = 2, num_samples: int = NUM_SAMPLES) -> list[Snapshot]:
+def plain_run(
+    case: Case,
+    num_steps: int = 2,
+    num_samples: int = NUM_SAMPLES,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  (immutable)
+) -> list[Snapshot]:
     """Plain torch, one process; a snapshot for each step."""
     torch.manual_seed(0)
-    model = case.build()
+    model = case.build().to(device)
     record = case.install_hooks(model) if case.install_hooks else None
     optimizer = make_optimizer(case, model.parameters())
     torch.manual_seed(1)
     snapshots = []
     for step_index in range(num_steps):
         optimizer.zero_grad()
-        done = plain_step(case, model, rolled(case.batch(num_samples), step_index), NUM_MICROBATCHES)
+        batch = on(device, rolled(case.batch(num_samples), step_index))
+        done = plain_step(case, model, batch, NUM_MICROBATCHES)
         gradients = gradients_of(model.named_parameters())
         optimizer.step()
         snapshots.append(snapshot(model, merge_outputs(done.outputs), gradients, record))
     return snapshots
+
+
+def on(device: torch.device, batch: Batch) -> Batch:
+    """The batch of a script that moves it by itself."""
+    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def snapshot(
@@ -216,9 +228,10 @@ def compare(case: Case, placement: str, **options: Any) -> list[Difference]:
 
 def differences_from_plain(case: Case, found: list[Snapshot]) -> list[Difference]:
     """How an undivided batch's run differs from plain torch."""
+    expected = plain_run(case, len(found), device=smp.state.device)
     return [
         difference
-        for step_index, (ours, plain) in enumerate(zip(found, plain_run(case, len(found)), strict=True))
+        for step_index, (ours, plain) in enumerate(zip(found, expected, strict=True))
         for difference in differences(ours, plain, step_index)
     ]
 

@@ -146,7 +146,7 @@ def train_on_rank(where: str, failing_rank: int, wire: str = "mpi") -> tuple[boo
     smp.init()
     state, texts = train(where, failing_rank)
     plain = plain_states(FAILING_STEPS)
-    return all(torch.equal(value, plain[key]) for key, value in state.items()), texts
+    return all(torch.equal(value.cpu(), plain[key]) for key, value in state.items()), texts
 
 
 def train_on_one_replica(where: str, fail_at: int = 1) -> tuple[bool, list[str]]:

@@ -25,7 +25,7 @@ from smp_lite.session import current
 from smp_lite.starting import planning
 from tests.allocated import memory_profile, most_and_left
 
-__all__ = ["JOBS", "Job", "measured_peaks", "planned_memory"]
+__all__ = ["JOBS", "Job", "measured_peaks", "planned_memory", "prepared"]
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ JOBS = {
 }
 
 
-def _prepared(job: Job) -> tuple[Any, Any, tuple[Tensor, ...], Callable[..., Any]]:
+def prepared(job: Job) -> tuple[Any, Any, tuple[Tensor, ...], Callable[..., Any]]:
     """(model, optimizer, batch, step function), in a session."""
     torch.manual_seed(0)
     model = smp.DistributedModel(job.build())
@@ -180,7 +180,7 @@ def planned_memory(name: str, parameters: dict[str, Any]) -> tuple[StageMemory, 
     """What `smp-lite plan` says of the job."""
     with planning(parameters, stop_when_planned):
         smp.init()
-        model, _, batch, step = _prepared(JOBS[name])
+        model, _, batch, step = prepared(JOBS[name])
         try:
             step(model, *batch)
         except PlanReady as ready:
@@ -193,7 +193,7 @@ def measured_peaks(name: str) -> tuple[int, list[int]]:
     torch.set_num_threads(1)
     elsewhere = _held()
     smp.init()
-    model, optimizer, batch, step = _prepared(JOBS[name])
+    model, optimizer, batch, step = prepared(JOBS[name])
     losses = step(model, *batch)
     optimizer.step()
     peaks = []

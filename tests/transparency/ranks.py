@@ -58,7 +58,11 @@ def compare_replicas(
         **model_options,
     )
     plain = replica_runs(
-        case, num_steps=num_steps, optimizer_every=optimizer_every, gradient_scale=gradient_scale
+        case,
+        num_steps=num_steps,
+        optimizer_every=optimizer_every,
+        gradient_scale=gradient_scale,
+        device=smp.state.device,
     )[replica]
     found = []
     for step_index, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):

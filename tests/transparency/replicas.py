@@ -21,6 +21,7 @@ from tests.transparency.comparison import (
     Snapshot,
     gradients_of,
     make_optimizer,
+    on,
     rolled,
     snapshot,
 )
@@ -34,7 +35,12 @@ def half(batch: Batch, replica: int) -> Batch:
 
 
 def replica_runs(
-    case: Case, *, num_steps: int = 2, optimizer_every: int = 1, gradient_scale: float = 1.0
+    case: Case,
+    *,
+    num_steps: int = 2,
+    optimizer_every: int = 1,
+    gradient_scale: float = 1.0,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  (immutable)
 ) -> list[list[Snapshot]]:
     """Snapshots by replica and step; gradients are the averages over both.
 
@@ -43,11 +49,12 @@ def replica_runs(
         num_steps: training steps.
         optimizer_every: gradients of that many steps add up, and are averaged after the last of
         them. gradient_scale: times the mean over microbatches.
+        device: where both train.
     """
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        models.append(case.build())
+        models.append(case.build().to(device))
     optimizers = [make_optimizer(case, model.parameters()) for model in models]
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -60,7 +67,7 @@ def replica_runs(
             torch.set_rng_state(state)
             if step_index % optimizer_every == 0:
                 model.zero_grad()
-            batch = half(rolled(case.batch(2 * NUM_SAMPLES), step_index), replica)
+            batch = on(device, half(rolled(case.batch(2 * NUM_SAMPLES), step_index), replica))
             outputs.append(merge_outputs(_passes(case, model, batch, gradient_scale)))
         state = torch.get_rng_state()
         last = (step_index + 1) % optimizer_every == 0

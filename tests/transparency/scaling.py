@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import smp_lite as smp
 from tests.models import split_batch
-from tests.transparency.comparison import NUM_MICROBATCHES, place
+from tests.transparency.comparison import NUM_MICROBATCHES, on, place
 from tests.transparency.norms import error_of, same
 from tests.transparency.replicas import half
 
@@ -123,10 +123,11 @@ def compare(
     if wrapped:
         optimizer = smp.DistributedOptimizer(optimizer)
     stepped = optimizer.optimizer if inner else optimizer
-    scaler = kind("cpu", **options)
-    plains = [build(frozen) for _ in range(replicas)]
+    device = smp.state.device
+    scaler = kind(device.type, **options)
+    plains = [build(frozen).to(device) for _ in range(replicas)]
     optimizers = [adam(plain.parameters(), fused=fused) for plain in plains]
-    scalers = [torch.amp.GradScaler("cpu", **options) for _ in plains]
+    scalers = [torch.amp.GradScaler(device.type, **options) for _ in plains]
 
     @smp.step
     def train(model: Any, x: Tensor, gains: Tensor) -> Tensor:
@@ -146,7 +147,8 @@ def compare(
         scaler.update()
         for replica, plain in enumerate(plains):
             optimizers[replica].zero_grad()
-            for part in split_batch(half(inputs, replica) if replicas > 1 else inputs, NUM_MICROBATCHES):
+            mine = on(device, half(inputs, replica) if replicas > 1 else inputs)
+            for part in split_batch(mine, NUM_MICROBATCHES):
                 loss = loss_of(plain(part["x"], part["gains"])) / NUM_MICROBATCHES
                 scalers[replica].scale(loss).backward()
         for parameters in zip(*(plain.parameters() for plain in plains)):
@@ -170,7 +172,7 @@ def compare(
         ]
         if step_index == 4 and enabled and reload:
             state = scaler.state_dict()
-            scaler = kind("cpu")
+            scaler = kind(device.type)
             scaler.load_state_dict(state)
     if enabled and not frozen:  # the scale fell in steps 1, 3, 5 and 7, and nowhere else
         assert scales == [1024, 512, 512, 256, 256, 128, 128, 64], scales

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import smp_lite as smp
-from smp_lite.comm.wires import Transfer
+from smp_lite.comm.wires.wire import Transfer
 from smp_lite.record.values.placed import TensorMeta
 from smp_lite.session import current
 from tests.models import Batch

@@ -57,6 +57,7 @@ def test_on_ranks(where: str, failing_rank: int) -> None:
             assert f"the step failed on rank {failing_rank} (stage {failing_rank}) in action" in text
             assert f"{failing_rank}{letter}" in text and "OutOfMemoryError: out of memory, as if" in text
             assert "failing.py" in text
+            assert "what it held:\n  parameters  " in text
     elif where == "recording":
         assert all("the user's own" in text for text in texts[failing_rank])
         assert all(

@@ -140,7 +140,7 @@ def replicas(parameters: dict[str, Any]) -> tuple[list[str], tuple[int, ...]]:
     case = _CASES["tied"]
     replica = smp.dp_rank()
     ours = smp_run(case, num_samples=16, batch_of=lambda batch: half(batch, replica))
-    plain = replica_runs(case, num_steps=2)[replica]
+    plain = replica_runs(case, num_steps=2, device=smp.state.device)[replica]
     wrong = [
         d
         for i, (mine, theirs) in enumerate(zip(ours, plain, strict=True))

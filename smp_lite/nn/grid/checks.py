@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...comm.axis import Axis
+from ...devices import is_host
 from ..one_d.parts import nearest_sizes
 
 __all__ = [
@@ -84,7 +85,7 @@ def check_ids(what: str, ids: torch.Tensor, size: int, allowed: int | None = Non
     wrong = (ids < 0) | (ids >= size)
     if allowed is not None:
         wrong &= ids != allowed
-    if ids.device.type != "cpu":
+    if not is_host(ids.device):
         torch._assert_async(~wrong.any())  # does not wait; the error is the device's own
     elif bool(wrong.any()):
         raise IndexError(f"{what} must be in 0 ... {size - 1}, got {int(ids[wrong][0])}")

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...comm.axis import Axis
+from ...devices import is_host
 from ..layout import ParameterLayout
 from .operations import gather_along, reduce_scatter_along, sum_over_ranks
 from .parts import SplitModule, check_divides, layout_over, next_multiple, shallow_copy, whole
@@ -25,7 +26,7 @@ def check_indices(indices: torch.Tensor, size: int, what: str) -> None:
     if indices.is_meta or isinstance(indices, torch._subclasses.FakeTensor) or not indices.numel():
         return
     good = ((indices >= 0) & (indices < size)).all()
-    if indices.device.type != "cpu":
+    if not is_host(indices.device):
         torch._assert_async(good)
     elif not good:
         wrong = indices[(indices < 0) | (indices >= size)].flatten()[0]

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...record.parameters.away import is_away, root_of
 from ...record.parameters.placement import Placement
+from ...record.values.memory import place_of
 from ...record.values.placed import PlacedTensor
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class OwnParameters:
         return any(find(tensor) is not None for tensor in tensors)
 
 
-def _memory(tensor: torch.Tensor) -> tuple[int, int, torch.dtype] | None:
+def _memory(tensor: torch.Tensor) -> tuple[tuple[int, int], int, torch.dtype] | None:
     """Tells tensors that are all of the same memory; None: it cannot be told."""
     if (
         type(tensor) is PlacedTensor
@@ -154,4 +155,4 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int, torch.dtype] | None:
         or tensor.is_meta
     ):
         return None
-    return (tensor.data_ptr(), tensor.numel(), tensor.dtype) if tensor.numel() else None
+    return (place_of(tensor), tensor.numel(), tensor.dtype) if tensor.numel() else None

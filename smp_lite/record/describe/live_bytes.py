@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...devices import is_host
+
 __all__ = ["LiveBytes"]
 
 _aten = torch.ops.aten
@@ -96,7 +98,7 @@ def _scratch_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
 
 def _blocked(data: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether oneDNN copies the operands; it need not where the kernel has one element."""
-    on_cpu = data.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    on_cpu = is_host(data.device) and torch.backends.mkldnn.is_available()
     return on_cpu and any(length > 1 for length in weight.shape[2:])
 
 

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from ...devices import home
 from ..code.watch import Names
 from ..parameters.tables import plain_table
 from ..state.random_state import kept, python_state
@@ -143,9 +144,8 @@ class MetadataInference:
 
     def _fake_state(self, tensor: torch.Tensor) -> torch.Tensor:
         meta = tensor.smp_meta if type(tensor) is PlacedTensor else TensorMeta.of(tensor)
-        if meta.device.type == "meta":  # a model built without memory is planned as on the CPU
-            meta = meta._replace(device=torch.device("cpu"))
-        fake = self._fake(meta)
+        # Before the partition it may be elsewhere, or have no memory.
+        fake = self._fake(meta._replace(device=home()))
         return nn.Parameter(fake, requires_grad=True) if meta.requires_grad else fake
 
     def _run(

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from ...devices import home, synchronize
+from ..parameters.moving import whole_on
 from .metadata import MetadataInference
 from .tracing import ModuleTrace, run_for_real, trace_model, without_hooks
 
@@ -31,7 +33,7 @@ def measured_trace(
     trace = trace_model(root, args, kwargs, inference)
     begin = time.perf_counter()
     runs: list[dict[str, float]] = []
-    with without_hooks(root):
+    with whole_on(root, home()), without_hooks(root):
         while not runs or (len(runs) < _MOST_RUNS and time.perf_counter() - begin < _QUICK_S):
             with run_for_real(root, args, kwargs):
                 runs.append(_seconds(root, args, kwargs))
@@ -67,6 +69,7 @@ def _seconds(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     def charge() -> None:
         nonlocal clock
+        synchronize()
         now = time.perf_counter()
         found[running[-1]] = found.get(running[-1], 0.0) + now - clock
         clock = now

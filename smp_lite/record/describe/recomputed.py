@@ -101,13 +101,12 @@ def recomputed(
     hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if _keeper is not None and is_outermost:
         hooks = saved_tensors_hooks(_keeper.pack, _keeper.unpack)
-    on_devices = any(tensor.device.type != "cpu" for tensor in tensors)  # whose streams torch looks after
     with hooks:
         return checkpoint(
             function,
             *tensors,
             use_reentrant=False,
-            preserve_rng_state=preserve_rng_state and on_devices,
+            preserve_rng_state=False,  # the streams of the device are among ours
         )
 
 

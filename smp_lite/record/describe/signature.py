@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...devices import home
 from ..parameters.tables import plain_table
 from ..values.calls import ResultMeta
 from ..values.placed import PlacedTensor, TensorMeta
@@ -151,10 +152,14 @@ def token(*parts: object) -> int:
 
 def stable_text(value: object) -> str:
     """Text of an argument without addresses."""
+    if type(value) is torch.device:
+        return value.type  # ranks that do the same have devices of other numbers
+    if type(value) is str and value.partition(":")[0] == home().type:
+        return repr(home().type)
     if type(value) in _PLAIN_SET:
         return repr(value)
     if isinstance(value, torch.Tensor):
-        return str(tuple(tensor_meta(value)))
+        return repr(tensor_meta(value))
     if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
         return f"{value.dtype}{value.shape}{zlib.crc32(value.tobytes())}"
     return type(value).__qualname__

@@ -30,9 +30,11 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...deferred import has_deferred
+from ...devices import home
 from ...errors import SMPError
 from ...plan.checkpoint_groups import group_children
 from ...plan.partition import ModuleCost
+from ..parameters.moving import whole_on
 from ..state.random_state import kept
 from ..values.calls import Arguments
 from ..values.structure import flatten
@@ -135,7 +137,7 @@ def _trace_fake(
 def _trace_real(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleTrace:
     trace = ModuleTrace()
     storages = {p.untyped_storage()._cdata for p in root.parameters()}
-    with run_for_real(root, args, kwargs):
+    with whole_on(root, home()), run_for_real(root, args, kwargs):
         watch = _Watch(root, trace, storages)
         with watch.calls(), watch:
             root(*args, **kwargs)

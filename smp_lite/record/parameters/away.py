@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...devices import home
 from ...errors import SMPError
 from ..state.draws import Draw
 from ..values.calls import Arguments
@@ -66,7 +67,6 @@ _NEEDS_DATA = frozenset(
 _ON_PLACEHOLDER = frozenset(
     ["requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "_use_count"]
 )
-_HOME_DEVICE = torch.device("cpu")
 
 
 class _Away:
@@ -92,7 +92,7 @@ class _Away:
             raise needed(function_name(func), _aways(args, kwargs))
         if name in METADATA_FUNCTIONS or name in _ON_PLACEHOLDER:
             if name == "get_device":
-                return -1
+                return -1 if home().index is None else home().index
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name in ("detach", "cpu"):
@@ -215,11 +215,11 @@ def _attribute(func: Any, args: tuple[Any, ...]) -> Any:
     name = getattr(func.__self__, "__name__", "")
     away = args[0]
     if name == "device":
-        return _HOME_DEVICE
+        return home()
     if name == "is_meta":
         return False
-    if name == "is_cpu":
-        return True
+    if name in ("is_cpu", f"is_{home().type}"):
+        return name == f"is_{home().type}"
     if name == "data":
         return _wrap_like(away)
     if name in METADATA_PROPERTIES:

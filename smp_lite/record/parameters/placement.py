@@ -18,9 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...deferred import is_deferred
+from ...devices import home
 from ...errors import SMPError
 from ..values.placed import PlacedTensor, TensorMeta
 from .away import LOCAL, away_buffer, forget_memory, is_away, note_gradient, send_away
+from .moving import moved
 from .tables import BufferListener, BufferTable, ParameterTable, plain_table
 
 SPLIT = -1
@@ -226,11 +229,38 @@ class Placement:
             parameter = table[own]
             assert parameter is not None
             self._aliases[id(parameter)] = (parameter, full)
+        self._renew_flat_weights()
+
+    def _renew_flat_weights(self) -> None:
         for _, module in self._modules:
             if isinstance(module.__dict__.get("_flat_weights"), list):  # nn.RNNBase's second list
                 module.__dict__["_flat_weights"] = [
                     getattr(module, name, None) for name in module.__dict__["_flat_weights_names"]
                 ]
+
+    def move_here(self) -> None:
+        """What this process holds goes to its device, one after another; what has no memory yet stays."""
+        device = home()
+        for table, own, full in self._entries:
+            parameter = table[own]
+            assert parameter is not None
+            if not _has_memory(parameter) or parameter.device == device:
+                continue
+            table[own] = found = moved(parameter, device)
+            if found is not parameter:
+                LOCAL.pop(id(parameter), None)
+                LOCAL[id(found)] = found  # type: ignore[assignment]
+                self._aliases[id(found)] = (found, full)
+        buffers: dict[int, torch.Tensor] = {}
+        for _, module in self._modules:
+            table = plain_table(module._buffers)
+            for own, buffer in table.items():
+                if buffer is None or not _has_memory(buffer):
+                    continue
+                if id(buffer) not in buffers:
+                    buffers[id(buffer)] = moved(buffer, device)
+                table[own] = buffers[id(buffer)]
+        self._renew_flat_weights()
 
     def is_here(self, module: nn.Module) -> bool:
         """Whether this process plays the stage of the module's own parameters and buffers."""
@@ -371,7 +401,10 @@ def plain_parameters(module: nn.Module) -> dict[str, Any]:
     return module.__dict__["_parameters"]
 
 
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return not (is_away(tensor) or is_deferred(tensor) or tensor.is_meta)
+
+
 def _meta_of(parameter: torch.Tensor) -> TensorMeta:
-    meta = TensorMeta.of(parameter)
-    # A model built without memory is planned as if it were on the CPU.
-    return meta._replace(device=torch.device("cpu")) if meta.device.type == "meta" else meta
+    # Wherever it is now, or without memory yet: it will be on this process's device.
+    return TensorMeta.of(parameter)._replace(device=home())

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...devices import autocast_types
 from ...errors import SMPError
 
 __all__ = ["FUNCTORCH", "Ambient", "refuse_transformations"]
-
-_DEVICE_TYPES = ("cpu", "cuda")
 
 # (getter, setter) of each global switch of torch that changes what kernels compute or which one is taken.
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
@@ -86,7 +85,7 @@ class Ambient(NamedTuple):
         if not read[2] and read == _last[0]:
             return _last[1]
         autocast = tuple(
-            [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICE_TYPES]
+            [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in autocast_types()]
         )
         new = cls(read[0], read[1], autocast, read[4], read[5:], read[3])
         found = _made.setdefault(new, new)
@@ -103,7 +102,7 @@ class Ambient(NamedTuple):
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, (enabled, dtype) in zip(_DEVICE_TYPES, self.autocast, strict=True):
+            for kind, (enabled, dtype) in zip(autocast_types(), self.autocast, strict=True):
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(
                         torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache)

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
+from ...devices import generators, home
 from ..values.calls import Arguments
 from ..values.placed import PlacedTensor, TensorMeta
 
-__all__ = ["Draw", "Draws", "States", "at_states"]
+__all__ = ["Draw", "Draws", "States", "at_states", "default_states"]
 
 States = list[tuple[torch.Generator, torch.Tensor]]
 """Generators, and the state of each before a function draws."""
@@ -39,7 +40,7 @@ class Draw:
         self.spec = arguments.spec
         self.leaves = [_meta(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in arguments.leaves]
         others = [leaf for leaf in arguments.leaves if isinstance(leaf, torch.Generator)]
-        self.generators = [torch.default_generator, *others]
+        self.generators = [*generators(), *others]
         self.states: States = []
 
     def note(self) -> None:
@@ -60,12 +61,12 @@ class Draws:
 
     def __init__(self) -> None:
         self._by_shape: dict[Any, bool] = {}
-        self._expected: torch.Tensor | None = None
+        self._expected: list[torch.Tensor] | None = None
         self.drew_otherwise = False
 
     def begin_step(self) -> None:
         self.drew_otherwise = False
-        self._expected = torch.default_generator.get_state()
+        self._expected = default_states()
 
     def take(self, func: Callable[..., Any], arguments: Arguments, key: Any) -> tuple[Draw, bool]:
         """The draw of a function that stands here, and whether the generators have moved on by it."""
@@ -77,13 +78,14 @@ class Draws:
         moved = self._by_shape[key]
         if moved:
             draw.advance()
-        self._expected = torch.default_generator.get_state()
+        self._expected = default_states()
         return draw, moved
 
     def look(self) -> None:
         """Notices draws of other kinds since the last one taken."""
-        if self._expected is not None and not torch.equal(
-            self._expected, torch.default_generator.get_state()
+        if self._expected is not None and any(
+            not torch.equal(expected, state)
+            for expected, state in zip(self._expected, default_states(), strict=True)
         ):
             self.drew_otherwise = True
 
@@ -91,7 +93,7 @@ class Draws:
         """The generators go on from where the owner's went."""
         for (generator, _), state in zip(draw.states, states, strict=True):
             generator.set_state(state)
-        self._expected = torch.default_generator.get_state()
+        self._expected = default_states()
 
     @staticmethod
     def _try(draw: Draw) -> bool:
@@ -121,10 +123,15 @@ def at_states(states: States) -> Iterator[None]:
             generator.set_state(state)
 
 
+def default_states() -> list[torch.Tensor]:
+    """Of torch's default generators: the CPU's, and the device's."""
+    return [generator.get_state() for generator in generators()]
+
+
 def _meta(tensor: torch.Tensor) -> TensorMeta:
     meta = tensor.smp_meta if type(tensor) is PlacedTensor else TensorMeta.of(tensor)
     # What has no memory here (an away tensor) draws from the generator of where it lives.
-    return meta._replace(device=torch.device("cpu")) if meta.device.type == "meta" else meta
+    return meta._replace(device=home()) if meta.device.type == "meta" else meta
 
 
 def _stand_in(meta: TensorMeta, fill: float | None) -> torch.Tensor:
@@ -137,5 +144,6 @@ def _stand_in(meta: TensorMeta, fill: float | None) -> torch.Tensor:
         return tensor.fill_(1)
     if fill is not None:
         return tensor.fill_(fill)
-    values = torch.linspace(0.05, 0.95, max(meta.num_bytes // meta.dtype.itemsize, 1))
+    length = max(meta.num_bytes // meta.dtype.itemsize, 1)
+    values = torch.linspace(0.05, 0.95, length, device=meta.device)
     return tensor.copy_(values[: tensor.numel()].view(meta.shape)) if tensor.numel() else tensor

@@ -1,4 +1,4 @@
-"""All random streams of the process: torch's, Python's and numpy's, taken and put back."""
+"""All random streams of the process: torch's (its device's too), Python's and numpy's, taken and put back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import torch
+from ...devices import generators
 
 __all__ = ["all_states", "kept", "put_back_states", "python_state", "taken_states"]
 
@@ -28,13 +28,14 @@ def taken_states(*, numpy: bool = True) -> tuple[Any, ...]:
     """Where all streams are, to put back here or in another process."""
     numpy_random = _numpy_random() if numpy else None
     numpy_state = numpy_random.get_state() if numpy_random else None
-    return torch.default_generator.get_state(), random.getstate(), numpy_state
+    return [generator.get_state() for generator in generators()], random.getstate(), numpy_state
 
 
 def put_back_states(states: tuple[Any, ...]) -> None:
     """What :func:`taken_states` has taken; numpy's only where it is loaded on both sides."""
-    torch_state, python_state, numpy_state = states
-    torch.default_generator.set_state(torch_state)
+    torch_states, python_state, numpy_state = states
+    for generator, state in zip(generators(), torch_states, strict=True):
+        generator.set_state(state)
     random.setstate(python_state)
     if numpy_state is not None and (numpy_random := _numpy_random()):
         numpy_random.set_state(numpy_state)
@@ -51,9 +52,9 @@ def python_state() -> tuple[Any, ...]:
 
 def all_states() -> tuple[Any, ...]:
     """Where all streams are, to compare."""
-    state = torch.default_generator.get_state()
+    states = [generator.get_state() for generator in generators()]
     # Not .numpy(): inside a fake run that is a fake array's memory.
-    return (ctypes.string_at(state.data_ptr(), state.nbytes), *python_state())
+    return (*[ctypes.string_at(state.data_ptr(), state.nbytes) for state in states], *python_state())
 
 
 def _numpy_random() -> Any:

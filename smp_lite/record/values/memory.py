@@ -8,13 +8,21 @@ import zlib
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["digest_of", "is_shared", "storage_of", "version_of"]
+from ...devices import is_host
+
+__all__ = ["digest_of", "is_shared", "place_of", "storage_of", "version_of"]
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
     """Identifies the memory of an ordinary tensor."""
     with torch._C.DisableTorchFunction():  # no call of the user's
         return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a dense tensor begins, also on a device of which the host knows no addresses."""
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.element_size()
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
@@ -31,7 +39,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def digest_of(tensor: torch.Tensor) -> int:
     """Of the numbers of an ordinary tensor, which may have changed without a new version; else 0."""
-    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
+    if type(tensor) is not torch.Tensor or not is_host(tensor.device):
         return 0
     # By address: inside a fake run torch would compare fake tensors.
     with (

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ...devices import here
 from ...errors import SMPError
 from .torch_functions import is_metadata
 
@@ -37,12 +38,28 @@ class TensorMeta(NamedTuple):
                 tensor.requires_grad,
             )
 
+    def __repr__(self) -> str:
+        """The same on all ranks, which compare it: their devices differ by their numbers."""
+        return (
+            f"TensorMeta({self.shape}, {self.stride}, {self.dtype}, {self.device.type}, {self.requires_grad})"
+        )
+
+    def __reduce__(self) -> Any:
+        """Of another rank, it is this rank's device that a tensor will be on."""
+        return _received, (*self[:3], self.device.type, self.requires_grad)
+
     @property
     def num_bytes(self) -> int:
         size = self.dtype.itemsize
         for length in self.shape:
             size *= length
         return size
+
+
+def _received(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, kind: str, requires_grad: bool
+) -> TensorMeta:
+    return TensorMeta(shape, stride, dtype, here(kind), requires_grad)
 
 
 class Listener(Protocol):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ...comm.waiting import watchdog_s
+from ...devices import is_host
 from ...errors import SMPError
 from ...record.describe.recomputed import changed_since
 from .store import FileStore, Transfer
@@ -34,7 +35,7 @@ class KeptInput:
         own = self.tensor
         return (
             own is not None
-            and own.data_ptr() == tensor.data_ptr()
+            and own.storage_offset() == tensor.storage_offset()
             and self._form == (tuple(tensor.shape), tensor.stride(), tensor.dtype)
             and own.untyped_storage()._cdata == tensor.untyped_storage()._cdata
             and self.version == tensor._version
@@ -107,7 +108,7 @@ def can_leave(tensor: torch.Tensor) -> bool:
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and not isinstance(tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
+        and is_host(tensor.device)
         and tensor.numel() > 0
         and not tensor.is_inference()
         and not tensor.is_conj()

@@ -19,6 +19,7 @@ from torch import nn
 from ...comm.collectives import Collectives, Pending
 from ...comm.waiting import wait_until
 from ...errors import SMPError, SMPMismatch
+from ...record.values.memory import place_of
 
 _STEPS_MODULO = 1_000_003  # a float32 sum of as many replicas as there are stays exact
 
@@ -188,7 +189,7 @@ class Reducer:
                 device=parts[0].device,
             )
         for view, part in zip(bucket.views(flat), parts, strict=True):
-            if view.data_ptr() != part.data_ptr():
+            if place_of(view) != place_of(part):
                 view.copy_(part)
         bucket.flat = flat
         if self.hook is not None:
@@ -214,7 +215,7 @@ class Reducer:
             result = bucket.future.wait()
             assert bucket.flat is not None
             value = result[0] if isinstance(result, list | tuple) else result
-            if value.data_ptr() != bucket.flat.data_ptr():
+            if place_of(value) != place_of(bucket.flat):
                 bucket.flat.copy_(value)
         bucket.pending = bucket.future = None  # with the memory that they hold
 

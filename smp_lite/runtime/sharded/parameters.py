@@ -26,6 +26,7 @@ from ...comm.layout import sum_of_bits
 from ...errors import SMPError
 from ...nn.guarding import PieceParameter
 from ...nn.layout import ParameterLayout, layout_of, part_of, set_layout
+from ...record.values.memory import place_of
 
 __all__ = ["ShardGroup", "ShardedParameters", "over"]
 
@@ -96,7 +97,7 @@ class ShardGroup:
             if type(parameter) is PieceParameter:
                 parameter.__class__ = nn.Parameter
             piece = self._piece(number)
-            if parameter.data.data_ptr() != piece.data_ptr() or parameter.shape != piece.shape:
+            if place_of(parameter) != place_of(piece) or parameter.shape != piece.shape:
                 # Somebody has given it other data (parameter.data = ...).
                 if parameter.shape != piece.shape or parameter.dtype != piece.dtype:
                     raise SMPError(
@@ -142,7 +143,7 @@ class ShardGroup:
             name
             for number, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True))
             if parameter._version != self._versions[number]
-            or parameter.data_ptr() != self._wholes[number].data_ptr()
+            or place_of(parameter) != place_of(self._wholes[number])
             or tuple(parameter.shape) != self._shapes[number]
             or _digest(self._wholes[number]) != self._digests[number]
         ]

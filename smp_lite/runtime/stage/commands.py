@@ -19,7 +19,7 @@ from ...record.describe.effects import Buffers, Effects, NeedsOpening
 from ...record.parameters.placement import Placement
 from ...record.recording import Command, Recording
 from ...record.state.ambient import Ambient
-from ...record.state.draws import at_states
+from ...record.state.draws import at_states, default_states
 from ...record.state.places import in_force
 from ...record.values.calls import NewTensor
 from ...record.values.placed import TensorMeta, has_attributes
@@ -206,7 +206,7 @@ def _run_for_real(
 ) -> RealRun:
     """Runs a command that was not described, and looks at what it does beside returning a result."""
     module = command.module
-    before = torch.default_generator.get_state()
+    before = default_states()
     try:
         effects = Effects(module, args, kwargs) if module is not None else None
     except NeedsOpening as reason:
@@ -220,7 +220,7 @@ def _run_for_real(
             result = _call(command, args, kwargs)
     except NeedsOpening as reason:
         found = str(reason)
-    drew = not torch.equal(before, torch.default_generator.get_state())
+    drew = any(not torch.equal(a, b) for a, b in zip(before, default_states(), strict=True))
     found = found or effects.found()
     if any(tensor._backward_hooks for tensor, source in zip(tensors, command.sources) if source >= 0):
         found = "puts a hook on the gradient of what it is given"

@@ -13,14 +13,13 @@ ever blocks inside autograd.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from ...comm.wires import Transfer, Wire
+from ...comm.wires.wire import Transfer, Wire
 from ...errors import SMPError
 from ...plan.actions import COMPUTE_KINDS, RECV_KINDS, Action, ActionKind
 from ...plan.segments import Segment
@@ -34,19 +33,12 @@ from .ahead import NOT_RECORDED, NOT_RESUMED, Ahead
 from .commands import CommandRunner, RealRun
 from .cut_gradients import CutGradients
 from .failure import Failure
+from .held import what_is_held
 from .microbatch import MicrobatchState, edge_of
 from .random_streams import RandomStreams
+from .spans import Spans
 
 _NO_SPAN = contextlib.nullcontext()
-
-
-class Span:
-    """When an action ran: ``time.perf_counter`` seconds; waiting comes before ``start_s``."""
-
-    __slots__ = ("action", "end_s", "start_s")
-
-    def __init__(self, action: Action, start_s: float, end_s: float) -> None:
-        self.action, self.start_s, self.end_s = action, start_s, end_s
 
 
 class StageExecutor:
@@ -83,7 +75,7 @@ class StageExecutor:
         self.stage_index = stage_index
         self.wire = wire
         self.states: dict[int, MicrobatchState] = {}
-        self.spans: list[Span] = []
+        self.spans = Spans()
         self.gradient_scale = 1.0
         self.failure: Failure | None = None  # of the last list
         self.error: Exception | None = None
@@ -155,18 +147,19 @@ class StageExecutor:
                         yield waits
                         while not transfer.done():
                             yield waits
+                    if self.spans.are_on_device:
+                        transfer.tensor()  # the device waits for it here, not within the action
                     del transfer  # it holds what has arrived
                 while ahead is not None and not ahead.is_resumed:
                     yield NOT_RESUMED
                 if ahead is not None and ahead.leaves_out(action):
                     continue  # given up while it waited
-                start = time.perf_counter()
                 try:
                     if sharded is not None:
                         yield from sharded.bring()
                     if offload is not None and action.kind in COUNTED_KINDS:
                         yield from offload.bring()
-                    start = time.perf_counter()
+                    begun = self.spans.begin()
                     with _profiler_span(action):
                         self._table[action.kind](action, state)
                     if sharded is not None:
@@ -177,12 +170,14 @@ class StageExecutor:
                 except Exception as error:
                     self.failure = Failure.of(error, self.stage_index, action, self._commands.doing)
                     self.error = error
+                    if isinstance(error, torch.OutOfMemoryError):
+                        self.failure.held = what_is_held(self._placement.root.parameters(), self.states)
                     if self._on_failure is not None:
                         self._on_failure()
                     self._let_go()
                     yield from self._transfers_only(actions[number + 1 :], ahead)
                     break
-                self.spans.append(Span(action, start, time.perf_counter()))
+                self.spans.end(action, begun)
             else:
                 self._table[action.kind](action, state)
         self._let_go()

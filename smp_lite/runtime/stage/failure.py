@@ -30,6 +30,7 @@ class Failure:
         action: during which it happened, such as ``1F2``.
         text: type and message of the error, with the line of the user's code.
         kind: the error's class, pickled; empty if it cannot be.
+        held: what the stage had in memory, where there was too little of it.
         rank: world rank; -1 until it is known.
         time_ns: when, to tell the cause from its consequences.
     """
@@ -38,6 +39,7 @@ class Failure:
     action: str
     text: str
     kind: bytes
+    held: str = ""
     rank: int = -1
     time_ns: int = field(default_factory=time.time_ns)
 
@@ -69,7 +71,7 @@ def step_failure(failures: Sequence[Failure]) -> SMPError:
         f"the step failed on {where} in action {first.action}: {first.text}. Nothing of the step has stayed: "
         "gradients are None, those of earlier steps too, and buffers are as before it. The next step can run"
     )
-    return error_like(first.kind, text)
+    return error_like(first.kind, f"{text}\n{first.held}" if first.held else text)
 
 
 def failure_kind(error: BaseException) -> bytes:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...comm.wires import Transfer
+from ...comm.wires.wire import Transfer
 from ...plan.segments import Segment, SegmentGraph
 from ...record.recording import Recording
 

@@ -497,4 +497,4 @@ class StepRunner:
 
     def spans(self) -> dict[int, list[Any]]:
         """For each stage here, when its forwards and backwards ran in the last step."""
-        return {stage: list(executor.spans) for stage, executor in self.executors.items()}
+        return {stage: executor.spans.all() for stage, executor in self.executors.items()}

@@ -1,0 +1,36 @@
+"""Streams of this process's device beside the one that computes; see :mod:`.devices`."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from .devices import home, is_host, module
+
+__all__ = ["hand_to_current", "side_stream", "within"]
+
+
+def side_stream() -> Any:
+    """A stream beside the one that computes; None: the device has none, and all is done at once."""
+    make = None if is_host(home()) else getattr(module(home()), "Stream", None)
+    return None if make is None else make()
+
+
+def within(stream: Any) -> contextlib.AbstractContextManager[Any]:
+    """Within: what is queued goes to that stream; None: where it always goes."""
+    return contextlib.nullcontext() if stream is None else module(home()).stream(stream)
+
+
+def hand_to_current(tensor: torch.Tensor, ready: Any) -> None:
+    """What the current stream does from now on finds the tensor, which another stream has made.
+
+    Args:
+        tensor: its memory is that other stream's, and stays until this one has used it.
+        ready: an event of the other stream; None: the device has no streams.
+    """
+    if ready is not None:
+        stream = module(home()).current_stream()
+        stream.wait_event(ready)
+        tensor.record_stream(stream)

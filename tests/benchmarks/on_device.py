@@ -1,0 +1,224 @@
+"""Steps and messages on an accelerator: ranks that share one, against one process with the same microbatches.
+
+Two ranks on one device can at best take what one process takes: what they take more the library costs.
+`host` is the time in which a rank's Python had queued the step; while that is shorter than the step, it is
+hidden behind the device's work. Messages: one way, each rank on its device, against a copy within the device.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from rich.console import Group
+from rich.table import Table
+from torch import Tensor
+
+import smp_lite as smp
+from smp_lite.comm.waiting import wait_until
+from smp_lite.record.values.placed import TensorMeta
+from smp_lite.session import current
+from tests.benchmarks.spread import Spread
+from tests.benchmarks.workload import Workload, next_byte_loss
+from tests.harness import DEVICES_VARIABLE, WorldPool
+
+__all__ = ["messages", "set_up", "step_times", "table"]
+
+_NUM_STAGES = 2
+_ROUNDS = 10
+_WARM_UP_STEPS = 3
+_TIMEOUT_S = 300.0
+_WIRES = ("ipc", "mpi")
+_REPEATED = 20
+
+#: Name, number of ranks, parameters.
+_CONTESTANTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("one process", 1, {}),
+    ("ipc", _NUM_STAGES, {"pipeline": "interleaved"}),
+    ("ipc, zero_bubble", _NUM_STAGES, {"pipeline": "zero_bubble"}),
+    ("ipc, static_mode", _NUM_STAGES, {"pipeline": "interleaved", "static_mode": True}),
+    ("mpi", _NUM_STAGES, {"pipeline": "interleaved"}),
+]
+
+_step: Callable[[], Any] | None = None
+
+
+def table(quick: bool) -> Group:
+    """Measures and describes both; with `quick`, on the pretended device where there is no other."""
+    is_pretended = not torch.accelerator.is_available()
+    if is_pretended and not quick:
+        raise SystemExit("there is no accelerator here; --quick runs the same on a pretended one")
+    devices = 1 if is_pretended else 0
+    sizes = [(2048, 16, 1024, 16), (256, 16, 128, 16)] if not quick else [(32, 2, 16, 8)]
+    steps = Table(
+        "workload",
+        "contestant",
+        "step ms",
+        "/ one process",
+        "host ms",
+        "host us / action",
+        "peak MiB by rank",
+    )
+    steps.title = "Steps in bf16, M 8, ranks that share a device: median (quartiles)"
+    for d_model, num_blocks, length, batch_size in sizes:
+        workload = Workload(d_model, num_blocks, length, batch_size, 8)
+        for row in _rows(workload, devices, 2 if quick else _ROUNDS):
+            steps.add_row(str(workload), *row)
+        steps.add_section()
+    return Group(steps, _message_table(devices, 2 if quick else 8))
+
+
+def _rows(workload: Workload, devices: int, num_rounds: int) -> list[list[str]]:
+    found: dict[str, list[list[tuple[float, float]]]] = {name: [] for name, _, _ in _CONTESTANTS}
+    with ExitStack() as stack:
+        pools, facts = {}, {}
+        for name, num_ranks, parameters in _CONTESTANTS:
+            if devices and "static_mode" in parameters:
+                continue  # the pretended device's own Python would have to be replayed
+            pool = pools[name] = WorldPool(num_ranks, keeps_sessions=True, devices=devices)
+            stack.callback(pool.close)
+            kwargs = {"name": name, "workload": workload, "parameters": parameters}
+            facts[name] = pool.run(f"{__name__}:set_up", kwargs, None, _TIMEOUT_S)
+        for turn in range(num_rounds):
+            names = list(pools)
+            first = turn % len(names)
+            for name in (*names[first:], *names[:first]):
+                found[name].append(pools[name].run(f"{__name__}:step_times", {}, None, _TIMEOUT_S))
+    alone = [max(step for step, _ in ranks) for ranks in found["one process"]]
+    rows = []
+    for name in pools:
+        steps = [max(step for step, _ in ranks) for ranks in found[name]]
+        hosts = [max(host for _, host in ranks) for ranks in found[name]]
+        ratio = Spread.of([mine / other for mine, other in zip(steps, alone, strict=True)])
+        num_actions = max(count for count, _ in facts[name])
+        each = f"{statistics.median(hosts) / num_actions * 1e6:.0f}" if num_actions else ""
+        peaks = ", ".join(f"{peak / 2**20:.0f}" for _, peak in facts[name])
+        texts = [Spread.of(steps).text(1e-3), ratio.text(digits=3), Spread.of(hosts).text(1e-3), each, peaks]
+        rows.append([name, *texts])
+    return rows
+
+
+def set_up(name: str, workload: Workload, parameters: dict[str, Any]) -> tuple[int, int]:
+    """Runs in every rank; returns the number of actions of a step, and the device's peak in bytes."""
+    global _step
+    torch.set_num_threads(1)
+    runner: Any = None
+    tokens, targets = workload.batch()
+    if name == "one process":
+        device = torch.accelerator.current_accelerator()
+        model = workload.model().to(device, torch.bfloat16)
+        parts = [
+            (x.to(device), y.to(device))
+            for x, y in zip(*(t.chunk(workload.num_microbatches) for t in (tokens, targets)), strict=True)
+        ]
+
+        def run() -> None:
+            model.zero_grad()
+            for x, y in parts:
+                (next_byte_loss(model(x), y) / len(parts)).backward()
+
+    else:
+        os.environ["SMP_LITE_WIRE"] = name.split(",", maxsplit=1)[0]
+        smp.init({**workload.parameters(_NUM_STAGES, "interleaved"), **parameters})
+        wrapped = workload.distributed(_NUM_STAGES)
+        wrapped.to(torch.bfloat16)
+
+        @smp.step
+        def step(model: smp.DistributedModel, tokens: Tensor, targets: Tensor) -> Tensor:
+            loss = next_byte_loss(model(tokens), targets)
+            model.backward(loss)
+            return loss
+
+        def run() -> None:
+            wrapped.zero_grad()
+            step(wrapped, tokens, targets)
+
+    _step = run
+    for _ in range(_WARM_UP_STEPS):
+        run()
+    torch.accelerator.synchronize()
+    if name != "one process":
+        runner = wrapped.runtime
+    count = 0 if runner is None else sum(len(spans) for spans in runner.runner.spans().values())
+    peak = getattr(torch.accelerator, "max_memory_allocated", lambda: 0)
+    return count, 0 if os.environ.get(DEVICES_VARIABLE) else peak()
+
+
+def step_times() -> tuple[float, float]:
+    """Seconds of a step, and until it was queued."""
+    assert _step is not None
+    MPI.COMM_WORLD.Barrier()
+    torch.accelerator.synchronize()
+    start = time.perf_counter()
+    _step()
+    queued = time.perf_counter()
+    torch.accelerator.synchronize()
+    return time.perf_counter() - start, queued - start
+
+
+def _message_table(devices: int, num_rounds: int) -> Table:
+    result = Table("bytes", *(f"{wire} us" for wire in _WIRES), "copy us", *(f"{w} / copy" for w in _WIRES))
+    result.title = "Messages between two ranks on one device, one way: median"
+    sizes = [64, 1 << 16, 1 << 20] + ([] if devices else [1 << 24, 1 << 28])
+    times: dict[str, list[dict[int, tuple[float, float]]]] = {wire: [] for wire in _WIRES}
+    with ExitStack() as stack:
+        pools = {}
+        for wire in _WIRES:
+            pools[wire] = WorldPool(2, keeps_sessions=True, devices=devices)
+            stack.callback(pools[wire].close)
+        for _ in range(num_rounds):
+            for wire in _WIRES:
+                kwargs = {"kind": wire, "sizes": sizes}
+                ranks = pools[wire].run(f"{__name__}:messages", kwargs, None, _TIMEOUT_S)
+                times[wire].append(ranks[0])
+    for size in sizes:
+        took = [statistics.median([found[size][0] for found in times[wire]]) for wire in _WIRES]
+        copy = statistics.median([found[size][1] for wire in _WIRES for found in times[wire]])
+        texts = [f"{each * 1e6:.1f}" for each in (*took, copy)]
+        result.add_row(str(size), *texts, *(f"{each / copy:.2f}" for each in took))
+    return result
+
+
+def messages(kind: str, sizes: list[int]) -> dict[int, tuple[float, float]]:
+    """For each size: seconds one way, of many in a row, and of a copy within the device."""
+    os.environ["SMP_LITE_WIRE"] = kind
+    if not smp.is_initialized():
+        smp.init({"partitions": 2})
+    session = current()
+    wire = session.wire()
+    assert wire is not None
+    mine, peer = smp.pp_rank(), 1 - smp.pp_rank()
+    found = {}
+    for size in sizes:
+        tensor = torch.zeros(size, dtype=torch.uint8, device=session.device)
+        meta, target = TensorMeta.of(tensor), torch.empty_like(tensor)
+
+        def there_and_back(meta: TensorMeta = meta, tensor: torch.Tensor = tensor) -> None:
+            for sender in (0, 1):
+                transfer = wire.send(tensor, meta, peer) if sender == mine else wire.receive(meta, peer)
+                wait_until(transfer.done, lambda: "the ping-pong")
+                if sender != mine:
+                    transfer.tensor()
+
+        found[size] = (
+            _each_s(there_and_back) / 2,
+            _each_s(lambda target=target, tensor=tensor: target.copy_(tensor)),
+        )
+    return found
+
+
+def _each_s(run: Callable[[], Any]) -> float:
+    run()
+    MPI.COMM_WORLD.Barrier()
+    torch.accelerator.synchronize()
+    start = time.perf_counter()
+    for _ in range(_REPEATED):
+        run()
+    torch.accelerator.synchronize()
+    return (time.perf_counter() - start) / _REPEATED

@@ -1,0 +1,119 @@
+"""The library on GPUs, by ranks that share one if there are no more (`make test-gpu`).
+
+On one GPU the operations of a model are the same in one process and over stages, so differences of float32
+come from sums that cuBLAS and atomics make in another order; 1e-6 relative is allowed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import REAL, run_distributed
+from tests.models import CASES
+from tests.transparency.planned_peaks import JOBS, planned_memory
+from tests.transparency.strides import layouts
+from tests.transparency.test_on_device import NOT_OF_A_DEVICE
+from tests.transparency.test_strides import CHANGED
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+
+OWN = "tests.gpu.cases"
+TOLERANCE = 1e-6
+NAMES = [
+    name
+    for name, case in CASES.items()
+    if case.available and not case.random_in_blocks and name not in NOT_OF_A_DEVICE
+]
+ZIGZAG = {"auto_partition": False, "default_partition": 0}
+TWO: dict[str, Any] = {"partitions": 2, "microbatches": 4}
+
+
+def run(function: str, ranks: int = 2, parameters: dict[str, Any] = TWO, **kwargs: Any) -> list[Any]:
+    function = function if ":" in function else f"{OWN}:{function}"
+    return run_distributed(
+        function, ranks, devices=REAL, parameters=parameters, kwargs=kwargs, timeout_s=180.0
+    )
+
+
+def check(name: str, ranks: int, wire: str, **parameters: Any) -> None:
+    given = {**TWO, "partitions": ranks, **ZIGZAG, **parameters}
+    found = run("compare_case", ranks, given, name=name, placement="zigzag", wire=wire, tolerance=TOLERANCE)
+    assert found == [[]] * ranks
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_models(name: str) -> None:
+    check(name, 2, "ipc")
+
+
+@pytest.mark.parametrize("name", ["gpt_tied", "unet", "complex64"])
+def test_through_the_hosts_memory(name: str) -> None:
+    check(name, 2, "mpi")
+
+
+@pytest.mark.parametrize("name", ["gpt_tied", "encoder_decoder", "reuse"])
+@pytest.mark.parametrize("pipeline", ["simple", "interleaved", "zero_bubble"])
+def test_four_ranks(name: str, pipeline: str) -> None:
+    check(name, 4, "ipc", pipeline=pipeline)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank")
+@pytest.mark.parametrize("name", ["gpt_tied", "unet", "complex64"])
+def test_over_nccl(name: str) -> None:
+    check(name, 2, "nccl", ddp=True)
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt_tied", "batchnorm", "unused", "data_branch"])
+def test_replicas(name: str) -> None:
+    found = run("tests.transparency.ranks:compare_replicas", 4, {**TWO, "ddp": True}, name=name)
+    assert [wrong for _, wrong, _ in found] == [[]] * 4
+
+
+def test_every_layout_arrives() -> None:
+    _, found = run("tests.transparency.wires_on_device:mapped")
+    for name, tensor in layouts().items():
+        arrived, stride = found[name]
+        assert torch.equal(arrived, tensor), name
+        expected = tensor.stride() if name == "negated" else CHANGED.get(name, tensor.stride())
+        assert stride == expected, name
+
+
+def test_what_is_sent_stays_until_it_is_read() -> None:
+    found = run("tests.transparency.wires_on_device:freed_early")
+    assert found == [[0.0, 1.0, 2.0, 3.0]] * 2
+
+
+def test_spans_are_those_of_the_device() -> None:
+    for own in run("tests.transparency.wires_on_device:spans"):
+        ends = [0.0]
+        for _, start_s, end_s in own:
+            assert ends[-1] <= start_s < end_s
+            ends.append(end_s)
+
+
+def test_nothing_in_a_step_waits_for_the_gpu() -> None:
+    for device, waits in run("synchronisations", wire="ipc"):
+        assert device.startswith("cuda:")
+        assert waits == []
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_out_of_memory_is_one_error_and_the_next_step_works(failing_rank: int) -> None:
+    found = run("out_of_memory", failing_rank=failing_rank)
+    assert found[0] == found[1]
+    text, losses = found[0]
+    assert f"the step failed on rank {failing_rank}" in text
+    assert "allocated in all" in text
+    assert len(losses) == 3 and losses[0] == losses[1] == losses[2]
+
+
+@pytest.mark.parametrize("name", sorted(JOBS))
+@pytest.mark.parametrize("pipeline", ["interleaved", "zero_bubble"])
+def test_peaks_are_the_planned_ones(name: str, pipeline: str) -> None:
+    parameters = {**TWO, "pipeline": pipeline}
+    planned = planned_memory(name, parameters)
+    for stage, peak in run("peaks", 2, parameters, name=name):
+        assert abs(planned[stage].total / peak - 1) <= 0.05, planned[stage].when
