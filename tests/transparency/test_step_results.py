@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -173,12 +174,27 @@ def test_evaluation(name: str, inference: bool, open_session: OpenSession) -> No
         with torch.inference_mode(inference):
             return case.loss_of(case.forward_loss(model, batch))
 
-    with torch.inference_mode(inference):  # as a loader makes them that is read there
-        batches = [rolled(case.batch(8), step_index) for step_index in range(2)]
+    batches = [rolled(case.batch(8), step_index) for step_index in range(2)]
     assert_rounds_equal(
         case.build,
         [Round(evaluate, batch, before=torch.nn.Module.eval, no_grad=True) for batch in batches],
     )
+
+
+def test_batches_made_in_inference_mode(open_session: OpenSession) -> None:
+    """As by a loader that is read there; the model is partitioned by one, and trains afterwards."""
+    open_session(2)
+    plain = Chain()
+    model = smp.DistributedModel(copy.deepcopy(plain))
+
+    @smp.step
+    def evaluate(model: Any, x: Tensor) -> Tensor:
+        return model(x)
+
+    for step_index in range(3):
+        with torch.inference_mode():
+            x = regression_batch(8)["x"] + step_index
+            assert torch.equal(evaluate(model, x).concat(), torch.cat([plain(part) for part in x.chunk(4)]))
 
 
 def test_only_forward_schedule(open_session: OpenSession) -> None:
