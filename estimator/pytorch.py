@@ -36,7 +36,7 @@ LOCAL_IMAGE = "smp-lite-local"
 class PyTorch(StrictJob, sagemaker.pytorch.PyTorch):
     """``sagemaker.pytorch.PyTorch`` whose `distribution` is checked whole, and which can dry-run.
 
-    With ``instance_type="local"`` (or "local_gpu", which says the same here) the session defaults to
+    With ``instance_type="local"``, or "local_gpu" for the GPUs of this machine, the session defaults to
     `LocalMPISession`, and versions may be left out.
 
     Args:
@@ -44,6 +44,8 @@ class PyTorch(StrictJob, sagemaker.pytorch.PyTorch):
         distribution: as the SDK's; `parameters` may be the path of a JSON file.
         ship_package: send smp_lite with the source. If image_uri is given and model parallelism is on,
             the container also starts with smp_lite's own entry point. False leaves both to the image.
+
+    Warns where the instance type has more GPUs than the job has ranks for them.
 
     Raises:
         ConfigError: for a distribution that the launch would refuse; at `fit` also for a source that
@@ -69,10 +71,10 @@ class PyTorch(StrictJob, sagemaker.pytorch.PyTorch):
                 session = kwargs["sagemaker_session"] = LocalMPISession()
             if image_uri is None and isinstance(session, LocalMPISession):
                 image_uri = LOCAL_IMAGE
-        region = None if session is None else session.boto_region_name
         local = session is not None and session.local_mode
         check_distribution(
-            distribution, **hosts_of(instance_type, kwargs.get("instance_count"), local, region)
+            distribution,
+            **hosts_of(instance_type, kwargs.get("instance_count"), local, kwargs.get("environment")),
         )
         self.ship_package = ship_package
         super().__init__(

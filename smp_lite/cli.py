@@ -138,6 +138,12 @@ def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--processes-per-host", type=int, required=True, metavar="M", help="how many ranks on each machine"
     )
+    parser.add_argument(
+        "--gpus-per-host", type=int, default=0, metavar="G", help="how many GPUs on each machine (default 0)"
+    )
+    parser.add_argument(
+        "--share-gpus", action="store_true", help="allow more ranks than GPUs on a machine; they share"
+    )
     parser.add_argument("--name", help="name of the job (default: made from that of the script)")
     parser.add_argument(
         "--time", metavar="LIMIT", help="longest run as Slurm writes it: minutes, H:MM:SS or D-HH:MM:SS"
@@ -247,6 +253,8 @@ def _launch(args: argparse.Namespace) -> str:
         module=args.module,
         parameters=None if args.parameters is None else _read_parameters(args.parameters),
         time_limit=args.time,
+        gpus_per_host=args.gpus_per_host,
+        share_gpus=args.share_gpus,
     )
     if args.on == "slurm":
         from smp_lite.entrypoints.clusters.slurm_script import slurm_script

@@ -41,6 +41,8 @@ class ClusterJob:
     parameters: the SMP parameters; None leaves them to what the script gives to `smp.init`.
     time_limit: longest run, in Slurm's notation ("90", "90:00", "1:30:00" and "0-1:30" are all one hour
         and a half); None for the cluster's own limit.
+    gpus_per_host: GPUs to ask for on each host; 0 for a job on processors.
+    share_gpus: whether more ranks than GPUs may be on a host.
     """
 
     name: str
@@ -51,11 +53,14 @@ class ClusterJob:
     module: bool = False
     parameters: Mapping[str, Any] | None = None
     time_limit: str | None = None
+    gpus_per_host: int = 0
+    share_gpus: bool = False
 
     def __post_init__(self) -> None:
         for what, count in (("hosts", self.hosts), ("processes_per_host", self.processes_per_host)):
             if count < 1:
                 raise ValueError(f"{what} must be at least 1, got {count}")
+        self._check_gpus()
         if not self.script or self.script.startswith("-"):
             raise ValueError(
                 f"script {self.script!r} would be taken for an option of python: name a file or module"
@@ -70,6 +75,17 @@ class ClusterJob:
             _seconds(self.time_limit)
         if self.parameters is not None:
             Config.from_parameters(self.parameters).check_world_size(self.num_ranks)
+
+    def _check_gpus(self) -> None:
+        if self.gpus_per_host < 0:
+            raise ValueError(f"gpus_per_host must be 0 or more, got {self.gpus_per_host}")
+        if 0 < self.gpus_per_host < self.processes_per_host and not self.share_gpus:
+            raise ValueError(
+                f"processes_per_host is {self.processes_per_host}, but gpus_per_host {self.gpus_per_host}, "
+                "and each rank needs a GPU: ask for as many GPUs, or use --share-gpus"
+            )
+        if self.share_gpus and self.gpus_per_host == 0:
+            raise ValueError("--share-gpus, but gpus_per_host is 0: say how many with --gpus-per-host")
 
     @property
     def num_ranks(self) -> int:
@@ -86,6 +102,13 @@ class ClusterJob:
     def parameters_json(self) -> str | None:
         """The value of the parameters variable."""
         return None if self.parameters is None else json.dumps(self.parameters)
+
+    @property
+    def gpu_environment(self) -> dict[str, str]:
+        """Variables that let the ranks use the GPUs; `container.gpus` says what they mean."""
+        if not self.gpus_per_host:
+            return {}
+        return {"SMP_LITE_DEVICE": "cuda", **({"SMP_LITE_SHARE_GPUS": "1"} if self.share_gpus else {})}
 
     @property
     def time_limit_s(self) -> int | None:

@@ -13,6 +13,10 @@ Why these fields:
 * `launcherCreationPolicy`: a launcher that starts before its workers cannot resolve their names, and fails.
 * `backoffLimit: 0`: a failed run is not started again by itself, so that its first failure is its last word.
 * `requests`: one CPU for each rank, for the scheduler to spread the workers by.
+* `limits` of `nvidia.com/gpu`: the resource of NVIDIA's device plugin. Kubernetes takes GPUs as limits only,
+  and the request is the same then.
+* `/dev/shm` in memory, where there are GPUs: NCCL exchanges data between ranks of a host there, and a
+  container's own has 64 MiB.
 
 No shell is involved, but Kubernetes itself replaces `$(NAME)` in arguments and values, and reads `$$` as
 `$`: each dollar sign is doubled. User text is always quoted, since YAML readers disagree on whether a bare
@@ -35,6 +39,7 @@ __all__ = ["kubernetes_manifest"]
 _DNS_LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _LONGEST_LABEL = 63
 _HOST_FILE = "/etc/mpi/hostfile"  # where the operator mounts it
+_SHARED_MEMORY = "shared-memory"
 
 
 def kubernetes_manifest(job: ClusterJob, *, image: str) -> str:
@@ -53,6 +58,9 @@ def kubernetes_manifest(job: ClusterJob, *, image: str) -> str:
         "image": _Quoted(image),
         "resources": {"requests": {"cpu": _Quoted(job.processes_per_host)}},
     }
+    if job.gpus_per_host:
+        workers["resources"]["limits"] = {"nvidia.com/gpu": _Quoted(job.gpus_per_host)}
+        workers["volumeMounts"] = [{"name": _SHARED_MEMORY, "mountPath": "/dev/shm"}]
     manifest = {
         "apiVersion": "kubeflow.org/v2beta1",
         "kind": "MPIJob",
@@ -64,7 +72,7 @@ def kubernetes_manifest(job: ClusterJob, *, image: str) -> str:
             "runPolicy": run_policy,
             "mpiReplicaSpecs": {
                 "Launcher": _replicas(1, _launcher(job, image)),
-                "Worker": _replicas(job.hosts, workers),
+                "Worker": _replicas(job.hosts, workers, shared_memory=job.gpus_per_host > 0),
             },
         },
     }
@@ -72,7 +80,7 @@ def kubernetes_manifest(job: ClusterJob, *, image: str) -> str:
 
 
 def _launcher(job: ClusterJob, image: str) -> dict[str, Any]:
-    environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **job.gpu_environment}
     if job.parameters_json is not None:
         environment[PARAMETERS_VARIABLE] = job.parameters_json
     options = ["--allow-run-as-root", "--hostfile", _HOST_FILE, "-np", str(job.num_ranks)]
@@ -88,12 +96,11 @@ def _launcher(job: ClusterJob, image: str) -> dict[str, Any]:
     }
 
 
-def _replicas(count: int, container: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "replicas": count,
-        "restartPolicy": "Never",
-        "template": {"spec": {"containers": [container]}},
-    }
+def _replicas(count: int, container: dict[str, Any], *, shared_memory: bool = False) -> dict[str, Any]:
+    pod: dict[str, Any] = {"containers": [container]}
+    if shared_memory:
+        pod["volumes"] = [{"name": _SHARED_MEMORY, "emptyDir": {"medium": "Memory"}}]
+    return {"replicas": count, "restartPolicy": "Never", "template": {"spec": pod}}
 
 
 def _check_name(job: ClusterJob) -> None:

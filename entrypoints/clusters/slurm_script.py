@@ -1,7 +1,7 @@
 """A batch script for Slurm: `smp-lite launch --on slurm`.
 
 Options of `sbatch` that are not written here may be given to `sbatch` itself, whose command line wins
-over the script: `sbatch --account=me --cpus-per-task=8 --gpus-per-node=4 job.sh`.
+over the script: `sbatch --account=me --cpus-per-task=8 job.sh`.
 
 Why these lines:
 
@@ -11,6 +11,9 @@ Why these lines:
 * MASTER_ADDR and MASTER_PORT: where ranks meet on a Slurm without PMIx (`srun --mpi=none`, the ranks then
   being Slurm's). MPI does not look at them. Ports from 20000 are neither reserved nor handed out to
   clients by Linux (from 32768), and two jobs that share a node differ in their ids.
+* `--gpus-per-node`, and not `--gpus-per-task`: under that, each rank sees one GPU alone, called 0, while
+  ranks choose theirs by their number on the host; and a GPU that is hidden cannot be reached directly.
+* SMP_LITE_DEVICE: what the runtime computes on, unless it was set where `sbatch` was called.
 * `--signal`: Slurm tells the ranks that time runs out, and `smp.should_stop()` tells the script. Before
   `smp.init` that signal kills, so there is none in jobs so short that it could come that early.
 """
@@ -43,6 +46,8 @@ def slurm_script(job: ClusterJob, *, partition: str | None = None) -> str:
         "nodes": job.hosts,
         "ntasks-per-node": job.processes_per_host,
     }
+    if job.gpus_per_host:
+        options["gpus-per-node"] = job.gpus_per_host
     if partition is not None:
         options["partition"] = _word("partition", partition)
     if job.time_limit_s is not None:
@@ -50,6 +55,7 @@ def slurm_script(job: ClusterJob, *, partition: str | None = None) -> str:
         if job.time_limit_s > _SHORT_S:
             options["signal"] = f"USR1@{_NOTICE_S}"
     exports = ["export PYTHONUNBUFFERED=1"]
+    exports += [f'export {name}="${{{name}:-{value}}}"' for name, value in job.gpu_environment.items()]
     if job.parameters_json is not None:
         exports.append(f"export {PARAMETERS_VARIABLE}={shlex.quote(job.parameters_json)}")
     lines = "\n".join(f"#SBATCH --{name}={value}" for name, value in options.items())

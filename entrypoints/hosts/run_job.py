@@ -13,11 +13,19 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from smp_lite.config import Config
 
 from ..container.environment import container_environment, script_arguments
+from ..container.gpus import (
+    check_ranks_per_host,
+    count_gpus,
+    gpus_for_ranks,
+    idle_gpus,
+    shares_gpus,
+)
 from ..container.job import Job
 from ..container.source_code import fetch_source, install_requirements
 from ..container.start_checks import check_start
@@ -43,6 +51,20 @@ _MASTER_PORT = "7777"
 """What AWS's PyTorch images tell torch.distributed."""
 
 
+@dataclass(frozen=True)
+class _Ranks:
+    """The ranks of a host.
+
+    per_host: number of them.
+    gpus_of_host: GPUs that the script is told of.
+    uses_gpus: whether the ranks compute on them.
+    """
+
+    per_host: int
+    gpus_of_host: int
+    uses_gpus: bool
+
+
 def run_job(root: Path, meeting_place: Path | None) -> Ending:
     """Run this host's part of the job under `root`.
 
@@ -63,22 +85,20 @@ def run_job(root: Path, meeting_place: Path | None) -> Ending:
     meeting = MeetingPlace(meeting_place, job.hosts) if meeting_place is not None else None
     try:
         check_start(job)
-        processes = _processes_per_host(job)
-        host = _prepare(job, apart=meeting is not None)
+        ranks = _ranks(job, one_machine=meeting is not None)
+        host = _prepare(job, ranks, apart=meeting is not None)
     except Exception as error:
         if meeting is not None:
             meeting.announce_failure(job.current_host, str(error))
         raise
     if key is not None:
-        return _run_on_network(job, processes, host, key, limit_s)
+        return _run_on_network(job, ranks, host, key, limit_s)
     if meeting is not None and len(job.hosts) > 1:
-        return _run_on_one_machine(job, processes, host, meeting, limit_s)
-    return _launch(job, processes, host.environment)
+        return _run_on_one_machine(job, ranks, host, meeting, limit_s)
+    return _launch(job, ranks, host.environment)
 
 
-def _run_on_one_machine(
-    job: Job, processes: int, host: Host, meeting: MeetingPlace, limit_s: float
-) -> Ending:
+def _run_on_one_machine(job: Job, ranks: _Ranks, host: Host, meeting: MeetingPlace, limit_s: float) -> Ending:
     meeting.announce(host)
     if not job.is_first_host:
         code = meeting.wait_for_outcome(limit_s)
@@ -87,20 +107,20 @@ def _run_on_one_machine(
     try:
         hosts = meeting.wait_for_all(limit_s)
         file = Path(job.root) / "hosts.json"
-        write_hosts(file, hosts, processes)
+        write_hosts(file, hosts, ranks.per_host)
         environment = {**host.environment, HOSTS_VARIABLE: str(file)}
-        ending = _launch(job, processes, environment, num_ranks=processes * len(hosts), one_machine=True)
+        ending = _launch(job, ranks, environment, one_machine=True)
         return ending
     finally:
         meeting.announce_outcome(ending.exit_code)
 
 
-def _run_on_network(job: Job, processes: int, host: Host, key: bytes, limit_s: float) -> Ending:
+def _run_on_network(job: Job, ranks: _Ranks, host: Host, key: bytes, limit_s: float) -> Ending:
     port = _port()
     if not job.is_first_host:
-        first_rank = job.hosts.index(job.current_host) * processes
+        first_rank = job.hosts.index(job.current_host) * ranks.per_host
         return run_worker_host(
-            ranks=range(first_rank, first_rank + processes),
+            ranks=range(first_rank, first_rank + ranks.per_host),
             first_host=job.first_host,
             daemon=find_daemon(find_mpirun()),
             environment=host.environment,
@@ -114,13 +134,13 @@ def _run_on_network(job: Job, processes: int, host: Host, key: bytes, limit_s: f
     try:
         with tempfile.TemporaryDirectory(prefix="smp-lite-") as directory:
             agent = write_agent(Path(directory), key, port)
-            ending = _launch(job, processes, host.environment, agent=str(agent), remote=others)
+            ending = _launch(job, ranks, host.environment, agent=str(agent), remote=others)
         return ending
     finally:
         others.end(ending.exit_code)
 
 
-def _prepare(job: Job, *, apart: bool) -> Host:
+def _prepare(job: Job, ranks: _Ranks, *, apart: bool) -> Host:
     """Bring this host's code and folders into place."""
     root = Path(job.root)
     code = Path(job.code_dir)
@@ -133,7 +153,7 @@ def _prepare(job: Job, *, apart: bool) -> Host:
     install_requirements(code, apart=packages if apart else None)
     for directory in (job.model_dir, job.output_data_dir):
         Path(directory).mkdir(parents=True, exist_ok=True)
-    environment = container_environment(job, num_cpus=os.cpu_count() or 1, num_gpus=_num_gpus())
+    environment = container_environment(job, num_cpus=os.cpu_count() or 1, num_gpus=ranks.gpus_of_host)
     paths = [str(code), str(packages)] if apart else [str(code)]
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     if not apart:
@@ -141,35 +161,44 @@ def _prepare(job: Job, *, apart: bool) -> Host:
     return Host(job.current_host, environment, str(code), os.getpid())
 
 
-def _processes_per_host(job: Job) -> int:
-    """How many ranks each host runs; checks the parameters against all of them.
+def _ranks(job: Job, *, one_machine: bool) -> _Ranks:
+    """Settle the ranks of this host; checks the parameters against those of all hosts.
 
     Raises:
-        ValueError: a parameter is wrong (ConfigError), or the ranks do not fit them.
+        ValueError: a parameter is wrong (ConfigError), or the ranks do not fit them or the GPUs.
     """
+    found = count_gpus(os.environ)
+    gpus = gpus_for_ranks(job.instance_type, os.environ, one_machine=one_machine, found=found)
+    gpus_of_host = gpus if one_machine else found
     if not job.mpi_enabled:
-        return 1
-    processes = job.processes_per_host or _num_gpus() or 1
+        return _Ranks(1, gpus_of_host, uses_gpus=gpus > 0)
+    hosts_here = len(job.hosts) if one_machine else 1
+    # As AWS's launcher counts: by the GPUs that there are, also where the ranks do not compute on them.
+    processes = job.processes_per_host or gpus_of_host // hosts_here or 1
+    where = "this machine" if one_machine else f"host {job.current_host}"
+    check_ranks_per_host(processes, gpus, where=where, share=shares_gpus(os.environ), hosts=hosts_here)
     if job.mp_parameters is not None:
         Config.from_parameters(job.mp_parameters).check_world_size(processes * len(job.hosts))
-    return processes
+    idle = idle_gpus(processes, gpus, where=where, hosts=hosts_here)
+    if idle is not None and job.is_first_host:
+        print(f"smp-lite: {idle}", file=sys.stderr, flush=True)
+    return _Ranks(processes, gpus_of_host, uses_gpus=gpus > 0)
 
 
 def _launch(
     job: Job,
-    processes: int,
+    ranks: _Ranks,
     environment: Mapping[str, str],
     *,
-    num_ranks: int | None = None,
     one_machine: bool = False,
     agent: str | None = None,
     remote: RemoteRanks | None = None,
 ) -> Ending:
-    """Start the ranks of all hosts and stay with them; `num_ranks` of them are on this machine."""
+    """Start the ranks of all hosts and stay with them."""
     mpirun = find_mpirun()
     plan = plan_job(
         job,
-        processes_per_host=processes,
+        processes_per_host=ranks.per_host,
         mpirun=mpirun,
         mpi_version=installed_version(mpirun),
         python=sys.executable,
@@ -178,23 +207,16 @@ def _launch(
         is_root=os.geteuid() == 0,
         agent=agent,
         one_machine=one_machine,
+        uses_gpus=ranks.uses_gpus,
     )
     os.chdir(job.code_dir)
     return run_local(
         plan,
-        num_ranks or processes,
+        ranks.per_host * (len(job.hosts) if one_machine else 1),
         {**os.environ, **environment},
         grace_s=_seconds(GRACE_VARIABLE, _GRACE_S),
         remote=remote,
     )
-
-
-def _num_gpus() -> int:
-    """GPUs that this host's ranks could use."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() and name.strip() != "-1"])
-    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
 
 
 def _port() -> int:

@@ -34,30 +34,13 @@ from typing import Any
 from smp_lite.config import PARAMETERS_VARIABLE
 from smp_lite.smp_v1.before_script import CUDA_AS_CPU_VARIABLE
 
+from ..container.gpus import DEVICE_VARIABLE
 from ..container.job import Job
+from .fabric import fabric_environment
 from .options import MpiOption, export, flag, mca, merge_options, parse_options
 from .rank_command import rank_command
 
 __all__ = ["LaunchPlan", "plan_job", "plan_launch", "plan_mpirun"]
-
-#: Instance types with an Elastic Fabric Adapter, and those of them whose adapter reads and writes the
-#: memory of accelerators. The lists are those of sagemaker-training 5.1.4.
-_EFA_RDMA_TYPES = frozenset(
-    {
-        "ml.p4d.24xlarge",
-        "ml.p4de.24xlarge",
-        "ml.p5.48xlarge",
-        "ml.p5e.48xlarge",
-        "ml.p6e-gb200.36xlarge",
-        "ml.trn1.32xlarge",
-    }
-)
-_EFA_TYPES = _EFA_RDMA_TYPES | {
-    "ml.g4dn.8xlarge",
-    "ml.g4dn.12xlarge",
-    "ml.g5.48xlarge",
-    "ml.p3dn.24xlarge",
-}
 
 
 @dataclass(frozen=True)
@@ -151,6 +134,7 @@ def plan_job(
     is_root: bool,
     agent: str | None = None,
     one_machine: bool = False,
+    uses_gpus: bool = False,
 ) -> LaunchPlan:
     """Plan the ranks of a training job: `processes_per_host` of them on each of its hosts.
 
@@ -166,6 +150,7 @@ def plan_job(
         is_root: whether mpirun runs as root.
         agent: the command that starts a daemon of mpirun on another host, in the place of ssh.
         one_machine: whether all hosts of the job are played by this machine.
+        uses_gpus: whether the ranks compute on GPUs, unless the user says otherwise.
 
     Raises ValueError where a number or version is out of range, the job has several instance groups,
     or an option of the user cannot be passed on or contradicts the launch.
@@ -180,13 +165,22 @@ def plan_job(
             f"the job has {len(groups)} instance groups, and its ranks would get unlike hosts; "
             "use one instance group"
         )
-    defaults = {**_RANK_DEFAULTS, **_efa_environment(job.instance_type)}
+    on_network = len(job.hosts) > 1 and not one_machine
+    defaults = {
+        **_RANK_DEFAULTS,
+        **({DEVICE_VARIABLE: "cuda"} if uses_gpus else {}),
+        **fabric_environment(
+            None if one_machine else job.instance_type,
+            interface=job.network_interface if on_network else None,
+            uses_gpus=uses_gpus,
+        ),
+    }
     same_everywhere = {**_RANK_ENVIRONMENT, **environment}
     num_ranks = processes_per_host * len(job.hosts)
-    if one_machine or len(job.hosts) == 1:
-        options = _one_machine(num_ranks, mpi_version[0])
-    else:
+    if on_network:
         options = _many_hosts(job, processes_per_host, mpi_version[0], agent)
+    else:
+        options = _one_machine(num_ranks, mpi_version[0])
     options += [export(name) for name in same_everywhere]
     options += [export(name).as_default() for name in defaults if name not in same_everywhere]
     merged = merge_options(options, parse_options(job.custom_mpi_options, mpi_version[0]))
@@ -248,11 +242,3 @@ def _words(options: Iterable[MpiOption]) -> tuple[str, ...]:
 
 def _root_environment(is_root: bool) -> dict[str, str]:
     return {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if is_root else {}
-
-
-def _efa_environment(instance_type: str | None) -> dict[str, str]:
-    """What libfabric needs to use the adapter of such an instance."""
-    if instance_type not in _EFA_TYPES:
-        return {}
-    rdma = {"FI_EFA_USE_DEVICE_RDMA": "1"} if instance_type in _EFA_RDMA_TYPES else {}
-    return {"FI_PROVIDER": "efa", "NCCL_PROTO": "simple", **rdma}

@@ -11,7 +11,9 @@ without MPI, before 2.200 parameters without `partitions`.
 
 What is filled in is little. `pipeline_parallel_degree` alone also appears as `partitions`, the name by
 which the SDK and transformers know it. A missing `processes_per_host` stays missing where the launch
-takes the number of GPUs, and that number is known here; in a local job it becomes `partitions`.
+takes the number of GPUs, and that number is known here; in a local job it becomes `partitions`. More ranks
+than the instance type has GPUs are refused, unless the job's environment lets them share or sends them to the
+processors (`entrypoints.container.gpus`).
 
 `mpi` by itself also is a launch, and its options are checked likewise. Strategies of other libraries
 (`torch_distributed`, `smdistributed.dataparallel`, ...) pass unchanged.
@@ -28,6 +30,7 @@ from typing import Any
 from smp_lite.config import Config, ConfigError, parse_parameters
 from smp_lite.config.errors import complaint
 
+from .host_gpus import HostGpus
 from .rehearsal import rehearse_launch
 
 __all__ = ["CheckedDistribution", "check_distribution", "check_parameters"]
@@ -55,11 +58,13 @@ class CheckedDistribution:
     config: the checked parameters; None where model parallelism is off.
     processes_per_host: ranks on each host that MPI will start; None where MPI is off, or where the launch
         takes the number of GPUs and that is not known here.
+    idle_gpus: what to say of GPUs that no rank will use; None where there are none, or nothing is known.
     """
 
     distribution: Mapping[str, Any]
     config: Config | None = None
     processes_per_host: int | None = None
+    idle_gpus: str | None = None
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
@@ -84,16 +89,20 @@ def check_distribution(
     distribution: Mapping[str, Any] | None,
     *,
     instance_count: int | None = 1,
+    instance_type: str | None = None,
     gpus_per_host: int | None = None,
     local: bool = False,
+    environment: Mapping[str, Any] | None = None,
 ) -> CheckedDistribution:
     """Checks the `distribution` of an estimator and returns it with its defaults.
 
     Args:
         distribution: as the SDK's estimators take it; `parameters` may be the path of a JSON file.
         instance_count: number of hosts; None where it is not known yet (a variable of a pipeline).
-        gpus_per_host: number of GPUs of the instance type; None where it is not known.
-        local: the job runs on this machine, whose GPUs say nothing about the job.
+        instance_type: of the hosts; None where it is not known yet.
+        gpus_per_host: number of GPUs of a host; None: that of the instance type, if that is known.
+        local: the job runs on this machine. Its GPUs are no limit, unless the instance type is "local_gpu".
+        environment: of the job's containers.
 
     Raises:
         ConfigError: for the first mistake, with key, value and way out.
@@ -109,8 +118,9 @@ def check_distribution(
     _refuse_unknown_keys(distribution, "distribution", _TOP_KEYS)
     mpi = _check_mpi(distribution)
     modelparallel = _check_modelparallel(distribution)
+    gpus = HostGpus.of(instance_type, gpus_per_host, local, environment or {}, instance_count)
     if modelparallel is None:
-        return _check_without_modelparallel(distribution, mpi, instance_count, gpus_per_host, local)
+        return _check_without_modelparallel(distribution, mpi, instance_count, gpus, local)
     _refuse_other_launchers(distribution)
     if not mpi.get("enabled", False):
         raise ConfigError(
@@ -118,14 +128,15 @@ def check_distribution(
             f"add {_MPI_BLOCK} to the distribution"
         )
     parameters, config = check_parameters(modelparallel.get("parameters", {}))
-    processes = _processes_per_host(mpi, config, gpus_per_host, local)
+    processes = _processes_per_host(mpi, config, gpus, local)
+    gpus.check(processes)
     _check_world_size(config, processes, instance_count)
     settled = {
         **distribution,
         "smdistributed": {"modelparallel": {**modelparallel, "parameters": parameters}},
         "mpi": {**mpi, "processes_per_host": processes} if local else dict(mpi),
     }
-    checked = CheckedDistribution(settled, config, processes)
+    checked = CheckedDistribution(settled, config, processes, gpus.idle(processes))
     encoded = {key: json.dumps(value) for key, value in checked.hyperparameters.items()}
     rehearse_launch(encoded, processes_per_host=processes, num_hosts=instance_count, local=local)
     return checked
@@ -135,15 +146,17 @@ def _check_without_modelparallel(
     distribution: Mapping[str, Any],
     mpi: Mapping[str, Any],
     instance_count: int | None,
-    gpus_per_host: int | None,
+    gpus: HostGpus,
     local: bool,
 ) -> CheckedDistribution:
     if not mpi.get("enabled", False):
         return CheckedDistribution(dict(distribution))
-    processes = mpi.get("processes_per_host") or (None if local else gpus_per_host)
+    processes = mpi.get("processes_per_host") or gpus.default(local)
+    gpus.check(processes or 1)
     options = {"sagemaker_mpi_custom_mpi_options": json.dumps(mpi.get("custom_mpi_options", ""))}
     rehearse_launch(options, processes_per_host=processes or 1, num_hosts=instance_count, local=local)
-    return CheckedDistribution(dict(distribution), processes_per_host=processes)
+    idle = gpus.idle(processes) if processes else None
+    return CheckedDistribution(dict(distribution), processes_per_host=processes, idle_gpus=idle)
 
 
 def _check_modelparallel(distribution: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -245,20 +258,19 @@ def check_parameters(given: object) -> tuple[dict[str, Any], Config]:
     return {**parameters, "partitions": config.partitions}, config
 
 
-def _processes_per_host(
-    mpi: Mapping[str, Any], config: Config, gpus_per_host: int | None, local: bool
-) -> int:
+def _processes_per_host(mpi: Mapping[str, Any], config: Config, gpus: HostGpus, local: bool) -> int:
     """Ranks that the launch will start on each host."""
     if "processes_per_host" in mpi:
         return int(mpi["processes_per_host"])
-    if local:
-        return gpus_per_host or config.partitions
-    if gpus_per_host is None:
+    default = gpus.default()
+    if default is None and local:
+        return config.partitions
+    if default is None:
         raise ConfigError(
             "mpi.processes_per_host is missing, and the number of GPUs of the instance type, which the "
             f"launch would take, is not known here: write it, for example {_MPI_BLOCK}"
         )
-    return gpus_per_host
+    return default
 
 
 def _check_world_size(config: Config, processes_per_host: int, instance_count: int | None) -> None:

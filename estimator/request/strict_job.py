@@ -7,19 +7,28 @@ Private names of the SDK that this relies on, held by tests: `_prepare_for_train
 from __future__ import annotations
 
 import json
+import os
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sagemaker import instance_types_gpu_info
 from sagemaker.estimator import EstimatorBase
 from sagemaker.model import DIR_PARAM_NAME, SCRIPT_PARAM_NAME
 from sagemaker.workflow import is_pipeline_variable
 
 from smp_lite.config import ConfigError
 from smp_lite.config.errors import complaint
+from smp_lite.entrypoints.container.gpus import (
+    DEVICE_VARIABLE,
+    LOCAL_GPU,
+    SHARE_VARIABLE,
+    count_gpus,
+    gpus_for_ranks,
+)
 from smp_lite.entrypoints.hosts.secret import SECRET_VARIABLE, check_secret, new_secret
+from smp_lite.smp_v1.before_script import CUDA_AS_CPU_VARIABLE
 
 from ..local.session import LocalMPISession
 from .distribution import CheckedDistribution, check_distribution
@@ -60,7 +69,7 @@ class StrictJob(EstimatorBase):
         session = self.sagemaker_session
         return check_distribution(
             self.distribution,
-            **hosts_of(self.instance_type, self.instance_count, session.local_mode, session.boto_region_name),
+            **hosts_of(self.instance_type, self.instance_count, session.local_mode, self.environment),
         )
 
     def _prepare_for_training(self, job_name: str | None = None) -> None:
@@ -147,6 +156,8 @@ class StrictJob(EstimatorBase):
                 raise ConfigError(f"environment: {error}") from None
         self.training_image_uri()
         checked = self._checked()
+        if checked.idle_gpus is not None:
+            warnings.warn(checked.idle_gpus, stacklevel=2)
         _check_json(self._hyperparameters)
         if checked.config is not None and "mp_parameters" in self._hyperparameters:
             raise ConfigError(
@@ -177,15 +188,38 @@ class StrictJob(EstimatorBase):
         )
 
 
-def hosts_of(instance_type: Any, instance_count: Any, local: bool, region: str | None) -> dict[str, Any]:
-    """What the arguments of an estimator say about its hosts, as arguments of `check_distribution`."""
-    known_type = "" if is_pipeline_variable(instance_type) else str(instance_type)
-    gpus = instance_types_gpu_info.retrieve(region or "us-east-1").get(known_type, {})
+def hosts_of(
+    instance_type: Any, instance_count: Any, local: bool, environment: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What the arguments of an estimator say about its hosts, as arguments of `check_distribution`.
+
+    Raises:
+        ConfigError: the job is for the GPUs of this machine, which has none.
+    """
+    known_type = None if is_pipeline_variable(instance_type) else instance_type
+    inherited = os.environ if local else {}
+    known = {**inherited, **_known_environment(environment or {})}
+    gpus = None
+    if local and known_type == LOCAL_GPU:
+        try:
+            gpus = gpus_for_ranks(known_type, known, one_machine=True, found=count_gpus(known))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     return {
         "instance_count": _known_count(instance_count),
-        "gpus_per_host": gpus.get("Count"),
+        "instance_type": known_type,
+        "gpus_per_host": gpus,
         "local": local,
+        "environment": known,
     }
+
+
+def _known_environment(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the variables of a pipeline. One that decides about GPUs is left to the container."""
+    known = {name: value for name, value in environment.items() if not is_pipeline_variable(value)}
+    deciding = (DEVICE_VARIABLE, SHARE_VARIABLE, CUDA_AS_CPU_VARIABLE)
+    undecided = [name for name in deciding if name in environment and name not in known]
+    return {**known, SHARE_VARIABLE: "1"} if undecided else known
 
 
 def _known_count(instance_count: Any) -> int | None:

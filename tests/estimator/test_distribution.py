@@ -238,6 +238,56 @@ def test_without_processes_per_host_the_launch_takes_the_gpus() -> None:
         check_distribution(smp({"enabled": True}), gpus_per_host=1)
 
 
+GPU_JOBS: list[dict[str, Any]] = [
+    {"smdistributed": {"modelparallel": ON}},
+    {},
+    {"smdistributed": {"modelparallel": {"enabled": False}}},
+]
+
+
+@pytest.mark.parametrize("others", GPU_JOBS)
+def test_each_rank_needs_a_gpu_of_the_instance_type(others: dict[str, Any]) -> None:
+    def check(mpi: dict[str, Any], instance_type: str = "ml.g5.12xlarge", **known: Any) -> int | None:
+        distribution = {**others, "mpi": {"enabled": True, **mpi}}
+        return check_distribution(distribution, instance_type=instance_type, **known).processes_per_host
+
+    assert check({}) == 4
+    assert check({"processes_per_host": 4}) == 4
+    told = r"^mpi\.processes_per_host=8, but instance_type='ml\.g5\.12xlarge' has 4 GPUs, .* write 4 or less"
+    with pytest.raises(ConfigError, match=told):
+        check({"processes_per_host": 8})
+    for variable in ("SMP_LITE_SHARE_GPUS=1", "SMP_LITE_DEVICE=cpu", "SMP_LITE_CUDA_AS_CPU=1"):
+        name, _, value = variable.partition("=")
+        assert check({"processes_per_host": 8}, environment={name: value}) == 8
+    with pytest.raises(ConfigError, match=r"^environment: SMP_LITE_SHARE_GPUS='yes': it must be 0 or 1"):
+        check({"processes_per_host": 4}, environment={"SMP_LITE_SHARE_GPUS": "yes"})
+    # Of these nothing is known; a container counts what it has.
+    assert check({"processes_per_host": 16}, "ml.p99.48xlarge") == 16
+    assert check({"processes_per_host": 16}, "ml.c5.xlarge") == 16
+    # Whose GPUs say nothing about a job on this machine, unless it is for its GPUs.
+    assert check({"processes_per_host": 16}, local=True) == 16
+    with pytest.raises(
+        ConfigError, match=r"=2 on each of 2 hosts that this machine plays, but instance_type='l"
+    ):
+        check({"processes_per_host": 2}, "local_gpu", local=True, gpus_per_host=2, instance_count=2)
+    assert check({}, "local_gpu", local=True, gpus_per_host=4, instance_count=2) == 2
+
+
+@pytest.mark.parametrize("others", GPU_JOBS)
+def test_gpus_that_no_rank_uses_are_told(others: dict[str, Any]) -> None:
+    def idle(processes: int, **known: Any) -> str | None:
+        mpi = {"enabled": True, "processes_per_host": processes}
+        known = {"instance_type": "ml.p3.16xlarge", **known}
+        return check_distribution({**others, "mpi": mpi}, **known).idle_gpus
+
+    assert idle(8) is None
+    told = "4 of 8 GPUs of instance_type='ml.p3.16xlarge' stay idle: mpi.processes_per_host=4"
+    assert idle(4) == told
+    assert idle(4, environment={"SMP_LITE_DEVICE": "cpu"}) is None
+    assert idle(4, local=True) is None
+    assert idle(4, instance_type="ml.c5.xlarge") is None
+
+
 def test_without_processes_per_host_a_local_job_has_one_rank_for_each_partition() -> None:
     checked = check_distribution(smp({"enabled": True}), local=True)
     assert checked.hyperparameters["sagemaker_mpi_num_of_processes_per_host"] == 2

@@ -48,6 +48,7 @@ class Case:
     argv: str
     agent: str | None = None
     one_machine: bool = False
+    uses_gpus: bool = False
 
 
 # In the order of the launch: where, how many, over which network, how robust, with which variables.
@@ -122,7 +123,52 @@ CASES = (
         job(ONE, instance_type="ml.p4d.24xlarge"),
         "mpirun --bind-to none --map-by :OVERSUBSCRIBE -np 4"
         " -x PYTHONUNBUFFERED -x SMP_LITE_ERROR_DIR -x OMP_NUM_THREADS"
-        " -x FI_PROVIDER -x NCCL_PROTO -x FI_EFA_USE_DEVICE_RDMA",
+        " -x FI_PROVIDER -x NCCL_PROTO -x FI_EFA_USE_DEVICE_RDMA -x RDMAV_FORK_SAFE",
+    ),
+    Case(
+        "EFA, played on one machine that has none",
+        5,
+        job(TWO, instance_type="ml.p4d.24xlarge"),
+        "mpirun --bind-to none --map-by :OVERSUBSCRIBE -np 8"
+        " -x PYTHONUNBUFFERED -x SMP_LITE_ERROR_DIR -x OMP_NUM_THREADS",
+        one_machine=True,
+    ),
+    Case(
+        "GPUs of one host",
+        5,
+        job(ONE, instance_type="ml.g5.12xlarge"),
+        "mpirun --bind-to none --map-by :OVERSUBSCRIBE -np 4"
+        " -x PYTHONUNBUFFERED -x SMP_LITE_ERROR_DIR -x OMP_NUM_THREADS"
+        " -x SMP_LITE_DEVICE -x FI_PROVIDER -x NCCL_PROTO",
+        uses_gpus=True,
+    ),
+    Case(
+        "GPUs of two hosts",
+        5,
+        job(TWO, instance_type="ml.p3.8xlarge"),
+        "mpirun --host algo-1:4,algo-2:4 --bind-to none --map-by slot -np 8"
+        " --mca btl_tcp_if_include eth0 --prtemca prte_if_include eth0 --prtemca plm_ssh_no_tree_spawn 1"
+        " --mca btl_tcp_progress_thread 1"
+        " -x PYTHONUNBUFFERED -x SMP_LITE_ERROR_DIR -x OMP_NUM_THREADS"
+        " -x SMP_LITE_DEVICE -x NCCL_SOCKET_IFNAME",
+        uses_gpus=True,
+    ),
+    Case(
+        "what the user says of GPUs and the network between them",
+        4,
+        job(
+            ONE,
+            "-x SMP_LITE_DEVICE=cpu -x FI_PROVIDER=tcp -x NCCL_PROTO=LL128 -x FI_EFA_USE_DEVICE_RDMA=0"
+            " -x RDMAV_FORK_SAFE=0",
+            instance_type="ml.p5.48xlarge",
+        ),
+        "mpirun --bind-to none --map-by slot --oversubscribe -np 4"
+        " --mca orte_abort_on_non_zero_status 1"
+        " --mca pml ob1 --mca btl ^openib --mca btl_vader_single_copy_mechanism none"
+        " -x PYTHONUNBUFFERED -x SMP_LITE_ERROR_DIR -x OMP_NUM_THREADS"
+        " -x SMP_LITE_DEVICE=cpu -x FI_PROVIDER=tcp -x NCCL_PROTO=LL128 -x FI_EFA_USE_DEVICE_RDMA=0"
+        " -x RDMAV_FORK_SAFE=0",
+        uses_gpus=True,
     ),
     Case(
         "the seed's options",
@@ -164,7 +210,13 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}, Open MPI {case.mpi_major}")
 def test_the_whole_argument_list(case: Case) -> None:
-    made = plan(case.job, mpi_version=(case.mpi_major, 0), agent=case.agent, one_machine=case.one_machine)
+    made = plan(
+        case.job,
+        mpi_version=(case.mpi_major, 0),
+        agent=case.agent,
+        one_machine=case.one_machine,
+        uses_gpus=case.uses_gpus,
+    )
     command = "python -P -m smp_lite.entrypoints.rank_main train.py --epochs 1"
     assert " ".join(made.argv) == f"{case.argv} {command}"
 
@@ -183,7 +235,18 @@ def test_values_stand_in_the_environment_and_not_on_the_command_line() -> None:
         "FI_PROVIDER": "efa",
         "NCCL_PROTO": "simple",
         "FI_EFA_USE_DEVICE_RDMA": "1",
+        "RDMAV_FORK_SAFE": "1",
     }
+
+
+def test_the_users_variables_go_before_those_of_the_network() -> None:
+    made = plan(job(TWO, instance_type="ml.p4d.24xlarge"), uses_gpus=True)
+    assert {name: made.environment_defaults[name] for name in ("SMP_LITE_DEVICE", "NCCL_SOCKET_IFNAME")} == {
+        "SMP_LITE_DEVICE": "cuda",
+        "NCCL_SOCKET_IFNAME": "eth0",
+    }
+    users = {"SMP_LITE_DEVICE": "cpu", "NCCL_SOCKET_IFNAME": "lo", "NCCL_PROTO": "LL", "FI_PROVIDER": "tcp"}
+    assert users.items() <= made.full_environment(users).items()
 
 
 def test_a_given_variable_is_no_default_and_exported_once() -> None:
