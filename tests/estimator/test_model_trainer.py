@@ -48,7 +48,7 @@ def lay_out_config(root: Path, hyperparameters: dict[str, str]) -> None:
         "current_host": "algo-1",
         "hosts": ["algo-1"],
         "network_interface_name": "eth0",
-        "current_instance_type": "ml.g5.12xlarge",
+        "current_instance_type": "ml.c5.4xlarge",
     }
     (config / "resourceconfig.json").write_text(json.dumps(resources))
     (config / "hyperparameters.json").write_text(json.dumps(hyperparameters))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import warnings
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -145,11 +146,80 @@ def test_gpus_of_the_instance_type_are_counted(tmp_path: Path) -> None:
         PyTorch(**arguments | {"instance_type": "ml.c5.xlarge"})
 
 
+def test_more_ranks_than_gpus_are_refused_before_anything_is_sent(tmp_path: Path, sealed: Any) -> None:
+    arguments = example(tmp_path / "source", instance_type="ml.g5.12xlarge", sagemaker_session=sealed)
+    told = r"^mpi\.processes_per_host=8, but instance_type='ml\.g5\.12xlarge' has 4 GPUs, and each rank"
+    with pytest.raises(ConfigError, match=told):
+        PyTorch(**arguments)
+    for variable in ("SMP_LITE_SHARE_GPUS=1", "SMP_LITE_DEVICE=cpu"):
+        name, _, value = variable.partition("=")
+        estimator = PyTorch(**arguments, environment={name: value})
+        assert estimator.dry_run(EXAMPLE_INPUTS)["Environment"] == {name: value}
+        estimator.environment = None
+        with pytest.raises(ConfigError, match=told):
+            estimator.fit(EXAMPLE_INPUTS)
+    unknown = ParameterString("Device")  # of a pipeline: the container will look
+    PyTorch(**arguments, environment={"SMP_LITE_DEVICE": unknown})
+
+
+def test_gpus_that_no_rank_uses_are_a_warning_of_each_request(tmp_path: Path) -> None:
+    arguments = example(tmp_path / "source", instance_type="ml.p3.16xlarge")
+    arguments["distribution"]["mpi"]["processes_per_host"] = 2
+    estimator = PyTorch(**arguments)
+    with pytest.warns(UserWarning, match=r"^6 of 8 GPUs of instance_type='ml\.p3\.16xlarge' stay idle"):
+        estimator.dry_run(EXAMPLE_INPUTS)
+    estimator.distribution["mpi"]["processes_per_host"] = 8
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        estimator.dry_run(EXAMPLE_INPUTS)
+
+
+def test_local_gpu_takes_the_gpus_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def job(processes: int | None, **changes: Any) -> PyTorch:
+        distribution = example_distribution()
+        if processes is None:
+            del distribution["mpi"]["processes_per_host"]
+        else:
+            distribution["mpi"]["processes_per_host"] = processes
+        (tmp_path / "train.py").touch()
+        local = {"entry_point": "train.py", "role": ROLE, "instance_type": "local_gpu", "instance_count": 1}
+        return PyTorch(**{**local, "distribution": distribution, **changes})
+
+    def ranks(estimator: PyTorch) -> str:
+        hyperparameters: dict[str, str] = estimator.dry_run()["HyperParameters"]
+        return hyperparameters["sagemaker_mpi_num_of_processes_per_host"]
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert ranks(job(None)) == "4"
+    assert ranks(job(None, instance_count=2)) == "2"
+    assert ranks(job(2, instance_count=2)) == "2"
+    assert ranks(job(8, environment={"SMP_LITE_SHARE_GPUS": "1"})) == "8"
+    with pytest.raises(
+        ConfigError, match=r"^mpi\.processes_per_host=8, but instance_type='local_gpu' has 4 GPUs"
+    ):
+        job(8)
+    with pytest.raises(
+        ConfigError, match=r"^mpi\.processes_per_host=4 on each of 2 hosts that this machine plays"
+    ):
+        job(4, instance_count=2)
+    # "local" does not look at them.
+    assert ranks(job(8, instance_type="local")) == "8"
+    assert ranks(job(None, instance_type="local")) == "2"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(
+        ConfigError, match=r"^instance_type='local_gpu' takes the GPUs of this machine, and none is"
+    ):
+        job(2)
+
+
 @pytest.mark.parametrize("instance_type", ["local", "local_gpu"])
 def test_a_local_job_needs_neither_versions_nor_an_image_nor_a_session(
     instance_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join("01234567"))
     estimator = PyTorch(
         entry_point="train.py",
         role=ROLE,

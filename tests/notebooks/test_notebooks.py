@@ -185,6 +185,9 @@ def test_a_job_is_submitted_only_when_asked(aws: Any, tmp_path: Path) -> None:
     assert json.loads(request["HyperParameters"]["mp_parameters"]) == PARAMETERS
     assert request["HyperParameters"]["sagemaker_mpi_num_of_processes_per_host"] == "4"
     assert request["HyperParameters"]["steps"] == "7"
+    assert "ml.g5.12xlarge has 4 GPUs (A10G, 24 GB each)\n" in text
+    assert re.search(r"^image: \S+/pytorch-training:2\.6\.0-gpu-py312$", text, re.MULTILINE)
+    assert "refused: mpi.processes_per_host=16, but instance_type='ml.g5.12xlarge' has 4 GPUs" in text
 
     prices = {"STEPS": 7, "MAX_RUN_S": 7200, "INSTANCE_COUNT": 2}
     notebook = execute("03_to_sagemaker.ipynb", tmp_path, parameters=prices, environment={"SUBMIT": "1"})
@@ -198,4 +201,12 @@ def test_a_job_is_submitted_only_when_asked(aws: Any, tmp_path: Path) -> None:
         "sagemaker_job_name": json.dumps(job["TrainingJobName"]),
     }
     assert sent["StoppingCondition"]["MaxRuntimeInSeconds"] == 7200
+
+    on_gpus = {"STEPS": 7, "INSTANCE_TYPE": "ml.g5.12xlarge"}
+    execute("03_to_sagemaker.ipynb", tmp_path, parameters=on_gpus, environment={"SUBMIT": "1"})
+    types = {
+        aws.describe_training_job(TrainingJobName=job["TrainingJobName"])["ResourceConfig"]["InstanceType"]
+        for job in aws.list_training_jobs()["TrainingJobSummaries"]
+    }
+    assert types == {"ml.c5.4xlarge", "ml.g5.12xlarge"}
     assert left_behind(tmp_path) == []

@@ -67,6 +67,23 @@ def test_a_typical_launch_prints_this_text(on: str, file: str, capsys: pytest.Ca
     assert capsys.readouterr().out == (DATA / file).read_text()
 
 
+@pytest.mark.parametrize(
+    ("on", "file"), [("slurm", "launch_gpus.sbatch"), ("kubernetes", "launch_gpus.mpijob.yaml")]
+)
+def test_a_launch_on_gpus_prints_this_text(on: str, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    gpus = ["--gpus-per-host", "2", "--share-gpus"]
+    assert main([*launch_arguments(on), *gpus, "--parameters", '{"partitions": 8}', "train.py"]) == 0
+    assert capsys.readouterr().out == (DATA / file).read_text()
+
+
+def test_without_sharing_each_rank_gets_its_gpu() -> None:
+    job = a_job(gpus_per_host=4)
+    assert "SHARE_GPUS" not in slurm_script(job) + kubernetes_manifest(job, image="i")
+    assert "GPU" not in slurm_script(a_job()).upper()
+    assert "GPU" not in kubernetes_manifest(a_job(), image="i").upper()
+    a_job(gpus_per_host=8)  # the script may want some for itself
+
+
 @pytest.mark.parametrize("on", ["slurm", "kubernetes"])
 def test_without_parameters_the_script_has_the_word(on: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*launch_arguments(on), "-m", "pkg.train"]) == 0
@@ -94,6 +111,7 @@ def test_a_short_slurm_job_is_not_signalled_before_it_can_listen() -> None:
         {},
         {"args": tuple(HOSTILE), "parameters": {"partitions": 8}, "time_limit": "90"},
         {"hosts": 1, "processes_per_host": 1, "script": "pkg.train", "module": True},
+        {"gpus_per_host": 4},
     ],
 )
 def test_a_manifest_is_what_the_operator_takes(changes: dict[str, Any]) -> None:
@@ -102,7 +120,8 @@ def test_a_manifest_is_what_the_operator_takes(changes: dict[str, Any]) -> None:
 
 
 def test_the_schema_finds_a_misspelt_field_at_every_level() -> None:
-    manifest = yaml.safe_load(kubernetes_manifest(a_job(time_limit="90"), image="train:1"))
+    job = a_job(time_limit="90", gpus_per_host=4)
+    manifest = yaml.safe_load(kubernetes_manifest(job, image="train:1"))
     misspelt = list(one_field_misspelt(manifest))
     assert len(misspelt) > 30
     for broken in misspelt:
@@ -118,7 +137,8 @@ def schema() -> dict[str, Any]:
 def one_field_misspelt(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """A copy of `manifest` for each of its fields, in which that field has an x too many.
 
-    Left out is what lies under `requests`: its fields are names of resources, not of the schema.
+    Left out is what lies under `requests` and `limits`: their fields are names of resources, not of the
+    schema.
     """
 
     def paths(node: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -127,7 +147,7 @@ def one_field_misspelt(manifest: dict[str, Any]) -> list[dict[str, Any]]:
 
     results = []
     for *above, last in paths(manifest):
-        if isinstance(last, str) and "requests" not in above:
+        if isinstance(last, str) and not {"requests", "limits"} & set(above):
             broken = copy.deepcopy(manifest)
             node = broken
             for key in above:
@@ -189,6 +209,18 @@ def test_every_text_of_the_user_is_quoted_in_yaml() -> None:
         ),
         (["--on", "slurm", "--processes-per-host", "2", "--parameters", "{", "t.py"], "not valid JSON"),
         (["--on", "slurm", "--processes-per-host", "2", "--parameters", "no.json", "t.py"], "no.json"),
+        (
+            ["--on", "slurm", "--processes-per-host", "4", "--gpus-per-host", "2", "t.py"],
+            "processes_per_host is 4, but gpus_per_host 2, and each rank needs a GPU: ask for as many GPUs",
+        ),
+        (
+            ["--on", "slurm", "--processes-per-host", "1", "--gpus-per-host", "-1", "t.py"],
+            "gpus_per_host must be 0 or more, got -1",
+        ),
+        (
+            ["--on", "slurm", "--processes-per-host", "1", "--share-gpus", "t.py"],
+            "--share-gpus, but gpus_per_host is 0",
+        ),
         (["--on", "kubernetes", "--processes-per-host", "1", "t.py"], "--image is missing"),
         (
             ["--on", "kubernetes", "--processes-per-host", "1", "--image", "a b", "t.py"],

@@ -138,6 +138,74 @@ def test_the_last_stage_is_the_one_for_sagemaker_and_needs_no_sshd() -> None:
     assert (parents["sagemaker"], parents["kubernetes"]) == ("runtime", "runtime")
 
 
+def build_commands() -> list[str]:
+    """Each `docker build` that the README or the Dockerfile itself tells."""
+    texts = [DOCKERFILE.read_text(), (REPOSITORY / "README.md").read_text()]
+    found = [
+        line.lstrip("# ").rstrip() for text in texts for line in text.splitlines() if "docker build" in line
+    ]
+    assert len(found) >= 6
+    return found
+
+
+def test_the_build_commands_name_what_there_is() -> None:
+    arguments = {rest.partition("=")[0] for word, rest in instructions() if word == "ARG"}
+    stages = {rest.split()[2] for word, rest in instructions() if word == "FROM"}
+    for command in build_commands():
+        assert set(re.findall(r"--build-arg (\w+)=", command)) <= arguments, command
+        assert set(re.findall(r"--target (\w+)", command)) <= stages, command
+        assert re.fullmatch(r"docker build -f entrypoints/Dockerfile -t [\w-]+ .*?\.( +\S.*)?", command), (
+            command
+        )
+    gpu = [command for command in build_commands() if "-t smp-lite-gpu" in command]
+    assert {name for command in gpu for name in re.findall(r"--build-arg (\w+)=", command)} == arguments
+
+
+def test_the_base_is_fixed_and_gpus_are_asked_for() -> None:
+    defaults = dict(rest.split("=", 1) for word, rest in instructions() if word == "ARG")
+    assert defaults == {
+        "BASE": "python:3.11-slim-bookworm",
+        "TORCH_INDEX_URL": "https://download.pytorch.org/whl/cpu",
+    }
+    variables = dict(
+        pair.split("=", 1) for word, rest in instructions() if word == "ENV" for pair in rest.split()
+    )
+    assert variables["NVIDIA_VISIBLE_DEVICES"] == "all"
+    assert variables["NVIDIA_DRIVER_CAPABILITIES"].split(",") == ["compute", "utility"]
+
+
+@pytest.mark.parametrize(
+    ("base_has_torch", "index", "expected"),
+    [
+        (True, "https://pypi.org/simple", "install --no-cache-dir .[mpi] boto3>=1.42"),
+        *(
+            (
+                False,
+                index,
+                "install --no-cache-dir .[mpi] boto3>=1.42 --constraint constraints.txt"
+                f" --extra-index-url {index}",
+            )
+            for index in ("https://pypi.org/simple", "https://download.pytorch.org/whl/cpu")
+        ),
+    ],
+)
+def test_torch_comes_from_the_base_or_the_index(
+    base_has_torch: bool, index: str, expected: str, tmp_path: Path
+) -> None:
+    (step,) = [rest for word, rest in instructions() if word == "RUN" and "pip install" in rest]
+    for name, text in (("python", f"exit {int(not base_has_torch)}"), ("pip", 'echo "$*"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    result = subprocess.run(
+        ["/bin/sh", "-c", step],
+        env={"PATH": str(tmp_path), "TORCH_INDEX_URL": index},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"{expected}\n", "")
+
+
 def test_hadolint_finds_nothing() -> None:
     hadolint = Path(sys.executable).parent / "hadolint"
     result = subprocess.run([hadolint, DOCKERFILE], capture_output=True, text=True, timeout=LIMIT_S)
