@@ -94,7 +94,7 @@ def shares_gpus(environment: Mapping[str, Any]) -> bool:
     return text == "1"
 
 
-def check_ranks_per_host(processes: int, gpus: int, *, where: str, share: bool, hosts: int = 1) -> None:
+def check_ranks_per_host(processes: int, gpus: int, *, where: str, share: bool) -> None:
     """Raises ValueError where `processes` ranks are more than the GPUs, and may not `share` them.
 
     Args:
@@ -102,25 +102,20 @@ def check_ranks_per_host(processes: int, gpus: int, *, where: str, share: bool, 
         gpus: that the ranks may use; 0 is no limit, since there are none.
         where: what has them, such as "instance_type='ml.p3.16xlarge'".
         share: whether several ranks may use one.
-        hosts: hosts of the job that this machine plays, and that share its GPUs.
     """
-    if not gpus or processes * hosts <= gpus or share:
-        return
-    played = f" on each of {hosts} hosts that this machine plays" if hosts > 1 else ""
-    fewer = f"write {gpus // hosts} or less" if gpus >= hosts else "use a smaller instance_count"
-    raise ValueError(
-        f"mpi.processes_per_host={processes}{played}, but {where} has {_number(gpus)}, and each rank needs "
-        f"one: {fewer}, or set {SHARE_VARIABLE}=1 in the job's environment for ranks that share GPUs, or "
-        f"{DEVICE_VARIABLE}=cpu to compute on the processors"
-    )
+    if gpus and processes > gpus and not share:
+        raise ValueError(
+            f"mpi.processes_per_host={processes}, but {where} has {_number(gpus)}, and each rank needs one: "
+            f"write {gpus} or less, or set {SHARE_VARIABLE}=1 in the job's environment for ranks that share "
+            f"GPUs, or {DEVICE_VARIABLE}=cpu to compute on the processors"
+        )
 
 
-def idle_gpus(processes: int, gpus: int, *, where: str, hosts: int = 1) -> str | None:
+def idle_gpus(processes: int, gpus: int, *, where: str) -> str | None:
     """What to say of GPUs that no rank uses; None where there are none. Arguments: as of the check."""
-    used = processes * hosts
-    if used >= gpus:
+    if processes >= gpus:
         return None
-    return f"{gpus - used} of {_number(gpus)} of {where} stay idle: mpi.processes_per_host={processes}"
+    return f"{gpus - processes} of {_number(gpus)} of {where} stay idle: mpi.processes_per_host={processes}"
 
 
 def _number(gpus: int) -> str:

@@ -95,7 +95,7 @@ def run_job(root: Path, meeting_place: Path | None) -> Ending:
         return _run_on_network(job, ranks, host, key, limit_s)
     if meeting is not None and len(job.hosts) > 1:
         return _run_on_one_machine(job, ranks, host, meeting, limit_s)
-    return _launch(job, ranks, host.environment)
+    return _launch(job, ranks, host.environment, one_machine=meeting is not None)
 
 
 def _run_on_one_machine(job: Job, ranks: _Ranks, host: Host, meeting: MeetingPlace, limit_s: float) -> Ending:
@@ -172,14 +172,13 @@ def _ranks(job: Job, *, one_machine: bool) -> _Ranks:
     gpus_of_host = gpus if one_machine else found
     if not job.mpi_enabled:
         return _Ranks(1, gpus_of_host, uses_gpus=gpus > 0)
-    hosts_here = len(job.hosts) if one_machine else 1
     # As AWS's launcher counts: by the GPUs that there are, also where the ranks do not compute on them.
-    processes = job.processes_per_host or gpus_of_host // hosts_here or 1
+    processes = job.processes_per_host or gpus_of_host or 1
     where = "this machine" if one_machine else f"host {job.current_host}"
-    check_ranks_per_host(processes, gpus, where=where, share=shares_gpus(os.environ), hosts=hosts_here)
+    check_ranks_per_host(processes, gpus, where=where, share=shares_gpus(os.environ))
     if job.mp_parameters is not None:
         Config.from_parameters(job.mp_parameters).check_world_size(processes * len(job.hosts))
-    idle = idle_gpus(processes, gpus, where=where, hosts=hosts_here)
+    idle = idle_gpus(processes, gpus, where=where)
     if idle is not None and job.is_first_host:
         print(f"smp-lite: {idle}", file=sys.stderr, flush=True)
     return _Ranks(processes, gpus_of_host, uses_gpus=gpus > 0)

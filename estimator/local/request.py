@@ -12,6 +12,8 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
+from smp_lite.entrypoints.container.gpus import LOCAL_GPU
+
 from .service_model import check_form
 
 __all__ = ["check_request", "client_error", "is_job_name"]
@@ -39,6 +41,12 @@ def check_request(request: Mapping[str, Any]) -> None:
     if "InstanceCount" not in request["ResourceConfig"]:
         raise ValueError(
             "instance_groups are not supported in local mode: use instance_count and instance_type"
+        )
+    hosts = request["ResourceConfig"]["InstanceCount"]
+    if request["ResourceConfig"]["InstanceType"] == LOCAL_GPU and hosts != 1:
+        raise ValueError(
+            f"instance_count={hosts} with instance_type={LOCAL_GPU!r}: the GPUs of this machine are those of "
+            'one host; use instance_count=1, or instance_type="local"'
         )
 
 

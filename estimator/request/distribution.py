@@ -118,7 +118,7 @@ def check_distribution(
     _refuse_unknown_keys(distribution, "distribution", _TOP_KEYS)
     mpi = _check_mpi(distribution)
     modelparallel = _check_modelparallel(distribution)
-    gpus = HostGpus.of(instance_type, gpus_per_host, local, environment or {}, instance_count)
+    gpus = HostGpus.of(instance_type, gpus_per_host, local, environment or {})
     if modelparallel is None:
         return _check_without_modelparallel(distribution, mpi, instance_count, gpus, local)
     _refuse_other_launchers(distribution)

@@ -31,14 +31,12 @@ class HostGpus:
     limit: those that ranks would use; 0 where there is nothing to hold the ranks against.
     where: whose they are.
     share: whether several ranks may use one.
-    hosts: hosts that have these GPUs in common.
     """
 
     number: int | None
     limit: int
     where: str
     share: bool
-    hosts: int
 
     @classmethod
     def of(
@@ -47,7 +45,6 @@ class HostGpus:
         gpus_per_host: int | None,
         local: bool,
         environment: Mapping[str, Any],
-        instance_count: int | None,
     ) -> HostGpus:
         """Raises ConfigError where the environment says neither yes nor no to sharing."""
         of_type = gpus_of_type(instance_type)
@@ -63,7 +60,6 @@ class HostGpus:
             limit=number or 0 if counts else 0,
             where="the host" if instance_type is None else f"instance_type={instance_type!r}",
             share=share,
-            hosts=(instance_count or 1) if played_here else 1,
         )
 
     def default(self, local: bool = False) -> int | None:
@@ -71,14 +67,14 @@ class HostGpus:
         which starts as many as it has GPUs for the job itself, and not those of the instance type."""
         if not self.number or (local and not self.limit):
             return None
-        return max(self.number // self.hosts, 1)
+        return self.number
 
     def check(self, processes: int) -> None:
         """Raises ConfigError where there are more ranks than GPUs for them."""
         try:
-            check_ranks_per_host(processes, self.limit, where=self.where, share=self.share, hosts=self.hosts)
+            check_ranks_per_host(processes, self.limit, where=self.where, share=self.share)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
     def idle(self, processes: int) -> str | None:
-        return idle_gpus(processes, self.limit, where=self.where, hosts=self.hosts)
+        return idle_gpus(processes, self.limit, where=self.where)

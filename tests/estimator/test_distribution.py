@@ -267,10 +267,10 @@ def test_each_rank_needs_a_gpu_of_the_instance_type(others: dict[str, Any]) -> N
     # Whose GPUs say nothing about a job on this machine, unless it is for its GPUs.
     assert check({"processes_per_host": 16}, local=True) == 16
     with pytest.raises(
-        ConfigError, match=r"=2 on each of 2 hosts that this machine plays, but instance_type='l"
+        ConfigError, match=r"^mpi\.processes_per_host=4, but instance_type='local_gpu' has 2 GPU"
     ):
-        check({"processes_per_host": 2}, "local_gpu", local=True, gpus_per_host=2, instance_count=2)
-    assert check({}, "local_gpu", local=True, gpus_per_host=4, instance_count=2) == 2
+        check({"processes_per_host": 4}, "local_gpu", local=True, gpus_per_host=2)
+    assert check({}, "local_gpu", local=True, gpus_per_host=4) == 4
 
 
 @pytest.mark.parametrize("others", GPU_JOBS)

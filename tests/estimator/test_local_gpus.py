@@ -25,7 +25,7 @@ if rank == 0:
         ("local", 1, [2, None, "0", None, None]),
         ("ml.p4d.24xlarge", 1, [2, None, "0", None, None]),
         ("local_gpu", 1, [2, "cuda", "2", None, None]),
-        ("local_gpu", 2, [2, "cuda", "2", None, None]),
+        ("local", 2, [4, None, "0", None, None]),
     ],
 )
 def test_a_job_on_this_machine_uses_its_gpus_if_that_is_asked_for(
@@ -34,7 +34,7 @@ def test_a_job_on_this_machine_uses_its_gpus_if_that_is_asked_for(
     # By the SDK's own estimator, which checks nothing and sends no number.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     processes = {} if instance_type == "local_gpu" else {"processes_per_host": 2}
-    modelparallel = {"enabled": True, "parameters": {"partitions": 2}}
+    modelparallel = {"enabled": True, "parameters": {"partitions": 2, "ddp": True}}
     job = estimator(
         tmp_path,
         SAVE,

@@ -193,17 +193,17 @@ def test_local_gpu_takes_the_gpus_of_this_machine(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     assert ranks(job(None)) == "4"
-    assert ranks(job(None, instance_count=2)) == "2"
-    assert ranks(job(2, instance_count=2)) == "2"
     assert ranks(job(8, environment={"SMP_LITE_SHARE_GPUS": "1"})) == "8"
     with pytest.raises(
         ConfigError, match=r"^mpi\.processes_per_host=8, but instance_type='local_gpu' has 4 GPUs"
     ):
         job(8)
+    two_hosts = job(4)
+    two_hosts.instance_count = 2  # which the SDK refuses only when the estimator is made
     with pytest.raises(
-        ConfigError, match=r"^mpi\.processes_per_host=4 on each of 2 hosts that this machine plays"
+        ValueError, match=r"^instance_count=2 with instance_type='local_gpu': the GPUs of this"
     ):
-        job(4, instance_count=2)
+        two_hosts.dry_run()
     # "local" does not look at them.
     assert ranks(job(8, instance_type="local")) == "8"
     assert ranks(job(None, instance_type="local")) == "2"

@@ -51,7 +51,7 @@ def test_a_host_has_a_rank_for_each_gpu(
 
 
 def test_more_ranks_than_gpus_end_the_job_at_once_unless_they_share(tmp_path: Path) -> None:
-    root = tree(tmp_path, "ml.p3.8xlarge", processes=4)
+    root = tree(tmp_path, "ml.p3.8xlarge", processes=4, mp_parameters={"partitions": 4})
     one = {"CUDA_VISIBLE_DEVICES": "0"}
     code, _ = train(root, **one)
     told = (root / "output" / "failure").read_text()

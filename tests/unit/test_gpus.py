@@ -103,7 +103,7 @@ def test_gpus_that_are_promised_and_not_there_are_an_error(
 
 @pytest.mark.parametrize(
     ("processes", "changes"),
-    [(8, {}), (1, {}), (9, {"share": True}), (2, {"hosts": 4})],
+    [(8, {}), (1, {}), (9, {"share": True})],
 )
 def test_ranks_that_have_a_gpu_each_or_share_pass(processes: int, changes: dict[str, Any]) -> None:
     check_ranks_per_host(processes, 8, where="the host", **{"share": False, **changes})
@@ -111,50 +111,33 @@ def test_ranks_that_have_a_gpu_each_or_share_pass(processes: int, changes: dict[
 
 
 @pytest.mark.parametrize(
-    ("processes", "gpus", "hosts", "told"),
+    ("processes", "gpus", "told"),
     [
         (
             9,
             8,
-            1,
             "mpi.processes_per_host=9, but H has 8 GPUs, and each rank needs one: write 8 or less, or set",
         ),
         (
             2,
             1,
-            1,
             "mpi.processes_per_host=2, but H has 1 GPU, and each rank needs one: write 1 or less, or set ",
-        ),
-        (
-            3,
-            4,
-            2,
-            "mpi.processes_per_host=3 on each of 2 hosts that this machine plays, but H has 4 GPUs, and ",
-        ),
-        (
-            1,
-            1,
-            2,
-            "mpi.processes_per_host=1 on each of 2 hosts that this machine plays, but H has 1 GPU, and e",
         ),
     ],
 )
-def test_more_ranks_than_gpus_are_refused(processes: int, gpus: int, hosts: int, told: str) -> None:
+def test_more_ranks_than_gpus_are_refused(processes: int, gpus: int, told: str) -> None:
     with pytest.raises(ValueError, match="each rank needs one") as caught:
-        check_ranks_per_host(processes, gpus, where="H", share=False, hosts=hosts)
+        check_ranks_per_host(processes, gpus, where="H", share=False)
     assert str(caught.value).startswith(told)
     for way_out in ("SMP_LITE_SHARE_GPUS=1", "SMP_LITE_DEVICE=cpu"):
         assert way_out in str(caught.value)
-    assert ("use a smaller instance_count" in str(caught.value)) == (gpus < hosts)
 
 
 def test_gpus_without_a_rank_are_told() -> None:
     assert idle_gpus(8, 8, where="H") is None
     assert idle_gpus(16, 8, where="H") is None
     assert idle_gpus(1, 0, where="H") is None
-    assert idle_gpus(2, 4, where="H", hosts=2) is None
     assert idle_gpus(6, 8, where="H") == "2 of 8 GPUs of H stay idle: mpi.processes_per_host=6"
-    assert idle_gpus(1, 4, where="H", hosts=2) == "2 of 4 GPUs of H stay idle: mpi.processes_per_host=1"
 
 
 @pytest.mark.parametrize("text", ["yes", "", "true", "2"])
