@@ -7,7 +7,8 @@ again, with what is there.
 
 Where there are GPUs the ranks get `SMP_LITE_DEVICE=cuda`, by which the runtime knows where to compute. For
 whoever sets it otherwise (`cpu`), or lets "cuda" mean the processor, no GPU counts here. In a job that is
-played on somebody's own machine, the instance type "local" has none either; "local_gpu" has the machine's.
+played on somebody's own machine, the instance type "local" has none either, and its ranks get "cpu" where the
+machine does have some; "local_gpu" has the machine's.
 """
 
 from __future__ import annotations

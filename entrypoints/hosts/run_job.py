@@ -57,12 +57,12 @@ class _Ranks:
 
     per_host: number of them.
     gpus_of_host: GPUs that the script is told of.
-    uses_gpus: whether the ranks compute on them.
+    device: what the ranks compute on, unless the user says otherwise; None where there is no choice.
     """
 
     per_host: int
     gpus_of_host: int
-    uses_gpus: bool
+    device: str | None
 
 
 def run_job(root: Path, meeting_place: Path | None) -> Ending:
@@ -170,8 +170,9 @@ def _ranks(job: Job, *, one_machine: bool) -> _Ranks:
     found = count_gpus(os.environ)
     gpus = gpus_for_ranks(job.instance_type, os.environ, one_machine=one_machine, found=found)
     gpus_of_host = gpus if one_machine else found
+    device = "cuda" if gpus else "cpu" if one_machine and found else None
     if not job.mpi_enabled:
-        return _Ranks(1, gpus_of_host, uses_gpus=gpus > 0)
+        return _Ranks(1, gpus_of_host, device)
     # As AWS's launcher counts: by the GPUs that there are, also where the ranks do not compute on them.
     processes = job.processes_per_host or gpus_of_host or 1
     where = "this machine" if one_machine else f"host {job.current_host}"
@@ -181,7 +182,7 @@ def _ranks(job: Job, *, one_machine: bool) -> _Ranks:
     idle = idle_gpus(processes, gpus, where=where)
     if idle is not None and job.is_first_host:
         print(f"smp-lite: {idle}", file=sys.stderr, flush=True)
-    return _Ranks(processes, gpus_of_host, uses_gpus=gpus > 0)
+    return _Ranks(processes, gpus_of_host, device)
 
 
 def _launch(
@@ -206,7 +207,7 @@ def _launch(
         is_root=os.geteuid() == 0,
         agent=agent,
         one_machine=one_machine,
-        uses_gpus=ranks.uses_gpus,
+        device=ranks.device,
     )
     os.chdir(job.code_dir)
     return run_local(

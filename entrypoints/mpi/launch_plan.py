@@ -134,7 +134,7 @@ def plan_job(
     is_root: bool,
     agent: str | None = None,
     one_machine: bool = False,
-    uses_gpus: bool = False,
+    device: str | None = None,
 ) -> LaunchPlan:
     """Plan the ranks of a training job: `processes_per_host` of them on each of its hosts.
 
@@ -150,7 +150,7 @@ def plan_job(
         is_root: whether mpirun runs as root.
         agent: the command that starts a daemon of mpirun on another host, in the place of ssh.
         one_machine: whether all hosts of the job are played by this machine.
-        uses_gpus: whether the ranks compute on GPUs, unless the user says otherwise.
+        device: what the ranks compute on, "cuda" or "cpu", unless the user says otherwise; None says nothing.
 
     Raises ValueError where a number or version is out of range, the job has several instance groups,
     or an option of the user cannot be passed on or contradicts the launch.
@@ -168,11 +168,11 @@ def plan_job(
     on_network = len(job.hosts) > 1 and not one_machine
     defaults = {
         **_RANK_DEFAULTS,
-        **({DEVICE_VARIABLE: "cuda"} if uses_gpus else {}),
+        **({} if device is None else {DEVICE_VARIABLE: device}),
         **fabric_environment(
             None if one_machine else job.instance_type,
             interface=job.network_interface if on_network else None,
-            uses_gpus=uses_gpus,
+            uses_gpus=device == "cuda",
         ),
     }
     same_everywhere = {**_RANK_ENVIRONMENT, **environment}

@@ -22,10 +22,10 @@ if rank == 0:
 @pytest.mark.parametrize(
     ("instance_type", "hosts", "expected"),
     [
-        ("local", 1, [2, None, "0", None, None]),
-        ("ml.p4d.24xlarge", 1, [2, None, "0", None, None]),
+        ("local", 1, [2, "cpu", "0", None, None]),
+        ("ml.p4d.24xlarge", 1, [2, "cpu", "0", None, None]),
         ("local_gpu", 1, [2, "cuda", "2", None, None]),
-        ("local", 2, [4, None, "0", None, None]),
+        ("local", 2, [4, "cpu", "0", None, None]),
     ],
 )
 def test_a_job_on_this_machine_uses_its_gpus_if_that_is_asked_for(

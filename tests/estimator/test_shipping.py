@@ -124,7 +124,8 @@ def start_container(
     return subprocess.run(
         words,
         cwd=root,
-        env={**kept, "PIP_NO_INDEX": "1", **environment},
+        # The example's instance type has GPUs, and this container has none.
+        env={**kept, "PIP_NO_INDEX": "1", "SMP_LITE_DEVICE": "cpu", **environment},
         capture_output=True,
         text=True,
         timeout=100,

@@ -48,7 +48,7 @@ class Case:
     argv: str
     agent: str | None = None
     one_machine: bool = False
-    uses_gpus: bool = False
+    device: str | None = None
 
 
 # In the order of the launch: where, how many, over which network, how robust, with which variables.
@@ -140,7 +140,7 @@ CASES = (
         "mpirun --bind-to none --map-by :OVERSUBSCRIBE -np 4"
         " -x PYTHONUNBUFFERED -x SMP_LITE_ERROR_DIR -x OMP_NUM_THREADS"
         " -x SMP_LITE_DEVICE -x FI_PROVIDER -x NCCL_PROTO",
-        uses_gpus=True,
+        device="cuda",
     ),
     Case(
         "GPUs of two hosts",
@@ -151,7 +151,16 @@ CASES = (
         " --mca btl_tcp_progress_thread 1"
         " -x PYTHONUNBUFFERED -x SMP_LITE_ERROR_DIR -x OMP_NUM_THREADS"
         " -x SMP_LITE_DEVICE -x NCCL_SOCKET_IFNAME",
-        uses_gpus=True,
+        device="cuda",
+    ),
+    Case(
+        "processors of a machine that has GPUs",
+        5,
+        job(TWO, instance_type="local"),
+        "mpirun --bind-to none --map-by :OVERSUBSCRIBE -np 8"
+        " -x PYTHONUNBUFFERED -x SMP_LITE_ERROR_DIR -x OMP_NUM_THREADS -x SMP_LITE_DEVICE",
+        one_machine=True,
+        device="cpu",
     ),
     Case(
         "what the user says of GPUs and the network between them",
@@ -168,7 +177,7 @@ CASES = (
         " -x PYTHONUNBUFFERED -x SMP_LITE_ERROR_DIR -x OMP_NUM_THREADS"
         " -x SMP_LITE_DEVICE=cpu -x FI_PROVIDER=tcp -x NCCL_PROTO=LL128 -x FI_EFA_USE_DEVICE_RDMA=0"
         " -x RDMAV_FORK_SAFE=0",
-        uses_gpus=True,
+        device="cuda",
     ),
     Case(
         "the seed's options",
@@ -215,7 +224,7 @@ def test_the_whole_argument_list(case: Case) -> None:
         mpi_version=(case.mpi_major, 0),
         agent=case.agent,
         one_machine=case.one_machine,
-        uses_gpus=case.uses_gpus,
+        device=case.device,
     )
     command = "python -P -m smp_lite.entrypoints.rank_main train.py --epochs 1"
     assert " ".join(made.argv) == f"{case.argv} {command}"
@@ -240,7 +249,7 @@ def test_values_stand_in_the_environment_and_not_on_the_command_line() -> None:
 
 
 def test_the_users_variables_go_before_those_of_the_network() -> None:
-    made = plan(job(TWO, instance_type="ml.p4d.24xlarge"), uses_gpus=True)
+    made = plan(job(TWO, instance_type="ml.p4d.24xlarge"), device="cuda")
     assert {name: made.environment_defaults[name] for name in ("SMP_LITE_DEVICE", "NCCL_SOCKET_IFNAME")} == {
         "SMP_LITE_DEVICE": "cuda",
         "NCCL_SOCKET_IFNAME": "eth0",
