@@ -40,6 +40,7 @@ def tree(root: Path, instance_type: str, **changes: Any) -> Path:
         ("ml.c5.xlarge", "", {}, ["1", "-", "0", "-", "-", "-"]),
     ],
 )
+@pytest.mark.slow(keep=1)
 def test_a_host_has_a_rank_for_each_gpu(
     instance_type: str, gpus: str, environment: dict[str, str], expected: list[str], tmp_path: Path
 ) -> None:

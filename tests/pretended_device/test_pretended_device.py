@@ -23,6 +23,7 @@ def test_mixing_devices_is_an_error() -> None:
     assert all(right), right
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["gpt", "gpt_tied", "unet", "encoder_decoder"])
 def test_a_model_is_equal_to_the_cpus(name: str) -> None:
     assert on_device("differences_of_case", name=name) == []

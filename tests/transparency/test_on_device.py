@@ -47,24 +47,26 @@ def check(name: str, ranks: int, placement: str = "zigzag", wire: str = "mpi", *
     assert [wrong for wrong, _ in found] == [[]] * ranks
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_in_memory(name: str) -> None:
     config = {"partitions": 2, "pipeline": "interleaved", **ZIGZAG}
     assert run("train_in_memory", 1, kwargs={"name": name, "config": config}) == [[]]
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks(name: str) -> None:
     check(name, 2, pipeline="interleaved")
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["gpt_tied", "unet"])
 def test_zero_bubble(name: str) -> None:
     check(name, 2, pipeline="zero_bubble")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_tied", "data_loop", "complex64"])
 def test_ranks_whose_devices_have_other_numbers(name: str) -> None:
     """Without backwards, which the pretended device has on its first number only."""
@@ -80,12 +82,13 @@ def test_four_ranks(name: str, placement: str, pipeline: str) -> None:
     check(name, 4, placement, pipeline=pipeline)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["gpt_tied", "complex64", "data_loop"])
 def test_over_process_groups(name: str) -> None:
     check(name, 2, wire="c10d", ddp=True)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "gpt_tied", "batchnorm", "unused", "data_branch", "complex64"])
 @pytest.mark.parametrize("how", [{"ddp": True}, {"horovod": True}], ids=["ddp", "horovod"])
 def test_replicas(name: str, how: dict[str, Any]) -> None:
@@ -94,6 +97,7 @@ def test_replicas(name: str, how: dict[str, Any]) -> None:
     assert [wrong for _, wrong, _ in found] == [[]] * 4
 
 
+@pytest.mark.slow
 def test_replicas_over_process_groups_with_views_of_buckets() -> None:
     kwargs = {"name": "gpt", "wire": "c10d", "gradient_as_bucket_view": True, "bucket_cap_mb": 0.002}
     config = {"partitions": 2, "microbatches": NUM_MICROBATCHES, "ddp": True}
@@ -101,6 +105,7 @@ def test_replicas_over_process_groups_with_views_of_buckets() -> None:
     assert [wrong for _, wrong, _ in found] == [[]] * 4
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_and_virtual_stages() -> None:
     shapes = [
         {"virtual_stages": 2, "checkpointed": True},
@@ -112,6 +117,7 @@ def test_activation_checkpointing_and_virtual_stages() -> None:
             assert [wrong for wrong, _ in rank] == [[], []], name
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["dropout", "both"])
 def test_random_numbers(name: str) -> None:
     """They are the same whoever runs the blocks; those of the device are a stream of their own."""
@@ -124,6 +130,7 @@ def test_random_numbers(name: str) -> None:
     assert len({loss for step in found[0] for loss in step}) > 1
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("variant", ["torch's scaler", "unscaled and clipped first"])
 def test_gradient_scaler(variant: str) -> None:
     parameters = {"partitions": 2, "microbatches": NUM_MICROBATCHES, **MANUAL}
@@ -131,6 +138,7 @@ def test_gradient_scaler(variant: str) -> None:
     assert run(function, kwargs=scaling.VARIANTS[variant], parameters=parameters) == [[], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pipeline", "tensor"])
 def test_delayed_initialization_and_tensor_parallel_layers(layout: str) -> None:
     """A model that gets its memory late is that of the CPU's generator, and on the device."""

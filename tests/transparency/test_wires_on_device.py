@@ -57,6 +57,7 @@ def test_the_wire_is_what_there_is_or_what_was_named(
         assert found == said or "Error" not in found
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["gpt_tied", "unet", "complex64", "data_loop"])
 def test_models(name: str) -> None:
     check(name, 2, wire="ipc")
@@ -68,6 +69,7 @@ def test_four_ranks(pipeline: str) -> None:
     check("gpt_tied", 4, wire="ipc", pipeline=pipeline)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("where", "failing_rank"), [("forward", 0), ("backward", 1), ("recording", 1)])
 def test_a_step_that_fails_and_the_next_one(where: str, failing_rank: int) -> None:
     found = run_distributed(
