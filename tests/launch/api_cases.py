@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -160,3 +161,13 @@ def one_process() -> dict[str, Any]:
 
 def init_error() -> str:
     return error_of(smp.init)
+
+
+def differing_parameters() -> str:
+    """What smp.init says where ranks give it other parameters."""
+    pipeline = "simple" if int(os.environ["OMPI_COMM_WORLD_RANK"]) == 1 else "zero_bubble"
+    try:
+        smp.init({"partitions": 2, "pipeline": pipeline})
+    except smp.SMPMismatch as error:
+        return str(error)
+    return "nothing was raised"

@@ -64,6 +64,12 @@ def test_process_groups_and_collectives_reach_their_group_and_no_other(
         assert seen == {kind: (group, group) for kind, group in wanted.items()}
 
 
+def test_ranks_that_give_other_parameters_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SMP_LITE_PARAMETERS", raising=False)
+    for text in run_distributed(f"{CASES}differing_parameters", 2):
+        assert text.startswith("pipeline is 'simple' on rank 1 and 'zero_bubble' on rank 0")
+
+
 def test_process_groups_need_ddp() -> None:
     (text, _) = run_distributed(f"{CASES}process_groups_without_ddp", 2, parameters={"partitions": 2})
     assert text == (

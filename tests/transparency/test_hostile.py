@@ -290,6 +290,29 @@ def test_reading_an_activation(name: str, open_session: OpenSession) -> None:
     assert_rounds_equal(Chain, [Round(step, BATCH)] * 2)
 
 
+class Forces(nn.Module):
+    """Its result is a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(x).square().sum(), x, create_graph=True)
+        return force
+
+
+def test_gradients_inside_a_module_that_is_traced(open_session: OpenSession) -> None:
+    def step(model: Any, batch: Batch, backward: Backward) -> Tensor:
+        loss = F.mse_loss(model(batch["x"]), batch["target"])
+        backward(loss)
+        return loss
+
+    open_session(2)
+    assert_rounds_equal(lambda: nn.Sequential(Forces(), nn.Linear(WIDTH, WIDTH)), [Round(step, BATCH)] * 2)
+
+
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "second_order": (
         lambda model, y: torch.autograd.grad(y.sum(), y, create_graph=True),

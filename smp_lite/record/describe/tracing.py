@@ -232,13 +232,13 @@ class _Watch(TorchDispatchMode):
                 self.trace.of(last).loss_bytes = self._loss_bytes(tensors)
             return result
 
-        def pack(tensor: torch.Tensor) -> None:
-            if tensor.layout is not torch.strided:
-                return
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.state_storages and storage._cdata not in self.kept:
-                self.kept[storage._cdata] = storage
-                self.trace.of(self.stack[-1][1]).kept_bytes += storage.nbytes()
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.state_storages and storage._cdata not in self.kept:
+                    self.kept[storage._cdata] = storage
+                    self.trace.of(self.stack[-1][1]).kept_bytes += storage.nbytes()
+            return tensor.detach()  # for a forward that computes gradients itself
 
         nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
         try:
