@@ -7,12 +7,15 @@ them: setting one is heard.
 
 from __future__ import annotations
 
+import array
 import contextvars
 import functools
+import gc
 import os
 import sys
 import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -31,6 +34,7 @@ from ..state.places import (
     ModuleAttribute,
     Place,
     PlacesRead,
+    Row,
     Variable,
     is_plain,
 )
@@ -116,6 +120,10 @@ class _Finder:
             self.objects.append((os.environ, "os.environ"))
         self._seen: dict[Any, Any] = {}
         self._functions: dict[int, Any] = {}
+        if "modules" in names.attributes:  # sys.modules["name"]
+            for key in constant_keys(self._codes, {"modules"}) or ():
+                if key in sys.modules:
+                    self.members(sys.modules[key], key, 0)
 
     def found(self) -> PlacesRead:
         return PlacesRead(self.places, self.objects, self.bound)
@@ -185,6 +193,13 @@ class _Finder:
         elif isinstance(value, tuple | frozenset | deque):
             if not is_plain(value):
                 self.objects.append((value, name))
+        elif isinstance(value, bytearray | array.array):
+            self.places.append(Row(value, name))
+        elif isinstance(value, weakref.ref):
+            self.into(value(), name, depth)
+        elif isinstance(value, types.MappingProxyType):
+            for behind in gc.get_referents(value):  # the dict that it shows
+                self.into(behind, name, depth)
         elif isinstance(value, types.BuiltinMethodType) and isinstance(
             value.__self__, contextvars.ContextVar
         ):
@@ -249,14 +264,16 @@ class _Finder:
 
     def function(self, function: Any) -> None:
         """Variables around a function that has run."""
-        code = getattr(function, "__code__", None)
-        if code not in self.names.functions or id(function) in self._functions:
+        if id(function) in self._functions:
             return
         self._functions[id(function)] = function
+        for key in [key for key in getattr(function, "__dict__", ()) if key in self.names.attributes]:
+            self.item(function.__dict__, key, f"{function.__name__}.{key}", 1)
+        code = getattr(function, "__code__", None)
+        if code not in self.names.functions:
+            return
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.into(value, f"a default of {function.__name__}", 1)
-        for key in [key for key in function.__dict__ if key in self.names.attributes]:
-            self.item(function.__dict__, key, f"{function.__name__}.{key}", 1)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             place = Cell(cell, name)
             value = place.value()

@@ -27,6 +27,7 @@ __all__ = [
     "ModuleAttribute",
     "Place",
     "PlacesRead",
+    "Row",
     "Variable",
     "in_force",
     "is_plain",
@@ -174,6 +175,22 @@ class Array:
 
     def put(self, value: Any) -> None:
         self.holder[...] = value
+
+
+class Row:
+    """The numbers in a ``bytearray`` or an ``array.array``."""
+
+    def __init__(self, holder: Any, name: str) -> None:
+        self.holder, self.name, self.identity = holder, name, id(holder)
+
+    def get(self) -> Hashable:
+        return bytes(self.holder)
+
+    def value(self) -> Any:
+        return self.holder[:]
+
+    def put(self, value: Any) -> None:
+        self.holder[:] = value
 
 
 class ModuleAttribute:
