@@ -16,7 +16,7 @@ from smp_lite.runtime.weights.rules import RULES
 from tests.models import Batch
 from tests.models.layers import WIDTH, Chain
 from tests.transparency.conftest import OpenSession
-from tests.transparency.rounds import Round
+from tests.transparency.rounds import Round, assert_rounds_equal
 from tests.transparency.weight_gradients import (
     BATCH,
     Around,
@@ -72,6 +72,26 @@ def test_a_second_use_that_counts_later(check: Check) -> None:
 
     found = check(lambda: Around(Penalised), Round(train, BATCH), *[Round(train, BATCH, before=count)] * 2)
     assert own_names(found) <= {"linear.bias"}
+
+
+class PenalisedElsewhere(Chain):
+    """The weight of one stage's block is used by another stage, and what that gives is zero for now."""
+
+    strength = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        own, other = self.blocks[3].contract.weight, self.blocks[0].expand.weight.detach()
+        return super().forward(x) + self.strength * (other @ own).sum()
+
+
+@pytest.mark.parametrize("later", [0.0, 0.1])
+def test_a_use_by_another_stage_that_counts_later(later: float, open_session: OpenSession) -> None:
+    def count(model: nn.Module) -> None:
+        model.strength = later
+
+    open_session(2, pipeline="zero_bubble")
+    rounds = [Round(train, BATCH), *[Round(train, BATCH, before=count)] * 2]
+    assert_rounds_equal(PenalisedElsewhere, rounds)
 
 
 def test_frozen_and_trained_again(check: Check) -> None:

@@ -51,6 +51,8 @@ def comparing(
     nodes = [getattr(start, "node", None) or getattr(start, "grad_fn", None) for start in starts]
     nodes = [node for node in nodes if node is not None]
     edges = _edges_to_parameters(nodes)
+    # A parameter whose numbers another stage uses: the backward starts at it, too.
+    edges.update(id(start) for start in starts if isinstance(start, nn.Parameter))
     handles += [node.register_prehook(_note_task(task)) for node in nodes]
     found: set[int] = set()
     unshown: set[int] = set()
