@@ -174,6 +174,7 @@ class _Watch(TorchDispatchMode):
         self.clock = time.perf_counter()
         self.kept: dict[int, torch.UntypedStorage] = {}  # alive, or addresses would be used again
         self.later_in_groups = _later_in_groups(root)
+        self.is_packing = False
 
     def __torch_dispatch__(
         self,
@@ -183,7 +184,8 @@ class _Watch(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.trace.of(self.stack[-1][1]).flops += operator_flops(func, args, kwargs or {}, result)
+        if not self.is_packing:
+            self.trace.of(self.stack[-1][1]).flops += operator_flops(func, args, kwargs or {}, result)
         return result
 
     def _loss_bytes(self, results: list[torch.Tensor]) -> int:
@@ -238,7 +240,11 @@ class _Watch(TorchDispatchMode):
                 if storage._cdata not in self.state_storages and storage._cdata not in self.kept:
                     self.kept[storage._cdata] = storage
                     self.trace.of(self.stack[-1][1]).kept_bytes += storage.nbytes()
-            return tensor.detach()  # for a forward that computes gradients itself
+            self.is_packing = True
+            try:
+                return tensor.detach()  # for a forward that computes gradients itself
+            finally:
+                self.is_packing = False
 
         nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
         try:
