@@ -6,6 +6,7 @@ The block runs with what was there when it was called, wherever Python keeps it.
 from __future__ import annotations
 
 import array
+import copy
 import sys
 import types
 import weakref
@@ -124,3 +125,37 @@ def test_each_microbatch_has_its_own(kind: Any, open_session: OpenSession) -> No
         return loss
 
     assert [float(loss) for loss in step(model, x).outputs] == expected
+
+
+class _Forgotten(nn.Module):
+    """Another stage reads a view that nobody here holds any more when its memory changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.far, self.near = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) + x
+        far = self.far(x.detach() * 1.0) + self.far(x.detach())
+        x.mul_(2.0)
+        return self.near(x) + far.detach()
+
+
+def test_a_view_that_is_forgotten_is_read_as_it_was(open_session: OpenSession) -> None:
+    open_session(2, auto_partition=False, default_partition=0)
+    torch.manual_seed(0)
+    plain = _Forgotten()
+    module = copy.deepcopy(plain)
+    model = smp.DistributedModel(module)
+    smp.set_partition(module.far, 1)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+    expected = [float(plain(part).square().mean()) for part in x.chunk(4)]
+    for _ in range(2):
+        assert [float(loss) for loss in step(model, x).outputs] == expected

@@ -96,7 +96,7 @@ def _problems_of_devices(problems: dict[str, str], world: World, group: Any, dev
     elif not carries(group, device):
         problems["nccl"] = (
             f"the process groups are {dist.get_backend(group)}'s, which do not carry tensors of "
-            f"{device.type}: it needs a device for each rank, and ddp_dist_backend 'nccl' or 'auto'"
+            f"{device.type}: it needs a device for each rank, and ddp_dist_backend: 'nccl'"
         )
 
 

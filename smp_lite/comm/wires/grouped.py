@@ -8,7 +8,6 @@ the same at both ends.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,7 +40,6 @@ class GroupedCarrier:
         self._onward, self._back = onward, back
         self._stage_index = stage_index
         self._rank_of_stage = rank_of_stage
-        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
         for first in range(len(rank_of_stage)):
             for second in range(first + 1, len(rank_of_stage)):
@@ -51,13 +49,10 @@ class GroupedCarrier:
                     elif stage_index == dest:
                         self.receive(b"", byte, source)
 
-    def send(self, row: torch.Tensor, stage: int) -> tuple[bytes, _Left]:
+    def send(self, row: torch.Tensor, stage: int) -> tuple[bytes, _Leaving]:
         group = self._onward if stage > self._stage_index else self._back
         work = dist.isend(row, group=group, group_dst=self._rank_of_stage[stage])
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
-        self._sent.append((work, row))  # its memory is read until then
-        return b"", _LEFT
+        return b"", _Leaving(work, row)
 
     def receive(self, ticket: bytes, row: torch.Tensor, stage: int) -> None:
         group = self._onward if stage < self._stage_index else self._back
@@ -67,9 +62,13 @@ class GroupedCarrier:
             work.wait()  # the current stream does, not the host
 
 
-class _Left:
+class _Leaving:
+    """Its memory is read until the device says that it has been sent: nothing may change it before that."""
+
+    def __init__(self, work: Any, row: torch.Tensor) -> None:
+        self._work, self._row = work, row
+
     def done(self) -> bool:
-        return True
-
-
-_LEFT = _Left()
+        if self._work is not None and self._work.is_completed():
+            self._work = self._row = None
+        return self._work is None

@@ -22,6 +22,7 @@ from ...record.state.ambient import Ambient
 from ...record.state.draws import at_states, default_states
 from ...record.state.places import in_force
 from ...record.values.calls import NewTensor
+from ...record.values.memory import storage_of
 from ...record.values.placed import TensorMeta, has_attributes
 from ...record.values.structure import LEAF, flatten
 from ..sharded.parameters import ShardedParameters
@@ -134,6 +135,8 @@ class CommandRunner:
         want as it was is copied for them; the original changes, together with the views of it.
         """
         changed: dict[int, torch.Tensor] = {}
+        if command.changes:
+            self._copy_forgotten(recording, command, local, cut, wanted)
         for old, _ in command.changes:
             tensor = local[old]
             if self.sharded is not None and self.sharded.owns_memory_of(tensor):
@@ -153,6 +156,30 @@ class CommandRunner:
             if old in wanted or not recording.complete:
                 local[old] = tensor.clone()
         return changed
+
+    @staticmethod
+    def _copy_forgotten(
+        recording: Recording,
+        command: Command,
+        local: dict[int, torch.Tensor],
+        cut: frozenset[int],
+        wanted: frozenset[int],
+    ) -> None:
+        """Views that Python has let go of are no versions of what changes, but others may still want them."""
+        olds = [old for old, _ in command.changes]
+        memories = {memory for old in olds if (memory := storage_of(local[old])) is not None}
+        for value, tensor in list(local.items()):
+            if value in olds or storage_of(tensor) not in memories:
+                continue
+            if value in cut:  # its memory belongs to whoever made it
+                if len(olds) > 1:
+                    raise SMPError(
+                        f"{command.label} changes a tensor in place that is a view of what another stage, or "
+                        "an earlier part of the step, has made: clone() the tensor before changing it"
+                    )
+                local[olds[0]] = local[olds[0]].clone()
+            elif value in wanted or not recording.complete:
+                local[value] = tensor.clone()
 
     @staticmethod
     def _store(command: Command, result: Any, local: dict[int, torch.Tensor]) -> None:
