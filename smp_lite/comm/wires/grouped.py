@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..waiting import broken_connections_named
+from .works import Ending, Works
 
 __all__ = ["GroupedCarrier"]
 
@@ -40,6 +41,7 @@ class GroupedCarrier:
         self._onward, self._back = onward, back
         self._stage_index = stage_index
         self._rank_of_stage = rank_of_stage
+        self._works = Works(onward), Works(back)
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
         for first in range(len(rank_of_stage)):
             for second in range(first + 1, len(rank_of_stage)):
@@ -47,12 +49,13 @@ class GroupedCarrier:
                     if stage_index == source:
                         self.send(byte, dest)
                     elif stage_index == dest:
-                        self.receive(b"", byte, source)
+                        self.receive(b"", torch.empty_like(byte), source)
 
     def send(self, row: torch.Tensor, stage: int) -> tuple[bytes, _Leaving]:
-        group = self._onward if stage > self._stage_index else self._back
+        onward = stage > self._stage_index
+        group, works = (self._onward, self._works[0]) if onward else (self._back, self._works[1])
         work = dist.isend(row, group=group, group_dst=self._rank_of_stage[stage])
-        return b"", _Leaving(work, row)
+        return b"", _Leaving(works.polled(work, "send", stage), row)
 
     def receive(self, ticket: bytes, row: torch.Tensor, stage: int) -> None:
         group = self._onward if stage < self._stage_index else self._back
@@ -63,12 +66,8 @@ class GroupedCarrier:
 
 
 class _Leaving:
-    """Its memory is read until the device says that it has been sent: nothing may change it before that."""
+    """Its memory is read until the work has ended: nothing may change it before that."""
 
-    def __init__(self, work: Any, row: torch.Tensor) -> None:
-        self._work, self._row = work, row
-
-    def done(self) -> bool:
-        if self._work is not None and self._work.is_completed():
-            self._work = self._row = None
-        return self._work is None
+    def __init__(self, under_way: Ending, row: torch.Tensor) -> None:
+        self.done = under_way.done
+        self._row = row
