@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,8 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-HANG_S = 90
-"""A bound against hanging; a launch takes one to three seconds."""
+HANG_S = 200
+"""A bound against hanging; a launch takes one to three seconds, of a machine that has the time for it."""
+
+WAIT_S = 120
+"""The limit of each wait within the library, so that it says for whom it waited before we end it."""
 
 
 def command(*args: str) -> list[str]:
@@ -34,11 +38,15 @@ def ignore_signals() -> None:
 def launch(
     directory: Path, *args: str, env: dict[str, str] | None = None, text_in: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Run `smp-lite run args...` in `directory` to its end, output captured."""
+    """Run `smp-lite run args...` in `directory` to its end, output captured.
+
+    Raises:
+        AssertionError: it hangs; with what it has printed, and the stacks of all its Python processes.
+    """
     process = subprocess.Popen(
         command(*args),
         cwd=directory,
-        env={**os.environ, **(env or {})},
+        env={"PYTHONFAULTHANDLER": "1", "SMP_LITE_WATCHDOG_S": str(WAIT_S), **os.environ, **(env or {})},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -46,10 +54,36 @@ def launch(
     )
     try:
         stdout, stderr = process.communicate(text_in, timeout=HANG_S)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"{args} hangs:\n{_last_words(process)}") from None
     finally:
         process.terminate()  # for one that hangs: killed, it could not end its ranks
         process.wait()
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def _last_words(process: subprocess.Popen[str]) -> str:
+    """Ends the job's processes by a signal at which Python tells where each of its threads is."""
+    for pid in reversed(_descendants(process.pid)):
+        with contextlib.suppress(OSError):
+            if b"python" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]:
+                os.kill(pid, signal.SIGABRT)
+                time.sleep(0.2)
+    try:
+        return "\n".join(process.communicate(timeout=10))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return "\n".join(process.communicate())
+
+
+def _descendants(pid: int) -> list[int]:
+    """The process and all that it has started, which is on Linux to be read."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").glob("*/children"))
+        children = [int(child) for task in tasks for child in task.read_text().split()]
+    except OSError:
+        return [pid]
+    return [pid, *(each for child in children for each in _descendants(child))]
 
 
 def write(directory: Path, name: str, text: str) -> Path:
