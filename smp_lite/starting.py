@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import sys
 import time
@@ -15,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import devices
+from .alike import check_alike
 from .amp import overflows_of_the_whole_model
 from .config import PARAMETERS_VARIABLE, Config, load_config
-from .errors import PeerFailed, SMPError, SMPMismatch
+from .errors import PeerFailed, SMPError
 from .errors_record import record_failure
 from .freed_memory import keep_freed_memory
 from .optim.checked_settings import other_optimizers_checked
@@ -33,7 +33,6 @@ from .systems.load.supported import refuse_unsupported
 
 if TYPE_CHECKING:
     from .comm.transport import Transport
-    from .comm.world import World
     from .systems.plan.parallel_plan import ParallelPlan
 
 
@@ -117,7 +116,7 @@ def init(
     choice = devices.chosen_here(transport.local_rank, transport.local_size)
     session = Session(validated, topology, World(topology, transport), plan, choice.device)
     assert session.world is not None
-    _check_alike(session.world, validated)
+    check_alike(session.world, validated, choice.device, os.environ)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // session.world.local_size))
     if validated.ddp:
@@ -136,30 +135,6 @@ def init(
             print(f"smp_lite: {choice.text}; {wire}", flush=True)
     if _on_session is not None:
         _on_session(session)
-
-
-_MAY_DIFFER = frozenset({"partition_file", "ddp_port"})
-"""Parameters of which rank 0's counts, or that name a place on a rank's own host."""
-
-
-def _check_alike(world: World, config: Config) -> None:
-    """Ranks that plan by different parameters would wait for each other, or take one value for another.
-
-    Raises:
-        SMPMismatch: the parameters are not the same on all ranks.
-    """
-    mine = {key: repr(value) for key, value in config.model_dump().items() if key not in _MAY_DIFFER}
-    digests = world.exchange(hashlib.sha256(repr(mine).encode()).digest(), "WORLD", "smp.init")
-    if len(set(digests)) == 1:
-        return
-    first, *others = world.exchange(mine, "WORLD", "smp.init's parameters")
-    for rank, theirs in enumerate(others, start=1):
-        for key, value in theirs.items():
-            if value != first.get(key):
-                raise SMPMismatch(
-                    f"{key} is {value} on rank {rank} and {first.get(key)} on rank 0: give smp.init the "
-                    "same parameters on all ranks"
-                )
 
 
 def _check_again(given: Any, dialect: str | None, overrides: Sequence[str]) -> None:

@@ -166,8 +166,19 @@ def init_error() -> str:
 def differing_parameters() -> str:
     """What smp.init says where ranks give it other parameters."""
     pipeline = "simple" if int(os.environ["OMPI_COMM_WORLD_RANK"]) == 1 else "zero_bubble"
+    return _said_of({"partitions": 2, "pipeline": pipeline})
+
+
+def differing_wires() -> str:
+    """The same where they are to talk by other wires."""
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        os.environ["SMP_LITE_WIRE"] = "c10d"
+    return _said_of({"partitions": 2, "ddp": True})
+
+
+def _said_of(parameters: dict[str, Any]) -> str:
     try:
-        smp.init({"partitions": 2, "pipeline": pipeline})
+        smp.init(parameters)
     except smp.SMPMismatch as error:
         return str(error)
     return "nothing was raised"

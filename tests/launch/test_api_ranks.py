@@ -70,6 +70,12 @@ def test_ranks_that_give_other_parameters_are_told(monkeypatch: pytest.MonkeyPat
         assert text.startswith("pipeline is 'simple' on rank 1 and 'zero_bubble' on rank 0")
 
 
+def test_ranks_that_would_talk_by_other_wires_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SMP_LITE_PARAMETERS", raising=False)
+    for text in run_distributed(f"{CASES}differing_wires", 2):
+        assert text.startswith("SMP_LITE_WIRE is c10d on rank 1 and not set on rank 0: it has to be the same")
+
+
 def test_process_groups_need_ddp() -> None:
     (text, _) = run_distributed(f"{CASES}process_groups_without_ddp", 2, parameters={"partitions": 2})
     assert text == (
