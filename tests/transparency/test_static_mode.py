@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import ChainMap
 from typing import Any
 
 import pytest
@@ -185,16 +186,25 @@ class _Scaled(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList([_tiny(), _tiny()])
         self.factor = 1.0
+        self.settings = ChainMap({"factor": 1.0})
         self.register_buffer("shift", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.parts[0](x) * self.factor * FACTORS[0] + self.shift
+        x = self.parts[0](x) * self.factor * FACTORS[0] * self.settings["factor"] * _default() + self.shift
         return (x if self.parts[1].training else 2 * x) + self.parts[1][0](x.expand(-1, 4)).sum(
             -1, keepdim=True
         )
 
 
 FACTORS = [1.0]
+
+
+def _default(factor: float = 1.0) -> float:
+    return factor
+
+
+def _other_default(model: Any) -> None:
+    _default.__defaults__ = (7.0,)
 
 
 def _reversed(model: Any) -> None:
@@ -208,6 +218,8 @@ CHANGES: dict[str, Any] = {
     "frozen": lambda model: model.parts[0].requires_grad_(False),
     "parts": _reversed,
     "hook": lambda model: model.register_forward_hook(lambda module, args, result: result * 2),
+    "chained dicts": lambda model: model.settings.maps[0].update(factor=4.0),
+    "default": _other_default,
     "global": lambda model: FACTORS.__setitem__(0, 5.0),
     "autocast": lambda model: None,
 }
@@ -216,6 +228,7 @@ CHANGES: dict[str, Any] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_changes_between_steps_is_recorded_anew(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "FACTORS", [1.0])
+    monkeypatch.setattr(_default, "__defaults__", (1.0,))
     smp.init_in_memory({"partitions": 2, "microbatches": 2, "static_mode": True})
     torch.manual_seed(0)
     plain = _Scaled()
@@ -235,7 +248,7 @@ def test_what_changes_between_steps_is_recorded_anew(name: str, monkeypatch: pyt
     for number in range(8):
         if number == 5:
             CHANGES[name](ours)
-            if name != "global":
+            if name not in ("global", "default"):
                 CHANGES[name](plain)
         x = torch.randn(4, 4, generator=generator)
         with torch.autocast("cpu", torch.bfloat16, enabled=name == "autocast" and number >= 5):

@@ -86,6 +86,23 @@ class _OfAFunction(_Block):
         _function.factor = float(factor)  # type: ignore[attr-defined]
 
 
+def _default(factor: float = 1.0, *, other: float = 1.0) -> float:
+    return factor * other
+
+
+class _OfDefaults(_Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * _default()
+
+    def put(self, factor: int) -> None:
+        _default.__defaults__ = (float(factor),)
+
+
+class _OfKeywordDefaults(_OfDefaults):
+    def put(self, factor: int) -> None:
+        _default.__kwdefaults__["other"] = float(factor)
+
+
 class _OfAModule(_Block):
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) * sys.modules["tests.transparency.test_values_read"].FACTOR
@@ -95,7 +112,9 @@ class _OfAModule(_Block):
         FACTOR = float(factor)
 
 
-@pytest.mark.parametrize("kind", [_Weak, _Bytes, _Array, _Shown, _OfAFunction, _OfAModule])
+@pytest.mark.parametrize(
+    "kind", [_Weak, _Bytes, _Array, _Shown, _OfAFunction, _OfDefaults, _OfKeywordDefaults, _OfAModule]
+)
 def test_each_microbatch_has_its_own(kind: Any, open_session: OpenSession) -> None:
     def build() -> nn.Sequential:
         torch.manual_seed(0)

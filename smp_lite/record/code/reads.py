@@ -216,6 +216,8 @@ class _Finder:
             self.into(value.__self__, name, depth)
         elif isinstance(value, types.ModuleType):
             self.members(value, name, depth)
+        elif type(value).__module__ == "collections":  # ChainMap, UserDict, UserList
+            self.objects.append((value, name))
         elif self.is_users(type(value)) or type(value) is types.SimpleNamespace:
             for kind in type(value).__mro__:
                 if self.is_users(kind):
@@ -274,6 +276,10 @@ class _Finder:
             return
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.into(value, f"a default of {function.__name__}", 1)
+        self.places.append(Attribute(function, "__defaults__", f"the defaults of {function.__name__}"))
+        keywords = function.__kwdefaults__
+        if keywords and all(map(is_plain, keywords.values())):
+            self.places.append(Contents(keywords, f"the defaults of {function.__name__}"))
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             place = Cell(cell, name)
             value = place.value()
