@@ -17,6 +17,10 @@ from ..mpi.mpirun import Death
 
 __all__ = ["Ending", "decide_ending", "shortened"]
 
+_LOST = "An error occurred in Socket closed"
+"""What Open MPI says in a rank whose peer has gone, before it aborts: often sooner than the peer's own host
+has reported the death, and mpirun reports the first that it hears of."""
+
 
 @dataclass(frozen=True)
 class Ending:
@@ -92,6 +96,12 @@ def decide_ending(
         return Ending(code, None, text, last_lines=tuple(mpirun_lines))
     number = death.signal_number
     code = 128 + number if number is not None else death.exit_code or mpirun_code
+    if number is None and any(_LOST in line for line in mpirun_lines):
+        text = (
+            f"rank {death.rank} lost its connection to a rank of another host, which has ended before it; "
+            "mpirun has not said which"
+        )
+        return Ending(code, None, text, last_lines=tuple(mpirun_lines), others=tuple(failures))
     lines = tuple(last_lines.get(death.rank, ()))
     return Ending(code, death.rank, death.describe(), last_lines=lines, others=tuple(failures))
 

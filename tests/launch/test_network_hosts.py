@@ -181,8 +181,12 @@ if rank == 3:
 time.sleep(60)
 """
     cluster = Cluster(directory, script)
-    assert cluster.run()[0] == [137, 137]
+    codes, outputs = cluster.run()
     text = (cluster.roots[0] / "output" / "failure").read_text()
+    if codes == [14, 14]:  # Open MPI has told a peer's abort before the death itself
+        assert "lost its connection to a rank of another host" in text
+        return
+    assert codes == [137, 137], outputs
     assert text.startswith("rank 3 failed first: killed by signal 9 (SIGKILL)")
     assert text.endswith("rank 3 printed last:\nwords of 3")
 

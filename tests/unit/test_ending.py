@@ -54,3 +54,11 @@ def test_a_host_that_went_away_is_named() -> None:
     ending = decide_ending([], None, 1, {}, mpirun_lines=["lost a daemon"], lost_hosts=["algo-2"])
     assert ending.headline == "host(s) algo-2 went away"
     assert decide_ending([EARLY], None, 1, {}, lost_hosts=["algo-2"]).rank == 2
+
+
+def test_a_rank_that_lost_its_peer_is_not_called_the_first() -> None:
+    said = ["[algo-1:00000] *** An error occurred in Socket closed"]
+    ending = decide_ending([], Death(1), 14, {}, mpirun_lines=said)
+    assert (ending.exit_code, ending.rank) == (14, None)
+    assert ending.headline.startswith("rank 1 lost its connection to a rank of another host")
+    assert decide_ending([], Death(1), 14, {}).rank == 1
