@@ -211,16 +211,16 @@ def generators() -> list[Any]:
 def host_memory(num_bytes: int) -> torch.Tensor:
     """A row of bytes that this process's device copies to and from by itself, where it can."""
     if is_host(_home):
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=CPU)
     if _has_pinned.get(_home.type) is None:
         try:
-            torch.empty(1, pin_memory=True)
+            torch.empty(1, pin_memory=True, device=CPU)
             _has_pinned[_home.type] = True
         except RuntimeError:  # the kind of device has no allocator of its own for it
             _has_pinned[_home.type] = False
     if _has_pinned[_home.type]:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    row = torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=CPU, pin_memory=True)
+    row = torch.empty(num_bytes, dtype=torch.uint8, device=CPU)
     try:
         return row.pin_memory()
     except RuntimeError:

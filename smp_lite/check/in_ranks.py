@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..devices import CPU
 from ..errors import PeerFailed
 from ..nn.layout import layout_of, whole_of
 from ..record.recording import Command
@@ -132,7 +133,7 @@ class RankChecker:
         for name, parameter in parameters:
             tensor, layout = tensor_of(parameter), layout_of(parameter)
             if layout is not None and any(axis.size > 1 for axis in layout.axes):
-                there = torch.tensor([float(tensor is not None)])
+                there = torch.tensor([float(tensor is not None)], device=CPU)
                 for axis in layout.axes:
                     there = axis.all_reduce(there, "max")
                 if not there:

@@ -79,7 +79,10 @@ def _loss(output: Any, target: str) -> Any:
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor | PlacedTensor) and leaf.requires_grad:
             count = leaf.numel()
-            weights = torch.linspace(-1, 1, count, dtype=leaf.dtype).view(leaf.shape) / count**0.5
+            weights = (
+                torch.linspace(-1, 1, count, dtype=leaf.dtype, device=leaf.device).view(leaf.shape)
+                / count**0.5
+            )
             part = (leaf * weights).sum()
             total = part if total is None else total + part
     if total is None:

@@ -92,7 +92,7 @@ def _outline(tensor: torch.Tensor) -> Outline:
         data = tensor.detach()
         data = data.to_dense() if data.layout is not torch.strided else data
         data = (torch.view_as_real(data) if data.is_complex() else data).double().reshape(-1)
-        places = torch.arange(data.numel(), dtype=torch.float64)
+        places = torch.arange(data.numel(), dtype=torch.float64, device=data.device)
         sums = (float(data @ places.cos()), float(data @ (places * places).sin()))
         return Outline(tuple(tensor.shape), float(data.norm()), sums)
 

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from ..devices import home
 from ..errors import SMPError
 from ..nn.layout import layout_of
 from ..optim.state.dicts import MASTERS
@@ -174,7 +175,9 @@ def _pieces(
     flat, exact, boxes = [], {}, {}
     for group in groups:
         mine = {name: slice_of(stepped(parameter), axis) for name, parameter in group}
-        flat.append(torch.cat([piece.to(torch.float32) for piece in mine.values()] or [torch.empty(0)]))
+        flat.append(
+            torch.cat([piece.to(torch.float32) for piece in mine.values()] or [torch.empty(0, device=home())])
+        )
         for name, parameter in group:
             layout = over(layout_of(parameter), tuple(parameter.shape), axis)
             if parameter.dtype not in _IN_FP32:

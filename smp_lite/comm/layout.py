@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..devices import CPU
 from ..record.values.placed import TensorMeta
 
 _ALIGNED = 64
@@ -104,7 +105,7 @@ def outgoing(
         row.copy_(tensor.as_strided((layout.length,), (1,)))
     else:
         _parcel(tensor, layout, into=row)
-    message[meta.num_bytes :] = torch.tensor(stride, dtype=torch.int64).view(torch.uint8)
+    message[meta.num_bytes :] = torch.tensor(stride, dtype=torch.int64, device=CPU).view(torch.uint8)
     return message, len(message)
 
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..devices import CPU
 from ..errors import PeerFailed, SMPError, SMPMismatch
 from ..record.values.placed import TensorMeta
 from .collectives import Pending
@@ -267,7 +268,7 @@ class RankPeers:
         for i in indices:
             offsets.append(total)
             total += -(-items[i][1].num_bytes // 16) * 16
-        pack = torch.empty(total, dtype=torch.uint8)
+        pack = torch.empty(total, dtype=torch.uint8, device=CPU)
         mine = stage in self.stages
         for i, offset in zip(indices, offsets, strict=True):
             _, meta, tensor = items[i]
@@ -319,9 +320,9 @@ class RankPeers:
 
     def fail(self, text: str) -> None:
         self._num_failures += 1
-        mine = torch.full((NUM_CHECKS + 1,), _FAILED, dtype=torch.int64)
+        mine = torch.full((NUM_CHECKS + 1,), _FAILED, dtype=torch.int64, device=CPU)
         mine[1] = self._num_failures
-        theirs = torch.empty(len(self.ranks), len(mine), dtype=torch.int64)
+        theirs = torch.empty(len(self.ranks), len(mine), dtype=torch.int64, device=CPU)
         # Kept until it has ended: nobody may be there to end it now.
         self._unawaited.append((self._collectives.all_gather(mine, theirs), (mine, theirs)))
         posted = self.world.post_failure(self._num_failures, text, self._others)
@@ -340,8 +341,8 @@ class RankPeers:
 
     def _gather(self, numbers: list[int], what: str) -> torch.Tensor:
         """Each rank's numbers as a row."""
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        theirs = torch.empty(len(self.ranks), len(mine), dtype=torch.int64)
+        mine = torch.tensor(numbers, dtype=torch.int64, device=CPU)
+        theirs = torch.empty(len(self.ranks), len(mine), dtype=torch.int64, device=CPU)
         pending = self._collectives.all_gather(mine, theirs)
         self._wait(pending.done, f"not all mp ranks came to {what}")
         self._unawaited[:] = [item for item in self._unawaited if not item[0].done()]

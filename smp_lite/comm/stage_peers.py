@@ -14,6 +14,7 @@ from collections.abc import Collection
 
 import torch
 
+from ..devices import CPU
 from ..errors import PeerFailed
 from .axis import Axis, Observer
 from .collectives import Pending
@@ -84,7 +85,7 @@ class StagePeers:
 
     def of_first(self, number: int) -> int:
         """The number that the first of those with the same batch has; collective over them."""
-        mine = torch.tensor([number], dtype=torch.int64)
+        mine = torch.tensor([number], dtype=torch.int64, device=CPU)
         return int(self.sharing.broadcast(mine, 0))
 
     def begin_list(self) -> None:

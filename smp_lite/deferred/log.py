@@ -84,7 +84,9 @@ class Place:
 
     def tensor(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor, in the memory that there is now."""
-        found = torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+        found = torch.empty(0, dtype=self.dtype, device=storage.device).set_(
+            storage, self.offset, self.shape, self.stride
+        )  # type: ignore[call-overload]
         found = torch._conj(found) if self.is_conj else found
         return torch._neg_view(found) if self.is_neg else found  # type: ignore[attr-defined]
 

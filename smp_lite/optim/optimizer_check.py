@@ -32,6 +32,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_hooks
 
+from ..devices import CPU
 from ..errors import SMPError
 from ..nn.layout import is_sharded, layout_of
 
@@ -235,7 +236,7 @@ def _start(parameter: torch.Tensor, number: int) -> torch.Tensor:
     """A small tensor with as many dimensions as the parameter."""
     shape = [min(size, _LONGEST) for size in _shape_of(parameter)]
     wide = parameter.dtype in (torch.float32, torch.float64) or parameter.is_complex()
-    values = torch.arange(1, torch.Size(shape).numel() + 1, dtype=torch.float64)
+    values = torch.arange(1, torch.Size(shape).numel() + 1, dtype=torch.float64, device=CPU)
     small = 0.02 * torch.sin(values * (number + 1)) + 0.01 * (number + 1)
     return small.reshape(shape).to(parameter.dtype if wide else torch.float32)
 
@@ -248,7 +249,7 @@ def _slope(start: torch.Tensor, number: int, step_index: int) -> torch.Tensor:
     """
     rate = (1.0, 3.0, 0.5, 2.0, 0.8, 1.5)[number]
     sign = -1 if number % 2 and step_index // 2 % 2 else 1
-    values = torch.arange(start.numel(), dtype=torch.float64).reshape(start.shape)
+    values = torch.arange(start.numel(), dtype=torch.float64, device=CPU).reshape(start.shape)
     return (sign * 0.05 * (number + 1) * rate**step_index * (1.5 + torch.cos(values))).to(start.dtype)
 
 
@@ -275,7 +276,7 @@ def _run(
         def evaluate(step_index: int = step_index) -> torch.Tensor:
             nonlocal evaluations
             evaluations += 1
-            loss = torch.zeros((), dtype=torch.float64)
+            loss = torch.zeros((), dtype=torch.float64, device=CPU)
             for i, parameter in small.items():
                 slope = cut(_slope(_start(chosen[i], i), i, step_index))
                 at = parameter.detach()
@@ -305,7 +306,7 @@ def _copy(optimizer: torch.optim.Optimizer, small: dict[int, nn.Parameter]) -> t
             if id(parameter) in small:
                 memo[id(parameter)] = small[id(parameter)]
             else:
-                memo[id(parameter)] = nn.Parameter(torch.zeros((1,) * parameter.ndim))
+                memo[id(parameter)] = nn.Parameter(torch.zeros((1,) * parameter.ndim, device=CPU))
     return _copied(optimizer, small, memo)
 
 
@@ -391,7 +392,7 @@ def _random_state() -> tuple[Any, ...]:
 
 def _set_random_state(state: tuple[Any, ...]) -> None:
     torchs, pythons, numpys = state
-    torch.set_rng_state(torch.tensor(list(torchs), dtype=torch.uint8))
+    torch.set_rng_state(torch.tensor(list(torchs), dtype=torch.uint8, device=CPU))
     random.setstate(pythons)
     if numpys is not None:
         sys.modules["numpy"].random.set_state(numpys)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..devices import home
 from ..errors import MissingAttribute, SMPError
 from ..nn.guarding import plain, unguarded
 from ..record.parameters.away import is_away
@@ -90,7 +91,7 @@ class ShardedNames:
     @staticmethod
     def _flat(slices: list[torch.Tensor]) -> torch.Tensor:
         flat = [piece.to(torch.float32) for piece in slices]
-        return torch.cat(flat) if flat else torch.empty(0)
+        return torch.cat(flat) if flat else torch.empty(0, device=home())
 
     def before_step(self, optimizer: Any, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Clips what is about to be stepped; a closure is given back as one that clips what it has made."""

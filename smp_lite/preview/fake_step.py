@@ -16,6 +16,7 @@ from torch import nn
 
 from ..comm.layout import arrival, departure
 from ..comm.wires.wire import Transfer
+from ..devices import CPU
 from ..record.describe.metadata import MetadataInference
 from ..record.recording import Command, Recording
 from ..record.values.calls import Arguments, NewTensor, Repeated, ResultMeta, SameTensor
@@ -24,7 +25,7 @@ from ..record.values.structure import rebuild
 
 __all__ = ["FakeCommands", "FakeWire", "fake_parameters"]
 
-_PLACE = torch.empty(0)
+_PLACE = torch.empty(0, device=CPU)
 
 
 class FakeCommands:

@@ -39,6 +39,7 @@ from torch import nn
 
 from .. import session as session_module
 from .. import starting
+from ..devices import CPU
 from ..plan.memory import format_memory_table
 from ..plan.recorded_cost import RecordedCost
 from ..plan.schedule_text import compute_lists, schedule_text
@@ -247,7 +248,7 @@ def described_inputs(texts: list[str]) -> tuple[tuple[Any, ...], dict[str, Any]]
         dtype = getattr(torch, match[2], None) if match else None
         if match is None or not isinstance(dtype, torch.dtype):
             raise ValueError(f"--input {text!r}: write for example 'int64[16,128]' or 'x=float32[8,3,32,32]'")
-        tensor = torch.zeros([int(size) for size in match[3].split(",")], dtype=dtype)
+        tensor = torch.zeros([int(size) for size in match[3].split(",")], dtype=dtype, device=CPU)
         if match[1]:
             kwargs[match[1]] = tensor
         else:

@@ -26,6 +26,7 @@ from torch import nn
 from ..comm.layout import arrival, as_bytes, departure
 from ..comm.waiting import wait_until
 from ..comm.world import World
+from ..devices import CPU
 from ..errors import SMPError, SMPMismatch
 from ..record.state.random_state import put_back_states, taken_states
 from ..record.values.memory import digest_of
@@ -99,8 +100,8 @@ class BatchOwner:
             text = repr(look).encode()
             digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
             self._digests[look] = digest
-        row = torch.tensor([digest, zlib.crc32(repr(contents).encode())], dtype=torch.int64)
-        rows = torch.empty(len(self._ranks), 2, dtype=torch.int64)
+        row = torch.tensor([digest, zlib.crc32(repr(contents).encode())], dtype=torch.int64, device=CPU)
+        rows = torch.empty(len(self._ranks), 2, dtype=torch.int64, device=CPU)
         self._wait(self._collectives.all_gather(row, rows).done)
         looks, numbers = (rows == row).all(0).tolist()
         return looks, numbers

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..devices import is_host
+from ..devices import CPU, is_host
 
 __all__ = ["Overlap", "memory_of", "overlaps", "tensors_in"]
 
@@ -70,7 +70,7 @@ def tensors_in(overlap: Overlap) -> tuple[torch.Tensor, dict[int, torch.Tensor]]
 
     They are views of one tensor, so that torch knows of each what has been done to another.
     """
-    memory = torch.empty(overlap.shift + overlap.num_bytes, dtype=torch.uint8)
+    memory = torch.empty(overlap.shift + overlap.num_bytes, dtype=torch.uint8, device=CPU)
     made: dict[int, torch.Tensor] = {}
     for member, (dtype, shape, stride, offset) in zip(overlap.members, overlap.places, strict=True):
         whole = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ..deferred import deferring, has_deferred
+from ..devices import CPU
 from ..errors import SMPError
 from ..nn.distributed import CannotShare
 from ..nn.layout import layout_of, part_of
@@ -168,7 +169,7 @@ def _has_weights_of(new: nn.Module, module: nn.Module, registration: Registratio
             tensor.copy_(whole[name] if layout is None else part_of(whole[name], layout))
     # Which of them train goes the same way, as numbers that need no memory.
     flags: StateDict = {
-        name: torch.full((), float(tensor.requires_grad)).expand(tensor.shape)
+        name: torch.full((), float(tensor.requires_grad), device=CPU).expand(tensor.shape)
         for name, tensor in module.state_dict(keep_vars=True).items()
     }
     for name, flag in to_smp(flags).items():

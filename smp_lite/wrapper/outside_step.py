@@ -18,6 +18,7 @@ from torch.optim import optimizer as torch_hooks
 
 from ..comm.axis import Axis
 from ..comm.stage_peers import StagePeers
+from ..devices import CPU
 from ..errors import SMPError, SMPMismatch
 from ..nn.layout import is_sharded
 from ..record.source_line import warn_once_at_user_line
@@ -159,7 +160,7 @@ def _digest(data: bytes) -> int:
 
 def _gathered(numbers: list[int], axis: Axis) -> torch.Tensor:
     """Each rank's numbers as a row."""
-    return axis.all_gather(torch.tensor([numbers], dtype=torch.int64))
+    return axis.all_gather(torch.tensor([numbers], dtype=torch.int64, device=CPU))
 
 
 def _first_other(column: torch.Tensor) -> int | None:

@@ -178,11 +178,11 @@ def _resize_(self: torch.Tensor, size: Any, *, memory_format: Any = None) -> tor
         known: Storages = {}
         old = on_host(self, known)
         format_ = torch.contiguous_format if memory_format is None else memory_format
-        host = torch.empty(size, dtype=self.dtype, memory_format=format_)
+        host = torch.empty(size, dtype=self.dtype, memory_format=format_, device="cpu")
         if host.numel() * host.element_size() <= self.untyped_storage().nbytes():
             host = old.as_strided(host.shape, host.stride())
         else:
-            row = torch.empty(0, dtype=self.dtype).set_(old.untyped_storage())
+            row = torch.empty(0, dtype=self.dtype, device="cpu").set_(old.untyped_storage())
             flat = host.as_strided((host.numel(),), (1,))
             kept = min(row.numel(), flat.numel())
             flat[:kept].copy_(row[:kept])

@@ -56,12 +56,12 @@ def on_host(tensor: torch.Tensor, known: Storages) -> torch.Tensor:
     """A CPU tensor over the memory of one of the device."""
     storage = tensor.untyped_storage()
     if not storage.nbytes():  # what it is resized to is new memory
-        return torch.empty(0, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        return torch.empty(0, dtype=tensor.dtype, device="cpu").as_strided(tensor.shape, tensor.stride())
     memory = torch._C._construct_storage_from_data_pointer(
         storage.data_ptr(), torch.device("cpu"), storage.nbytes()
     )
     known[memory._cdata] = storage
-    host = torch.empty(0, dtype=tensor.dtype)
+    host = torch.empty(0, dtype=tensor.dtype, device="cpu")
     host.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
     if tensor.is_conj():
         host = host.conj()
@@ -73,10 +73,10 @@ def on_device(host: torch.Tensor, index: int, known: Storages) -> torch.Tensor:
     storage = host.untyped_storage()
     ours = known.get(storage._cdata)
     if ours is None:
-        row = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+        row = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (storage.nbytes(),), (1,))
         ours = known[storage._cdata] = _moved(row, index).untyped_storage()
         count(index, ours)
-    blank = _moved(torch.empty(0, dtype=host.dtype), index)
+    blank = _moved(torch.empty(0, dtype=host.dtype, device="cpu"), index)
     found = place(blank, ours, host.storage_offset(), host.shape, host.stride())
     if host.is_conj():
         found = torch._conj(found)

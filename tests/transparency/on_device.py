@@ -26,6 +26,7 @@ from tests.transparency.comparison import (
 )
 
 __all__ = [
+    "default_device",
     "devices_of",
     "evaluate",
     "inputs",
@@ -95,6 +96,47 @@ def devices_of(variable: str | None = None) -> tuple[str, str, str]:
     if error != "nothing was raised":
         return "", "", error
     return str(smp.state.device), str(torch.accelerator.current_device_index()), ""
+
+
+def default_device(folder: str) -> list[str]:
+    """A script that makes everything on the device by torch's default: what differs from plain torch."""
+    torch.set_default_device(torch.accelerator.current_accelerator())
+    try:
+        return _with_default_device(folder)
+    finally:
+        torch.set_default_device(None)
+
+
+def _with_default_device(folder: str) -> list[str]:
+    smp.init()
+    torch.manual_seed(0)
+    module = Chain()
+    plain = copy.deepcopy(module)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    other = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    train, wrong = _step(), []
+    for number in range(3):
+        x, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+        optimizer.zero_grad()
+        losses = train(model, x, target)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        other.zero_grad()
+        expected = []
+        for part, goal in zip(x.chunk(NUM_MICROBATCHES), target.chunk(NUM_MICROBATCHES), strict=True):
+            loss = (plain(part) - goal).square().mean()
+            (loss / NUM_MICROBATCHES).backward()
+            expected.append(loss.detach())
+        theirs = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        other.step()
+        if not torch.equal(losses.stack(), torch.stack(expected)) or not torch.equal(norm, theirs):
+            wrong.append(f"step {number}")
+    smp.save_checkpoint(folder, tag="end", model=model, optimizer=optimizer)
+    smp.resume_from_checkpoint(folder, tag="end")
+    known = dict(plain.named_parameters())
+    wrong += [name for name, p in model.local_named_parameters() if not torch.equal(p, known[name])]
+    return wrong
 
 
 def _step() -> Any:

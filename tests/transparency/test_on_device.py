@@ -234,3 +234,18 @@ def test_states_go_out_and_come_back(tmp_path: Path) -> None:
 def test_a_plain_loop_over_one_partition() -> None:
     config = {"partitions": 1, "microbatches": 1, "ddp": True}
     assert run("outside", parameters=config) == [[], []]
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"partitions": 2},
+        {"partitions": 1, "ddp": True},
+        {"partitions": 1, "ddp": True, "shard_optimizer_state": True},
+    ],
+)
+def test_torchs_default_device_may_be_the_device(parameters: dict[str, Any], tmp_path: Path) -> None:
+    """The library's own tensors of the host stay there."""
+    parameters = {"microbatches": NUM_MICROBATCHES, **parameters}
+    found = run("default_device", 2, parameters=parameters, kwargs={"folder": str(tmp_path)})
+    assert found == [[], []]

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from ...devices import CPU
 from ...errors import SMPError
 from .names import METADATA_FILE
 from .pieces import Box
@@ -198,7 +199,7 @@ class PieceReader:
         if boxes is None:
             zeros = (0,) * len(entry.size)
             boxes, shape = [Box(zeros, zeros, tuple(entry.size))], entry.size
-        result = torch.zeros(tuple(shape), dtype=dtype)
+        result = torch.zeros(tuple(shape), dtype=dtype, device=CPU)
         chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
         found: list[int] = [0] * len(boxes)
         for item in create_read_items_for_chunk_list(key, entry, chunks):
@@ -334,7 +335,7 @@ def _read_box(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """A box of a tensor whose elements lie one after another from ``start`` on."""
-    element = torch.empty((), dtype=dtype).element_size()
+    element = dtype.itemsize
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     # Up to this dimension the box is a part; behind it, whole: so its elements lie in runs.
     last = max(dim for dim in range(len(shape)) if sizes[dim] != shape[dim])
@@ -358,7 +359,7 @@ def _read_box(
 
 
 def _read(window: _Window, at: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    tensor = torch.empty(count, dtype=dtype)
+    tensor = torch.empty(count, dtype=dtype, device=CPU)
     window.seek(at)
     data = memoryview(tensor.view(torch.uint8).numpy())
     if window.readinto(data) != len(data):

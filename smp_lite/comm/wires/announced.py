@@ -71,8 +71,8 @@ class AnnouncedWire:
     def send(self, tensor: torch.Tensor, meta: TensorMeta, stage: int) -> Transfer:
         row, stride = row_of(tensor, meta)
         ticket, leaving = self.carrier.send(row, stage)
-        strides = torch.tensor(stride, dtype=torch.int64).view(torch.uint8)
-        message = torch.cat([strides, torch.tensor(list(ticket), dtype=torch.uint8)])
+        strides = torch.tensor(stride, dtype=torch.int64, device=CPU).view(torch.uint8)
+        message = torch.cat([strides, torch.tensor(list(ticket), dtype=torch.uint8, device=CPU)])
         return _Sending(self.inner.send(message, self._form(meta), stage), leaving)
 
     def receive(self, meta: TensorMeta, stage: int) -> Transfer:

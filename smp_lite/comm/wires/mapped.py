@@ -100,7 +100,7 @@ class MappedCarrier:
         copied = self._own[self._next % _NUM_ANSWERS]
         self._next += 1
         copied.record()
-        handle = torch.tensor(list(sharing.handle(copied)), dtype=torch.uint8)
+        handle = torch.tensor(list(sharing.handle(copied)), dtype=torch.uint8, device=CPU)
         self._answering = [sent for sent in self._answering if not sent.done()]
         self._answering.append(self._answers.send(handle, self._form, stage))
 

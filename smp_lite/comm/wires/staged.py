@@ -34,7 +34,7 @@ class StagedWire:
         row, stride = row_of(tensor, meta)
         message = host_memory(incoming_bytes(meta))
         message[: row.numel()].copy_(row, non_blocking=True)
-        message[meta.num_bytes :] = torch.tensor(stride, dtype=torch.int64).view(torch.uint8)
+        message[meta.num_bytes :] = torch.tensor(stride, dtype=torch.int64, device=CPU).view(torch.uint8)
         form = _form_of(meta)
         # The device reads the row until the event has happened.
         return _Sending(self._outbox.post(event(), lambda: self.inner.send(message, form, stage)), row)

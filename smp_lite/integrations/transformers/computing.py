@@ -9,6 +9,7 @@ import torch
 from transformers import Trainer as PlainTrainer
 from transformers.trainer_pt_utils import nested_detach
 
+from ...devices import home
 from ...errors import SMPMismatch
 from ...session import Session
 from ...steps.step_context import CHECK_EVERY_STEPS, FIRST_CHECKED_STEPS, input_digest
@@ -153,7 +154,9 @@ class Computing(PlainTrainer):
                 for (part, _), weight in zip(found, weights[data_rank()], strict=True)
                 if weight
             ]
-            loss = self._sum_over_replicas(sum(terms[1:], terms[0]) if terms else torch.tensor(0.0))
+            loss = self._sum_over_replicas(
+                sum(terms[1:], terms[0]) if terms else torch.tensor(0.0, device=home())
+            )
         if prediction_loss_only:
             return loss, None, None
         outputs = self._outputs_of_replicas(

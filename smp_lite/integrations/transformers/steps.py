@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...devices import CPU
 from ...record.values.microbatch import Splitter, StepOutput
 from ...steps.step_function import StepFunction
 from .rows import Rows, repeated, rows_of
@@ -67,8 +68,8 @@ def pieces_of(
             Piece(
                 part,
                 num_items,
-                None if weight in (None, 1.0) else torch.tensor(weight, dtype=torch.float64),
-                None if divisor is None else torch.tensor(float(divisor), dtype=torch.float64),
+                None if weight in (None, 1.0) else torch.tensor(weight, dtype=torch.float64, device=CPU),
+                None if divisor is None else torch.tensor(float(divisor), dtype=torch.float64, device=CPU),
             )
         )
     return pieces

@@ -72,7 +72,9 @@ def _check_counted(positions: Any) -> None:
     """Positions inside blocks count from 0 (GPT-J's turn with them); looked at where they are numbers."""
     if not isinstance(positions, torch.Tensor) or isinstance(positions, FakeTensor | PlacedTensor):
         return
-    if not torch.equal(positions, torch.arange(positions.shape[-1]).expand_as(positions)):
+    if not torch.equal(
+        positions, torch.arange(positions.shape[-1], device=positions.device).expand_as(positions)
+    ):
         raise ValueError(
             "a block that tensor parallelism has distributed has tokens in positions 0, 1, 2 ...: other "
             "position_ids are not supported"

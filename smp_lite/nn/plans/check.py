@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ...devices import CPU
 from ...errors import SMPError
 from ..layout import layout_of, sum_partial_gradients, whole_of
 
@@ -97,7 +98,9 @@ def _run(model: nn.Module, example: Any) -> tuple[list[torch.Tensor], dict[str, 
             tensors = list(_tensors(output))
             if not isinstance(loss, torch.Tensor):
                 loss = sum(
-                    (tensor * torch.linspace(-1, 1, tensor.numel()).to(tensor).view_as(tensor)).sum()
+                    (
+                        tensor * torch.linspace(-1, 1, tensor.numel(), device=CPU).to(tensor).view_as(tensor)
+                    ).sum()
                     for tensor in tensors
                     if tensor.requires_grad
                 )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...comm.axis import Axis
+from ...devices import CPU
 from ...record.values.parts import mark_part
 from ..grid.axes import Collect, axes_of_block, join_parts
 from ..grid.checks import check_divides
@@ -69,17 +70,17 @@ class SequenceMesh:
             how = f"positions over {self.axis.name}{', zigzag' if self.zigzag else ''}"
             return mark_part(
                 self.positions(num_tokens, index=here),
-                torch.arange(num_tokens),
+                torch.arange(num_tokens, device=CPU),
                 how,
                 lambda whole: whole[self.positions(num_tokens, index=here)],
             )
         if not self.zigzag:
             size = num_tokens // self.size
-            return torch.arange(index * size, (index + 1) * size)
+            return torch.arange(index * size, (index + 1) * size, device=CPU)
         size = num_tokens // (2 * self.size)
         other = 2 * self.size - 1 - index
-        first = torch.arange(index * size, (index + 1) * size)
-        return torch.cat([first, torch.arange(other * size, (other + 1) * size)])
+        first = torch.arange(index * size, (index + 1) * size, device=CPU)
+        return torch.cat([first, torch.arange(other * size, (other + 1) * size, device=CPU)])
 
     def order(self, num_tokens: int) -> torch.Tensor:
         """The positions of all ranks' tokens, rank after rank, ``(num_tokens)``."""

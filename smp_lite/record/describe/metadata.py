@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ...devices import home
+from ...devices import CPU, home
 from ..code.watch import Names
 from ..parameters.tables import plain_table
 from ..state.random_state import kept, python_state
@@ -223,7 +223,7 @@ def _has_attributes(tensor: Any) -> bool:
 @functools.cache
 def _attributes_of_fakes() -> frozenset[str]:
     with FakeTensorMode():
-        return frozenset(torch.empty(()).__dict__)
+        return frozenset(torch.empty((), device=CPU).__dict__)
 
 
 class _Saved:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ...comm.waiting import watchdog_s
-from ...devices import is_host
+from ...devices import CPU, is_host
 from ...errors import SMPError
 from ...record.describe.recomputed import changed_since
 from .store import FileStore, Transfer
@@ -45,7 +45,7 @@ class KeptInput:
         """The memory that the tensor lies in, gaps included."""
         size = tensor.element_size()
         start = (tensor.storage_offset() + self._start) * size
-        whole = torch.empty(0, dtype=torch.uint8)
+        whole = torch.empty(0, dtype=torch.uint8, device=CPU)
         return whole.set_(tensor.untyped_storage(), start, (self._length * size,))  # type: ignore[arg-type]
 
     @property
@@ -74,7 +74,7 @@ class KeptInput:
             return
         assert self.place is not None
         shape, stride, dtype = self._form
-        memory = torch.empty(self._length, dtype=dtype)
+        memory = torch.empty(self._length, dtype=dtype, device=CPU)
         tensor = memory.as_strided(shape, stride, -self._start)
         self.reading = self.store().read(memory.view(torch.uint8), self.place), tensor
 

@@ -84,7 +84,8 @@ class PieceReducer(Reducer):
         bucket = self._buckets[self._next]
         ranks = self._sharing.size
         _, length = self._pieces[id(bucket.parameters[-1])]
-        rows = torch.zeros(ranks, length, dtype=bucket.parameters[0].dtype)
+        first = bucket.parameters[0]
+        rows = torch.zeros(ranks, length, dtype=first.dtype, device=first.device)
         for parameter in bucket.parameters:
             if parameter.grad is not None:
                 refuse_sparse(parameter)

@@ -18,6 +18,7 @@ from torch import nn
 
 from ...comm.collectives import Collectives, Pending
 from ...comm.waiting import wait_until
+from ...devices import CPU
 from ...errors import SMPError, SMPMismatch
 from ...record.values.memory import place_of
 
@@ -136,7 +137,8 @@ class Reducer:
                 *[float(p.grad is not None) for bucket in self._buckets for p in bucket.parameters],
                 float(failed),
                 float(self._steps % _STEPS_MODULO),
-            ]
+            ],
+            device=CPU,
         )
         while self._next < len(self._buckets):
             self._start()

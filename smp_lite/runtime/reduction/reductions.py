@@ -19,6 +19,7 @@ from torch import nn
 
 from ...comm.collectives import Collectives, OneMember
 from ...comm.ranks import Ranks
+from ...devices import CPU
 from ...errors import SMPError
 from ...nn.layout import layout_of
 from ..sharded.parameters import ShardGroup
@@ -85,7 +86,9 @@ class Reductions:
         most_elements: int | None = None,
     ) -> None:
         self._ranks = ranks
-        by_rule: dict[Rule, list[nn.Parameter]] = {rule_of(nn.Parameter(torch.empty(0)), ranks): []}
+        by_rule: dict[Rule, list[nn.Parameter]] = {
+            rule_of(nn.Parameter(torch.empty(0, device=CPU)), ranks): []
+        }
         sharded = {id(parameter) for group in groups for parameter in group.parameters}
         for parameter in parameters:
             if id(parameter) not in sharded:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ...comm.stage_peers import StagePeers
+from ...devices import CPU
 from ...errors import SMPMismatch
 from ...nn.guarding import plain
 from ...nn.layout import layout_of
@@ -40,7 +41,7 @@ def check_replicated_gradients(parameters: Mapping[str, nn.Parameter], peers: St
     if not named:
         return
     norms = [0.0 if p.grad is None else float(plain(p.grad).norm(dtype=torch.float64)) for _, p in named]
-    mine = torch.tensor(norms, dtype=torch.float64)
+    mine = torch.tensor(norms, dtype=torch.float64, device=CPU)
     theirs = peers.sharing.all_gather(mine.unsqueeze(0))
     low, high = theirs.amin(0), theirs.amax(0)
     differs = (high - low) > _TOLERANCE * high
@@ -74,7 +75,7 @@ def check_results(results: Sequence[torch.Tensor], peers: StagePeers) -> None:
     ]
     if not numbers:
         return
-    mine = torch.tensor(numbers, dtype=torch.float64)
+    mine = torch.tensor(numbers, dtype=torch.float64, device=CPU)
     theirs = peers.sharing.all_gather(mine.unsqueeze(0))
     close = torch.isclose(theirs, theirs[:1], rtol=_TOLERANCE, atol=0.0, equal_nan=True).all(0)
     if not bool(close.all()):

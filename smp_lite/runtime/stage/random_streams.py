@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ...devices import CPU
 from ...record.describe.signature import token
 from ...record.state.random_state import kept
 
@@ -69,7 +70,7 @@ class RandomStreams:
     @staticmethod
     def move_on() -> None:
         """Moves the replicated stream on by one number."""
-        torch.rand(())
+        torch.rand((), device=CPU)
 
 
 def _seed(step_seed: int, microbatch_index: int, key: tuple[str, int]) -> None:

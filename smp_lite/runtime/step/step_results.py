@@ -136,7 +136,7 @@ def _without_graph(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """With requires_grad as it was; a backward outside of the step would reach a part of the graph."""
     if not meta.requires_grad:
         return data
-    return _OfTheStep.apply(torch.empty(0, requires_grad=True), data.detach())
+    return _OfTheStep.apply(torch.empty(0, requires_grad=True, device=data.device), data.detach())
 
 
 class _OfTheStep(torch.autograd.Function):

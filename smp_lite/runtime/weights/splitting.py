@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ...devices import CPU
 from .rules import RULES, Call, Gradients, is_plain
 
 __all__ = ["Owner", "SplitCalls", "Use", "may_split"]
@@ -74,7 +75,7 @@ class SplitCalls(TorchFunctionMode):
     def __init__(self, owner: Owner) -> None:
         super().__init__()
         self._owner = owner
-        self._anchor = torch.zeros((), requires_grad=True)
+        self._anchor = torch.zeros((), requires_grad=True, device=CPU)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
