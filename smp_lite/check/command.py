@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from .. import starting
+from ..devices import DEVICE_VARIABLE
 from ..errors import SMPError
 from ..smp_v1.before_script import add_cuda_argument, prepared_here
 from ..systems.load.job_config import add_config_arguments, read_job_config
@@ -65,9 +66,18 @@ def run_check(args: argparse.Namespace, overrides: Sequence[str] = ()) -> int:
 
     Returns:
         0 if all is equal, 1 if not.
+
+    Raises:
+        ValueError: an argument is wrong, or the environment names another device than the CPU: a process that
+            has used an accelerator cannot fork.
     """
     if args.steps < 1:
         raise ValueError(f"--steps {args.steps}: compare at least one step")
+    if (device := os.environ.setdefault(DEVICE_VARIABLE, "cpu")) != "cpu":
+        raise ValueError(
+            f"{DEVICE_VARIABLE}={device!r}: check compares on the CPU, since it forks: leave it out, and give "
+            "--cuda-as-cpu if the script speaks of CUDA"
+        )
     given = read_job_config(args, overrides)
     target = _target(args)
     # The process forks, which torch's own threads would not survive.

@@ -261,3 +261,10 @@ def test_bad_arguments(tmp_path: Path) -> None:
     code, text = run_check(tmp_path, "--steps", "0", "0.1", "5")
     assert code == 2
     assert "--steps 0: compare at least one step" in text
+
+
+def test_another_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMP_LITE_DEVICE", "cuda:0")
+    code, text = run_check(tmp_path, "0.1", "5")
+    assert code == 2
+    assert "SMP_LITE_DEVICE='cuda:0': check compares on the CPU" in text
