@@ -14,7 +14,6 @@ import sys
 import threading
 import types
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +23,11 @@ from ..state.containers import MISSING, same_plain
 from ..state.places import PLAIN
 from ..state.python_state import NeedsOpening, PythonState
 from .bytecode import with_nested
+from .folders import folders_of
 
 __all__ = ["CodeWatch", "Names", "is_users_code", "mentioned_in"]
 
-_TORCH = str(Path(torch.__file__).resolve().parent)
-_OURS = str(Path(__file__).resolve().parents[2])
+_NOT_THE_USERS = (*folders_of(torch.__file__), *folders_of(__file__, 2), "<frozen")
 
 
 class Names:
@@ -95,7 +94,7 @@ def _is_name(constant: object) -> bool:
 
 def is_users_code(code: types.CodeType, namespace: dict[str, Any]) -> bool:
     """Whether a function is neither torch's, nor this library's, nor Python's own."""
-    if code.co_filename.startswith((_TORCH, _OURS, "<frozen")):
+    if code.co_filename.startswith(_NOT_THE_USERS):
         return False
     name = str(namespace.get("__name__", ""))
     # What makes a named tuple is written by Python, in a namespace of its own.
