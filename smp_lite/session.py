@@ -16,12 +16,11 @@ import torch
 
 from . import devices
 from .comm.axis import Axis
-from .comm.collectives import C10dCollectives, Collectives
-from .comm.device_collectives import StagedCollectives
+from .comm.collectives import Collectives
 from .comm.peers import OneProcess, Peers, RankPeers
 from .comm.ranks import Ranks
 from .comm.stage_peers import StagePeers
-from .comm.wires.choice import Kind, carries, choose_wire, described, make_wire
+from .comm.wires.choice import Kind, choose_wire, described, make_wire
 from .comm.wires.wire import Wire
 from .config import Config
 from .errors import SMPError
@@ -218,9 +217,7 @@ class Session:
         by_mpi = self.cfg.horovod or self.cfg.ddp_dist_backend == "mpi" or not self.cfg.ddp
         if own or by_mpi or kind not in self.process_groups:
             return self.world.collectives(kind)
-        group = self.process_groups[kind]
-        collectives = C10dCollectives(group)
-        return collectives if carries(group, self.device) else StagedCollectives(collectives)
+        return self.world.collectives_over(self.process_groups[kind], kind)
 
     def exchange_over_world(self, item: Any, what: str) -> Sequence[Any]:
         """Every rank's item; collective over the job."""

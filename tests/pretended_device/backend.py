@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,9 @@ from .random_numbers import GENERATORS
 COUNT_VARIABLE = "SMP_LITE_PRETENDED_DEVICES"
 """How many devices there are."""
 
+OWN_VARIABLE = "SMP_LITE_PRETENDED_OWN"
+"""Set: the devices of each process are its own, though they have the same numbers in all of them."""
+
 _is_installed = False
 
 
@@ -28,6 +32,7 @@ class _Module:
 
     def __init__(self) -> None:
         self._current = 0
+        self._stream: lateness.Stream | None = None
 
     def is_initialized(self) -> bool:
         return True
@@ -62,13 +67,23 @@ class _Module:
     def synchronize(self, device: Any = None) -> None:
         for index in range(self.device_count()):
             lateness.finish(index)
+        lateness.finish_awaited()
 
     def current_stream(self, device: Any = None) -> lateness.Stream:
-        return lateness.Stream(f"{NAME}:{self._current}" if device is None else device)
+        return self._stream or lateness.Stream.that_computes(self._index(device))
 
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        yield
+        before, self._stream = self._stream, stream
+        try:
+            yield
+        finally:
+            self._stream = before
+
+    def get_device_properties(self, device: Any = None) -> Any:
+        """A device of one number is the same one for all processes, unless each is to have its own."""
+        own = f" of process {os.getpid()}" if os.environ.get(OWN_VARIABLE) else ""
+        return types.SimpleNamespace(uuid=f"{self._index(device)}{own}")
 
     # Memory -------------------------------------------------------------------------------------------------
 

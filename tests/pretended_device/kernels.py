@@ -102,6 +102,7 @@ class _Call:
 
 def run_on_host(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The operation, by the CPU's kernel."""
+    lateness.catch_up()
     with (
         torch._C.DisableTorchFunction(),
         torch._C._DisableTorchDispatch(),
@@ -137,6 +138,7 @@ def _kernel_of(op: Any) -> Callable[..., Any]:
 
 
 def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    lateness.catch_up()
     with (
         torch._C.DisableTorchFunction(),
         torch._C._DisableTorchDispatch(),
@@ -157,6 +159,7 @@ def _copy_from(self: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False
 
 
 def _to_copy(self: torch.Tensor, *, device: Any = None, non_blocking: bool = False, **options: Any) -> Any:
+    lateness.catch_up()
     with (
         torch._C.DisableTorchFunction(),
         torch._C._DisableTorchDispatch(),
