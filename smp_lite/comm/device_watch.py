@@ -4,8 +4,8 @@ The host does not wait for a device, so no wait of ours notices that one hangs, 
 not come. It shows when the script looks at a number: then the process stands in a call of the device's driver
 for good, and no Python of its runs. So a thread looks, now and then, at the last collective that it knows of
 each group: if it could begin (what was queued before it has ended) and has not ended within the watchdog's
-limit, the thread aborts the group, and does with the error what the main thread would with one that nobody
-catches. What is in the device's memory then is nonsense, so there is nothing to go on with.
+limit, the thread does with the error what the main thread would with one that nobody catches, which ends the
+job. To abort the group and go on would be to go on with nonsense in the device's memory.
 
 One collective of each group is looked at, since they end in order; a limit passes once or twice before the
 error comes.
@@ -27,7 +27,6 @@ from .waiting import WATCHDOG_VARIABLE, watchdog_s
 __all__ = ["Watched"]
 
 _LONGEST_PAUSE_S = 1.0
-_ABORT_MAY_TAKE_S = 2.0
 
 
 class Watched:
@@ -100,11 +99,9 @@ def _look_now_and_then() -> None:
 
 
 def _end(watched: Watched, limit: float) -> None:
-    aborting = threading.Thread(target=abort, args=(watched.group,), daemon=True)
-    aborting.start()
-    aborting.join(_ABORT_MAY_TAKE_S)
     error = SMPTimeout(
         f"waited {limit:g} s: {watched.name} has begun and does not end: not all of them have come to it, or "
         f"one of them has died. (The limit is set by smp.set_watchdog(seconds) or {WATCHDOG_VARIABLE}.)"
     )
-    sys.excepthook(SMPTimeout, error, None)
+    sys.excepthook(SMPTimeout, error, None)  # does not return, but where a script has put in another
+    abort(watched.group)

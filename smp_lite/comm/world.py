@@ -96,11 +96,8 @@ class World:
     def collectives(self, kind: str) -> Collectives:
         """Over this rank's group, for one user of them; collective over the group."""
         self._meet(kind)
-        host, ranks, groups = (
-            self.transport.collectives(self.group(kind)),
-            self.group(kind),
-            self.device_groups,
-        )
+        ranks, groups = self.group(kind), self.device_groups
+        host = self.transport.collectives(ranks)
         if is_host(home()):
             return host
         if groups is None or not groups.can_join(ranks):

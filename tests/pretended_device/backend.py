@@ -13,7 +13,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from . import lateness
 from .kernels import register
-from .memory import NAME, USE, Use
+from .memory import NAME, USE, Use, resize
 from .random_numbers import GENERATORS
 
 COUNT_VARIABLE = "SMP_LITE_PRETENDED_DEVICES"
@@ -192,6 +192,15 @@ def _fill_gaps() -> None:
     torch.Tensor.is_pinned = lateness.is_pinned  # type: ignore[method-assign, assignment]
     # A parameter of the CPU cannot take in data of PrivateUse1, as it can of CUDA, and must stay the object.
     torch.__future__.set_swap_module_params_on_conversion(True)
+    resize_others = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        if self.device.type != NAME:
+            return resize_others(self, size)
+        resize(self, size)
+        return self
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
     storage: Any = torch.storage
     move_others = storage._to
 

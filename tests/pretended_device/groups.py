@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,13 +34,13 @@ class PretendedGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._size, self._rank = size, rank
-        self.started = 0
-        """How many collectives between devices."""
+        self.is_aborted = False
 
     def getBackendName(self) -> str:
         return BACKEND
 
     def abort(self) -> None:
+        self.is_aborted = True
         self._gloo.abort()
 
     def shutdown(self) -> None:
@@ -89,16 +90,15 @@ class PretendedGroup(dist.ProcessGroup):
         return self._gloo.barrier(opts)
 
     def _run(self, sent: list[torch.Tensor], got: list[torch.Tensor], start: Callable[..., Any]) -> Any:
-        """``start`` is given copies on the host: of what is sent, and of what is got; both may be the same."""
+        """``start`` is given copies on the host: of what is sent and what is got, which may be one."""
         if not is_ours((sent or got)[0]):
             return start(*sent, *got)
-        self.started += 1
         with _below():
             copies = [on_host(tensor, {}).clone() for tensor in (*sent, *got)]
             if sent and sent is got:
                 copies[1] = copies[0]
             back = [(tensor, copies[len(sent) + number]) for number, tensor in enumerate(got)]
-            return _Work(start(*copies), back, copies)
+            return _Work(self, start(*copies), back, copies)
 
 
 class _Part:
@@ -118,8 +118,15 @@ class _Part:
 class _Work(dist.Work):
     """One collective; see :class:`lateness.Late`."""
 
-    def __init__(self, inner: Any, back: list[tuple[torch.Tensor, torch.Tensor]], keep: Any) -> None:
+    def __init__(
+        self,
+        group: PretendedGroup,
+        inner: Any,
+        back: list[tuple[torch.Tensor, torch.Tensor]],
+        keep: Any,
+    ) -> None:
         super().__init__()
+        self._group = group
         self._inner: Any = inner
         self._keep = keep
         self._back = [
@@ -139,9 +146,8 @@ class _Work(dist.Work):
         return True
 
     def finish(self) -> None:
-        if self._inner is None:
+        if self._inner is None or not self._comes():
             return
-        self._inner.wait()
         with _below(), torch.no_grad():
             for there, copy, memory in self._back:
                 if memory() is None:
@@ -149,6 +155,42 @@ class _Work(dist.Work):
                 there.copy_(copy)
         self._inner = self._keep = None
         self._back = []
+
+    def _comes(self) -> bool:
+        """Waits; whether it has ended, and was not aborted or given up."""
+        end = None if _patience_s is None else time.monotonic() + _patience_s
+        while end is not None and not self._inner.is_completed():
+            if time.monotonic() > end or self._group.is_aborted:
+                lateness.wait_in_vain(self._is_over)
+                return False
+            time.sleep(0.001)
+        try:
+            self._inner.wait()
+        except RuntimeError:
+            if not self._group.is_aborted:
+                raise
+            return False
+        return True
+
+    def _is_over(self) -> bool:
+        return self._group.is_aborted or self._inner is None or bool(self._inner.is_completed())
+
+
+_patience_s: float | None = None
+
+
+@contextlib.contextmanager
+def in_vain_after(seconds: float) -> Iterator[None]:
+    """Within: the host goes on, with nonsense, where a collective does not end so soon.
+
+    So it does on a real device anyway, until it reads something; here operations cannot be put off.
+    """
+    global _patience_s
+    _patience_s = seconds
+    try:
+        yield
+    finally:
+        _patience_s = None
 
 
 @contextlib.contextmanager

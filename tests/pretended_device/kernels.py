@@ -145,6 +145,8 @@ def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
         torch._C._AutoDispatchBelowAutograd(),
     ):
         known: Storages = {}
+        if not is_ours(self) and not non_blocking:
+            lateness.before_reading()
         target = on_host(self, known) if is_ours(self) else self
         source = on_host(src, known) if is_ours(src) else src
         if non_blocking and not is_ours(self) and lateness.is_pinned(self):
@@ -166,6 +168,8 @@ def _to_copy(self: torch.Tensor, *, device: Any = None, non_blocking: bool = Fal
         torch._C._AutoDispatchBelowAutograd(),
     ):
         options.pop("pin_memory", None)
+        if device is not None and device.type != NAME and not non_blocking:
+            lateness.before_reading()
         source = on_host(self, {}) if is_ours(self) else self
         copy = torch.ops.aten._to_copy.default(source, **options)
         target = self.device if device is None else device

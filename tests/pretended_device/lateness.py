@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -81,6 +82,21 @@ def follow(late: Late) -> None:
         _awaited.setdefault(stream.stream_id, []).append(late)
     else:
         late.finish()
+
+
+_in_vain: list[Callable[[], bool]] = []
+
+
+def wait_in_vain(is_over: Callable[[], bool]) -> None:
+    """The device stands still until that is so, and the host when it reads what the device has."""
+    _in_vain.append(is_over)
+
+
+def before_reading() -> None:
+    """The host wants to read something."""
+    while _in_vain and not all(is_over() for is_over in _in_vain):
+        time.sleep(0.001)
+    _in_vain.clear()
 
 
 def catch_up() -> None:

@@ -7,21 +7,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 import smp_lite as smp
+from smp_lite.comm.axis import Axis
 from smp_lite.comm.device_collectives import ByPlace
 from smp_lite.comm.queued_collectives import QueuedCollectives
 from smp_lite.session import current
-from tests.pretended_device.groups import offered
+from tests.pretended_device.groups import in_vain_after, offered
+from tests.tensor.runtime_cases import Net, batches, split
 
-__all__ = ["between_devices", "decision", "every_collective"]
+__all__ = ["between_devices", "decision", "every_collective", "fails_in_one_rank"]
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.uint8]
 DTYPES += [torch.complex64]
 
 
-def between_devices(function: str, **kwargs: Any) -> tuple[Any, int]:
-    """What another function finds where each rank has a device of its own; how many collectives it queued."""
+def between_devices(function: str, own: bool = True, **kwargs: Any) -> tuple[Any, int]:
+    """What another function finds, on the host, and how many collectives it queued on devices.
+
+    Args:
+        own: each rank has a device of its own; else all share one.
+    """
     module, _, name = function.partition(":")
     started = 0
     queue = QueuedCollectives._queue
@@ -33,8 +41,9 @@ def between_devices(function: str, **kwargs: Any) -> tuple[Any, int]:
 
     QueuedCollectives._queue = counted  # type: ignore[method-assign]
     try:
-        with offered():
-            return getattr(importlib.import_module(module), name)(**kwargs), started
+        with offered(own=own):
+            found = getattr(importlib.import_module(module), name)(**kwargs)
+        return tree_map_only(Tensor, Tensor.cpu, found), started
     finally:
         QueuedCollectives._queue = queue  # type: ignore[method-assign]
 
@@ -113,3 +122,52 @@ def every_collective(kind: str) -> list[str]:
                 if not torch.equal(ours, expected)
             ]
     return wrong
+
+
+def fails_in_one_rank(failing: int, has_joined: bool) -> tuple[str, list[float]]:
+    """One rank of a stage fails in a block that is split: the error, and losses before and after.
+
+    Args:
+        failing: its rank.
+        has_joined: it fails when it has queued a collective already, which all the others have to do; else
+            before, so that the others' devices wait in vain.
+    """
+    with offered():
+        smp.init()
+    torch.manual_seed(0)
+    net = Net()
+    axis = current().axis("tp")
+    split(net, axis)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        model.backward(loss)
+        return loss
+
+    def fail(kind: str, *args: Any) -> None:
+        if kind == "all_reduce":
+            raise ArithmeticError("the cause")
+
+    def fail_before(tensor: Tensor, op: str = "sum") -> Tensor:
+        if type(tensor) is Tensor:  # and is not being recorded
+            raise ArithmeticError("the cause")
+        return Axis.all_reduce(axis, tensor, op)
+
+    x, y = batches(1)[0]
+    losses = [float(step(x, y).reduce_mean())]
+    if smp.rank() == failing:
+        if has_joined:
+            axis.observer = fail
+        else:
+            axis.all_reduce = fail_before  # type: ignore[method-assign]
+    with in_vain_after(0.3):
+        try:
+            text = f"nothing was raised: {step(x, y).outputs}"
+        except ArithmeticError as error:
+            text = str(error)
+    axis.observer = None
+    vars(axis).pop("all_reduce", None)
+    losses.append(float(step(x, y).reduce_mean()))
+    return text, losses
