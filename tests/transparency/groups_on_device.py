@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from typing import Any
 
@@ -18,7 +19,14 @@ from smp_lite.session import current
 from tests.pretended_device.groups import in_vain_after, offered
 from tests.tensor.runtime_cases import Net, batches, split
 
-__all__ = ["between_devices", "decision", "every_collective", "fails_in_one_rank"]
+__all__ = [
+    "between_devices",
+    "collectives_that_are_wrong",
+    "decision",
+    "every_collective",
+    "fails_in_one_rank",
+    "failure_of_one_rank",
+]
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.uint8]
 DTYPES += [torch.complex64]
@@ -59,9 +67,14 @@ def decision(own: bool, **parameters: Any) -> str:
 
 
 def every_collective(kind: str) -> list[str]:
-    """Those that give something else than they should."""
+    """Those that give something else than they should, on pretended devices."""
     with offered():
-        smp.init()
+        return collectives_that_are_wrong(kind)
+
+
+def collectives_that_are_wrong(kind: str) -> list[str]:
+    """The same on what devices there are."""
+    smp.init()
     session = current()
     world, device = session.world, session.device
     assert world is not None
@@ -133,7 +146,12 @@ def fails_in_one_rank(failing: int, has_joined: bool) -> tuple[str, list[float]]
             before, so that the others' devices wait in vain.
     """
     with offered():
-        smp.init()
+        return failure_of_one_rank(failing, has_joined, in_vain_after(0.3))
+
+
+def failure_of_one_rank(failing: int, has_joined: bool, meanwhile: Any = None) -> tuple[str, list[float]]:
+    """The same on what devices there are; ``meanwhile`` is entered for the step that fails."""
+    smp.init()
     torch.manual_seed(0)
     net = Net()
     axis = current().axis("tp")
@@ -162,7 +180,7 @@ def fails_in_one_rank(failing: int, has_joined: bool) -> tuple[str, list[float]]
             axis.observer = fail
         else:
             axis.all_reduce = fail_before  # type: ignore[method-assign]
-    with in_vain_after(0.3):
+    with meanwhile or contextlib.nullcontext():
         try:
             text = f"nothing was raised: {step(x, y).outputs}"
         except ArithmeticError as error:
