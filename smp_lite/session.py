@@ -176,6 +176,14 @@ class Session:
         """For the log's first lines."""
         return described(self._wire_kind(), self.device)
 
+    def describe_collectives(self) -> str:
+        """The same of what ranks sum and gather on devices."""
+        assert self.world is not None
+        groups = self.world.device_groups
+        if groups is not None and groups.can_join(self.group("DP")):
+            return f"sums {groups.backend}"
+        return "sums through the host's memory"
+
     def axis(self, name: str = "tp") -> Axis:
         """The ranks of this one's stage along a tensor axis, or along several (names with ``+`` between).
 

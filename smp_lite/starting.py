@@ -132,8 +132,10 @@ def init(
     set_current(_open(session))
     if choice.text:
         wire = session.describe_wire()
+        has_others = validated.ddp and not devices.is_host(session.device)
+        sums = f"; {session.describe_collectives()}" if has_others else ""
         if transport.rank == 0:
-            print(f"smp_lite: {choice.text}; {wire}", flush=True)
+            print(f"smp_lite: {choice.text}; {wire}{sums}", flush=True)
     if _on_session is not None:
         _on_session(session)
 

@@ -57,13 +57,14 @@ def between_devices(function: str, own: bool = True, **kwargs: Any) -> tuple[Any
 
 
 def decision(own: bool, **parameters: Any) -> str:
-    """The make of collectives between replicas; or the error."""
+    """The make of collectives between replicas, and what the log says of them; or the error."""
     with offered(own=own):
         try:
             smp.init({"partitions": 1, "ddp": True, **parameters})
         except smp.SMPError as error:
             return str(error)
-        return type(current()._collectives(["dp"])).__name__
+        session = current()
+        return f"{type(session._collectives(['dp'])).__name__}: {session.describe_collectives()}"
 
 
 def every_collective(kind: str) -> list[str]:
