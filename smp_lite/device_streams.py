@@ -9,7 +9,7 @@ import torch
 
 from .devices import home, is_host, module
 
-__all__ = ["hand_to_current", "side_stream", "within"]
+__all__ = ["hand_to_current", "queue_behind", "side_stream", "within"]
 
 
 def side_stream() -> Any:
@@ -23,6 +23,16 @@ def within(stream: Any) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if stream is None else module(home()).stream(stream)
 
 
+def queue_behind(place: Any) -> None:
+    """What the current stream does from now on comes after that place of another stream.
+
+    Args:
+        place: an event; None: the device has none, and all is done at once.
+    """
+    if place is not None:
+        module(home()).current_stream().wait_event(place)
+
+
 def hand_to_current(tensor: torch.Tensor, ready: Any) -> None:
     """What the current stream does from now on finds the tensor, which another stream has made.
 
@@ -30,7 +40,6 @@ def hand_to_current(tensor: torch.Tensor, ready: Any) -> None:
         tensor: its memory is that other stream's, and stays until this one has used it.
         ready: an event of the other stream; None: the device has no streams.
     """
+    queue_behind(ready)
     if ready is not None:
-        stream = module(home()).current_stream()
-        stream.wait_event(ready)
-        tensor.record_stream(stream)
+        tensor.record_stream(module(home()).current_stream())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,11 +13,14 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from . import lateness
 from .kernels import register
-from .memory import NAME, USE, Use
+from .memory import NAME, USE, Use, resize
 from .random_numbers import GENERATORS
 
 COUNT_VARIABLE = "SMP_LITE_PRETENDED_DEVICES"
 """How many devices there are."""
+
+OWN_VARIABLE = "SMP_LITE_PRETENDED_OWN"
+"""Set: the devices of each process are its own, though they have the same numbers in all of them."""
 
 _is_installed = False
 
@@ -28,6 +32,7 @@ class _Module:
 
     def __init__(self) -> None:
         self._current = 0
+        self._stream: lateness.Stream | None = None
 
     def is_initialized(self) -> bool:
         return True
@@ -62,13 +67,23 @@ class _Module:
     def synchronize(self, device: Any = None) -> None:
         for index in range(self.device_count()):
             lateness.finish(index)
+        lateness.finish_awaited()
 
     def current_stream(self, device: Any = None) -> lateness.Stream:
-        return lateness.Stream(f"{NAME}:{self._current}" if device is None else device)
+        return self._stream or lateness.Stream.that_computes(self._index(device))
 
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        yield
+        before, self._stream = self._stream, stream
+        try:
+            yield
+        finally:
+            self._stream = before
+
+    def get_device_properties(self, device: Any = None) -> Any:
+        """A device of one number is the same one for all processes, unless each is to have its own."""
+        own = f" of process {os.getpid()}" if os.environ.get(OWN_VARIABLE) else ""
+        return types.SimpleNamespace(uuid=f"{self._index(device)}{own}")
 
     # Memory -------------------------------------------------------------------------------------------------
 
@@ -177,6 +192,15 @@ def _fill_gaps() -> None:
     torch.Tensor.is_pinned = lateness.is_pinned  # type: ignore[method-assign, assignment]
     # A parameter of the CPU cannot take in data of PrivateUse1, as it can of CUDA, and must stay the object.
     torch.__future__.set_swap_module_params_on_conversion(True)
+    resize_others = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        if self.device.type != NAME:
+            return resize_others(self, size)
+        resize(self, size)
+        return self
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
     storage: Any = torch.storage
     move_others = storage._to
 

@@ -102,6 +102,7 @@ class _Call:
 
 def run_on_host(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The operation, by the CPU's kernel."""
+    lateness.catch_up()
     with (
         torch._C.DisableTorchFunction(),
         torch._C._DisableTorchDispatch(),
@@ -137,12 +138,15 @@ def _kernel_of(op: Any) -> Callable[..., Any]:
 
 
 def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    lateness.catch_up()
     with (
         torch._C.DisableTorchFunction(),
         torch._C._DisableTorchDispatch(),
         torch._C._AutoDispatchBelowAutograd(),
     ):
         known: Storages = {}
+        if not is_ours(self) and not non_blocking:
+            lateness.before_reading()
         target = on_host(self, known) if is_ours(self) else self
         source = on_host(src, known) if is_ours(src) else src
         if non_blocking and not is_ours(self) and lateness.is_pinned(self):
@@ -157,12 +161,15 @@ def _copy_from(self: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False
 
 
 def _to_copy(self: torch.Tensor, *, device: Any = None, non_blocking: bool = False, **options: Any) -> Any:
+    lateness.catch_up()
     with (
         torch._C.DisableTorchFunction(),
         torch._C._DisableTorchDispatch(),
         torch._C._AutoDispatchBelowAutograd(),
     ):
         options.pop("pin_memory", None)
+        if device is not None and device.type != NAME and not non_blocking:
+            lateness.before_reading()
         source = on_host(self, {}) if is_ours(self) else self
         copy = torch.ops.aten._to_copy.default(source, **options)
         target = self.device if device is None else device

@@ -98,11 +98,36 @@ USE: dict[int, Use] = {}
 """By number of the device."""
 
 
+class _Held:
+    """Bytes of one storage."""
+
+    def __init__(self, use: Use, num_bytes: int) -> None:
+        self._use, self._now = use, 0
+        self.be(num_bytes)
+
+    def be(self, num_bytes: int) -> None:
+        self._use.add(num_bytes - self._now)
+        self._now = num_bytes
+
+
 def count(index: int, storage: torch.UntypedStorage) -> None:
     """Counts new memory until it is freed."""
-    use = USE.setdefault(index, Use())
-    use.add(storage.nbytes())
-    weakref.finalize(storage, use.add, -storage.nbytes())
+    held = _Held(USE.setdefault(index, Use()), storage.nbytes())
+    storage.pretended_held = held  # type: ignore[attr-defined]  # lives as long as the memory
+    weakref.finalize(storage, held.be, 0)
+
+
+def resize(storage: torch.UntypedStorage, num_bytes: int) -> None:
+    """Counts a storage's memory as given back, or taken again; then it is nonsense.
+
+    Really it stays, since torch lets nobody in Python change what a storage has.
+    """
+    if num_bytes > storage.nbytes():
+        raise NotImplementedError("a storage of the pretended device cannot become larger than it was")
+    row = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    place(row, storage, 0, (storage.nbytes(),), (1,))
+    on_host(row, {}).fill_(0xA5)
+    storage.pretended_held.be(num_bytes)  # type: ignore[attr-defined]
 
 
 def take_form(tensor: torch.Tensor, host: torch.Tensor, known: Storages) -> None:
