@@ -131,6 +131,7 @@ class CodeWatch:
                 seen.add(frame.f_code)
                 self._look(frame)
 
+        entered.torchs_operators = {}  # type: ignore[attr-defined]  # see run_operator
         sys.setprofile(entered)
         try:
             yield
