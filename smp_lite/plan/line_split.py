@@ -88,8 +88,8 @@ def _ranges(ends: Sequence[int], num_parts: int, bound: int) -> tuple[list[int],
 def _best_starts(
     values: Sequence[int], begin: int, ends: Sequence[int], expiry: Sequence[int], first: int, last: int
 ) -> tuple[list[int], list[int]]:
-    """The starts that are best for some end from `first` to `last`, the earliest of equally good ones, and the
-    end from which on each of them is.
+    """The starts that are best for some end from `first` to `last`, the earliest of equally good ones, and
+    the end from which on each of them is.
 
     Args:
         values: what the starts have cost, the first one at `begin`.
