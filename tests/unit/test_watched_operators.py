@@ -42,7 +42,7 @@ class _Calls(nn.Module):
 
 def _entered(function: Any) -> set[str]:
     """Names of the functions of this file that are seen to run."""
-    _, names = MetadataInference().module(_Calls(function), Arguments.of((torch.ones(4),), {}))
+    _, names, _ = MetadataInference().module(_Calls(function), Arguments.of((torch.ones(4),), {}))
     return {code.co_name for code in names.functions if code.co_filename == __file__} - {"forward"}
 
 

@@ -33,6 +33,7 @@ from ..state.random_state import kept, python_state
 from ..values.calls import Arguments, ChangedArgument, Constant, NewTensor, Repeated, ResultMeta, SameTensor
 from ..values.placed import PlacedTensor, TensorMeta
 from ..values.structure import flatten
+from .attribute_reads import AttributeReads, Unread
 from .checkpointed_calls import forward_of
 from .effects import Effects, FakeTables, NeedsOpening, function_untouched
 from .layouts import as_kernels_lay_out
@@ -54,8 +55,8 @@ class MetadataInference:
         with function_untouched(cls) if cls is not None else contextlib.nullcontext():
             return self._run(lambda: func(*args, **kwargs), fakes, FakeTables())
 
-    def module(self, module: nn.Module, arguments: Arguments) -> tuple[ResultMeta, Names]:
-        """Describes the module's forward, and says what its code mentions.
+    def module(self, module: nn.Module, arguments: Arguments) -> tuple[ResultMeta, Names, Unread]:
+        """Describes the module's forward, and says what its code mentions, and what it did not read.
 
         Raises:
             NeedsOpening: it does something that one closed call cannot do.
@@ -64,10 +65,11 @@ class MetadataInference:
         fakes = self._fakes(arguments.tensors)
         args, kwargs = arguments.build([given for _, given in fakes])
         effects = Effects(module, args, kwargs)
+        reads = AttributeReads(module)
         tables = self.install_fakes(module)
         try:
             try:
-                with effects.watched():
+                with effects.watched(), reads.noted():
                     meta = self._run(lambda: forward_of(module, args, kwargs), fakes, tables)
             except NeedsOpening:
                 raise
@@ -88,7 +90,7 @@ class MetadataInference:
             effects.undo()
         if reason is not None:
             raise NeedsOpening(reason)
-        return meta, effects.names
+        return meta, effects.names, reads.unread(effects.names, effects.entered)
 
     def fake_arguments(self, arguments: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with every tensor replaced by a fake one."""
