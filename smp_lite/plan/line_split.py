@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from operator import add
 
 __all__ = ["best_split", "smallest_bound"]
 
@@ -48,21 +49,24 @@ def best_split(ends: Sequence[int], entry_bytes: Sequence[int], num_parts: int, 
     entry[0] = 0
     expiry = [bisect_right(ends, end + bound) for end in ends]
     first, last = _ranges(ends, num_parts, bound)
-    best = {0: 0}  # by the end of the parts so far
-    starts: list[dict[int, int]] = []
+    # What the parts so far have cost, by where they end: there is one such place, then several in a row.
+    best, begin = [0], 0
+    found: list[tuple[list[int], list[int]]] = []
     for part in range(1, num_parts + 1):
-        candidates = {start: value + entry[start] for start, value in best.items() if start < num_slots}
-        start_of = _best_starts(candidates, ends, expiry, first[part], last[part])
-        best = {
-            end: candidates[start] + ends[end] * (ends[end] - 2 * ends[start])
-            for end, start in start_of.items()
-        }
-        starts.append(start_of)
+        stop = min(begin + len(best), num_slots)
+        values = list(map(add, best, entry[begin:stop]))
+        starts, since = _best_starts(values, begin, ends, expiry, first[part], last[part])
+        best = []
+        for start, here, following in zip(starts, since, [*since[1:], last[part] + 1], strict=True):
+            value, double = values[start - begin], 2 * ends[start]
+            best += [value + end * (end - double) for end in ends[here:following]]
+        begin = first[part]
+        found.append((starts, since))
     cuts = []
-    end = num_slots
-    for start_of in reversed(starts):
-        end = start_of[end]
-        cuts.append(end)
+    place = num_slots
+    for starts, since in reversed(found):
+        place = starts[bisect_right(since, place) - 1]
+        cuts.append(place)
     return cuts[::-1]
 
 
@@ -82,23 +86,32 @@ def _ranges(ends: Sequence[int], num_parts: int, bound: int) -> tuple[list[int],
 
 
 def _best_starts(
-    candidates: dict[int, int], ends: Sequence[int], expiry: Sequence[int], first: int, last: int
-) -> dict[int, int]:
-    """For each end from `first` to `last` the start that is best there, the earliest of equally good ones."""
+    values: Sequence[int], begin: int, ends: Sequence[int], expiry: Sequence[int], first: int, last: int
+) -> tuple[list[int], list[int]]:
+    """The starts that are best for some end from `first` to `last`, the earliest of equally good ones, and
+    the end from which on each of them is.
+
+    Args:
+        values: what the starts have cost, the first one at `begin`.
+    """
     queue: list[int] = []
-    since: list[int] = []  # the end from which each is better than the one before it
-    for start, value in candidates.items():
+    since: list[int] = []
+    for start, value in enumerate(values, begin):
         place = first
+        here = ends[start]
         while queue:
             other = queue[-1]
-            longer = ends[start] - ends[other]
-            more = value - candidates[other]
+            longer = here - ends[other]
+            more = value - values[other - begin]
             place = expiry[other]
             if longer:
-                place = min(place, bisect_right(ends, more // (2 * longer)))
+                # Mostly it is better only where the other one's part would be too large.
+                if more < 2 * longer * ends[place - 1]:
+                    place = bisect_right(ends, more // (2 * longer), min(start, place), place)
             elif more < 0:
                 place = first
-            place = max(place, start + 1)
+            if place <= start:
+                place = start + 1
             if place > since[-1]:
                 break
             queue.pop()
@@ -108,10 +121,4 @@ def _best_starts(
         if place <= last:
             queue.append(start)
             since.append(place)
-    found = {}
-    position = 0
-    for end in range(first, last + 1):
-        while position + 1 < len(queue) and since[position + 1] <= end:
-            position += 1
-        found[end] = queue[position]
-    return found
+    return queue, since

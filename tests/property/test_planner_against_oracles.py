@@ -14,10 +14,13 @@ from smp_lite.plan import simulate as new_replay
 from smp_lite.plan.actions import Action, ActionKind
 from smp_lite.plan.lowering import Schedule, lower
 from smp_lite.plan.order_shapes import shape_of
+from smp_lite.plan.row_machines import is_row, run_row
 from smp_lite.plan.schedules import Policy, Work, compute_order, greedy_order
 from smp_lite.plan.segments import CommandNode, Segment, SegmentGraph, build_graph
 from smp_lite.plan.simulate import ScheduleDeadlock, simulate
-from tests.planning import chain
+from smp_lite.plan.stage_machines import _Machines
+from smp_lite.plan.task_table import TaskTable
+from tests.planning import chain, command
 from tests.planning_strategies import RandomRecording, graphs, partly_done, recordings
 from tests.property.oracles import lowering as old_lowering
 from tests.property.oracles import order as old_order
@@ -83,6 +86,38 @@ def test_rows_of_unequal_stages_under_a_bound(seed: int) -> None:
         works = [Work(m, graph) for m in range(numbers.randint(2, 9))]
         policy = Policy("interleaved", numbers.choice(["memory", "speed"]), numbers.randint(1, 7))
         assert greedy_order(works, policy) == old_order.compute_order(works, policy)
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> SegmentGraph:
+    """Each stage once, in any order, with values that skip some."""
+    stages = draw(st.permutations(range(draw(st.integers(1, NUM_STAGES)))))
+    commands = []
+    for place, stage in enumerate(stages):
+        inputs = {place - 1, *draw(st.sets(st.integers(0, place - 1), max_size=2))} if place else ()
+        cost = draw(st.sampled_from([0.0, 0.1, 0.3, 1.0, 1.0, 2.0, 3.7]))
+        commands.append(command(stage, sorted(inputs), place, cost=cost))
+    return build_graph(commands, roots=[len(stages) - 1])
+
+
+@settings(max_examples=300, deadline=None)
+@given(rows(), st.integers(1, 12), policies.filter(lambda policy: policy.pipeline != "simple"))
+def test_rows_need_no_pools(graph: SegmentGraph, num_microbatches: int, policy: Policy) -> None:
+    works = [Work(m, graph) for m in range(num_microbatches)]
+    table = TaskTable(works)
+    assert is_row(table, policy)
+    order = run_row(table, policy)
+    assert table.actions(order) == old_order.compute_order(works, policy)
+    assert order == _Machines(table, policy).run()
+
+
+@settings(max_examples=150, deadline=None)
+@given(graphs(), st.integers(1, 4), policies)
+def test_what_is_no_row_is_not_taken_for_one(graph: SegmentGraph, num: int, policy: Policy) -> None:
+    """A row has each stage once, and on each a backward."""
+    stages = [segment.stage_index for segment in graph.segments]
+    if len(set(stages)) < len(stages) or not all(segment.has_backward for segment in graph.segments):
+        assert not is_row(TaskTable([Work(m, graph) for m in range(num)]), policy)
 
 
 @st.composite

@@ -117,6 +117,7 @@ class CodeWatch:
         self._passed_over = {getattr(function, "__code__", None) for function in passed_over}
         self.state = state
         self.names = Names()
+        self.entered: set[types.CodeType | None] = set()  # torch's and Python's own too
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
 
     @contextlib.contextmanager
@@ -125,13 +126,15 @@ class CodeWatch:
         thread = threading.get_ident()
         # A collection of garbage comes when it comes: what it calls is none of the run's doings.
         collected = {getattr(callback, "__code__", None) for callback in gc.callbacks}
-        seen: set[types.CodeType | None] = self._passed_over | collected
+        seen = self.entered
+        seen |= self._passed_over | collected
 
         def entered(frame: types.FrameType, event: str, argument: Any) -> None:
             if event == "call" and frame.f_code not in seen and threading.get_ident() == thread:
                 seen.add(frame.f_code)
                 self._look(frame)
 
+        entered.torchs_operators = {}  # type: ignore[attr-defined]  # see run_operator
         sys.setprofile(entered)
         try:
             yield

@@ -26,6 +26,7 @@ from ..state.ambient import Ambient
 from ..state.places import PlacesRead
 from ..values.calls import Arguments, Constant, ResultMeta
 from ..values.placed import PlacedTensor
+from .alike import AlikeCalls
 from .effects import CannotBeRecorded, NeedsOpening
 from .metadata import MetadataInference
 from .signature import (
@@ -81,6 +82,7 @@ class Descriptions:
         self.codes_with_node_hooks: set[types.CodeType] = set()
         # Key of a call -> (description, content tokens by label, structure token).
         self._known: dict[Any, tuple[ResultMeta, dict[str, int], int]] = {}
+        self._alike = AlikeCalls()
         self._last: dict[str, tuple[Any, Description]] = {}  # by label
         self._names: dict[int, Names] = {}  # by signature
         self._places: dict[int, tuple[int, int, PlacesRead]] = {}  # by module: (signature, functions, places)
@@ -96,6 +98,9 @@ class Descriptions:
             if last is not None and last[0] == key:  # by identity nearly always: no hash of a long key
                 return last[1]
             found = self._known.get(key)
+            if found is None and is_module:
+                key = self._key_of_alike(label, what, arguments, ambient) or key
+                found = self._known.get(key)
         except Exception:  # an argument that cannot be hashed, or compared
             key, found = None, None
         if found is not None:
@@ -111,9 +116,11 @@ class Descriptions:
         self.inferring = self.has_described = True
         try:
             if is_module:
-                meta, names = self.inference.module(what, arguments)
+                meta, names, unread = self.inference.module(what, arguments)
                 self._learn_names(what, names)
                 key = key and self._key(label, what, arguments, ambient)
+                if key:
+                    self._alike.learn(what, unread, self._names[key[0]], key)
             else:
                 meta = self.inference.function(what, arguments)
         except CannotBeRecorded:
@@ -146,6 +153,24 @@ class Descriptions:
             leaf.smp_meta if type(leaf) is PlacedTensor else _leaf_key(leaf) for leaf in arguments.leaves
         ]
         return (named, number, arguments.spec, ambient, *leaves)
+
+    def _key_of_alike(self, label: str, module: nn.Module, arguments: Arguments, ambient: Ambient) -> Any:
+        """Lets the call have the description of an alike module's; its key, or None if there is none."""
+        signature = self.signatures.of(module)
+        own_names = self._names.get(signature)
+        for names, known in self._alike.of(module):
+            if own_names is not None and own_names is not names:
+                continue  # it has run, and what it does is known from that
+            self._names[signature] = names
+            key = self._key(label, module, arguments, ambient)
+            if key[1:] == known[1:]:
+                self._known[key] = self._known[known]
+                return key
+            if own_names is None:
+                del self._names[signature]
+                self._places.pop(id(module), None)
+                self.read = None
+        return None
 
     # What a module's code reads elsewhere -------------------------------------------------------------------
 

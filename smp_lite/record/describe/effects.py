@@ -6,7 +6,8 @@ A call is *closed* if its result is all that the lines after it can see of it, b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import types
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -240,6 +241,11 @@ class Effects:
     @property
     def names(self) -> Names:
         return self._watch.names
+
+    @property
+    def entered(self) -> Collection[types.CodeType | None]:
+        """All code that has run, torch's too."""
+        return self._watch.entered
 
     def found(self) -> str | None:
         """The first effect, in words; None if there is none."""

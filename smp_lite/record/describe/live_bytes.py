@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...devices import is_host
+from ..code.operators import run_operator
 
 __all__ = ["LiveBytes"]
 
@@ -56,7 +57,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = run_operator(func, types, args, kwargs or {})
         at_least = 0
         if func._overloadpacket in _LOSSES_IN_LARGE_MEMORY:
             at_least = _num_bytes(args[0])

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import zlib
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import Any
 
 import torch
@@ -119,21 +119,34 @@ class ModuleSignatures:
         return [v for part in parts for k, v in part.__dict__.items() if k not in tables]
 
     def _signature(self, module: nn.Module) -> Hashable:
-        attributes = [
-            (name, plain_key(value))
-            for name, value in sorted(module.__dict__.items())
-            if name not in _MODULE_TABLES
-        ]
-        state = [
-            (name, None if tensor is None else tensor_meta(tensor))
-            for table in (module._parameters, plain_table(module._buffers))
-            for name, tensor in table.items()
-        ]
-        children = [
-            (name, None if child is None else self._signature(child))
-            for name, child in module._modules.items()
-        ]
-        return (type(module), tuple(attributes), tuple(state), tuple(children))
+        return signature_without(module)
+
+
+def signature_without(
+    module: nn.Module, unread: Collection[tuple[str, str]] = (), name: str = ""
+) -> Hashable:
+    """What equal modules have in common, but for the values of some attributes.
+
+    Args:
+        unread: (name of a part, its attribute, a plain value); a part that is there twice has two names.
+        name: the module's own.
+    """
+    attributes: list[tuple[str, Any]] = [
+        (key, plain_key(value) if (name, key) not in unread else type(value))
+        for key, value in sorted(module.__dict__.items())
+        if key not in _MODULE_TABLES
+    ]
+    state = [
+        (key, None if tensor is None else tensor_meta(tensor))
+        for table in (module._parameters, plain_table(module._buffers))
+        for key, tensor in table.items()
+    ]
+    prefix = f"{name}." if name else ""
+    children = [
+        (key, None if child is None else signature_without(child, unread, prefix + key))
+        for key, child in module._modules.items()
+    ]
+    return (type(module), tuple(attributes), tuple(state), tuple(children))
 
 
 def same_values(a: list[Any], b: list[Any]) -> bool:

@@ -34,6 +34,7 @@ from ...devices import home
 from ...errors import SMPError
 from ...plan.checkpoint_groups import group_children
 from ...plan.partition import ModuleCost
+from ..code.operators import run_operator
 from ..parameters.moving import whole_on
 from ..state.random_state import kept
 from ..values.calls import Arguments
@@ -175,6 +176,7 @@ class _Watch(TorchDispatchMode):
         self.kept: dict[int, torch.UntypedStorage] = {}  # alive, or addresses would be used again
         self.later_in_groups = _later_in_groups(root)
         self.is_packing = False
+        self.num_called = 0  # modules
 
     def __torch_dispatch__(
         self,
@@ -183,7 +185,7 @@ class _Watch(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = run_operator(func, types, args, kwargs or {})
         if not self.is_packing:
             self.trace.of(self.stack[-1][1]).flops += operator_flops(func, args, kwargs or {}, result)
         return result
@@ -214,7 +216,8 @@ class _Watch(TorchDispatchMode):
             self.stack.append([name, name])
             tally = self.trace.of(name)
             if tally.order < 0:
-                tally.order = sum(t.order >= 0 for t in self.trace.tallies.values())
+                tally.order = self.num_called
+                self.num_called += 1
             if is_marked(module) and torch.is_grad_enabled() and id(module) not in self.later_in_groups:
                 hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
                 if hooks is not None and hooks[0] is pack:  # else it is inside another checkpoint
