@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 from collections import ChainMap
 from typing import Any
@@ -191,12 +192,16 @@ class _Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.parts[0](x) * self.factor * FACTORS[0] * self.settings["factor"] * _default() + self.shift
+        x = x * SCRIPT.factor * SCHEDULER.get_last_lr()[0] * SCALER.get_scale()
         return (x if self.parts[1].training else 2 * x) + self.parts[1][0](x.expand(-1, 4)).sum(
             -1, keepdim=True
         )
 
 
 FACTORS = [1.0]
+SCRIPT = argparse.Namespace(factor=1.0)
+SCHEDULER = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), 1)
+SCALER = torch.amp.GradScaler("cpu", init_scale=1.0)
 
 
 def _default(factor: float = 1.0) -> float:
@@ -221,14 +226,21 @@ CHANGES: dict[str, Any] = {
     "chained dicts": lambda model: model.settings.maps[0].update(factor=4.0),
     "default": _other_default,
     "global": lambda model: FACTORS.__setitem__(0, 5.0),
+    "script argument": lambda model: setattr(SCRIPT, "factor", 2.0),
+    "scheduler": lambda model: SCHEDULER._last_lr.__setitem__(0, 0.5),
+    "loss scale": lambda model: setattr(SCALER, "_init_scale", 4.0),
     "autocast": lambda model: None,
 }
+OF_THE_SCRIPT = ("default", "global", "script argument", "scheduler", "loss scale")
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_changes_between_steps_is_recorded_anew(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "FACTORS", [1.0])
     monkeypatch.setattr(_default, "__defaults__", (1.0,))
+    monkeypatch.setattr(SCRIPT, "factor", 1.0)
+    monkeypatch.setattr(SCHEDULER, "_last_lr", [1.0])
+    monkeypatch.setattr(SCALER, "_init_scale", 1.0)
     smp.init_in_memory({"partitions": 2, "microbatches": 2, "static_mode": True})
     torch.manual_seed(0)
     plain = _Scaled()
@@ -248,7 +260,7 @@ def test_what_changes_between_steps_is_recorded_anew(name: str, monkeypatch: pyt
     for number in range(8):
         if number == 5:
             CHANGES[name](ours)
-            if name not in ("global", "default"):
+            if name not in OF_THE_SCRIPT:
                 CHANGES[name](plain)
         x = torch.randn(4, 4, generator=generator)
         with torch.autocast("cpu", torch.bfloat16, enabled=name == "autocast" and number >= 5):
