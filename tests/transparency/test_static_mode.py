@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
+import random
 from collections import ChainMap
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -275,3 +278,79 @@ def test_what_changes_between_steps_is_recorded_anew(name: str, monkeypatch: pyt
         model.zero_grad()
         plain.zero_grad()
     assert calls == 3 * 2  # partitioned, recorded, recorded anew
+
+
+class _Settings:
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+
+SETTINGS = _Settings()
+ARRAY = numpy.ones(2)
+SCALARS = [torch.tensor(1.0), torch.tensor(3.0)]
+
+
+def _settings(number: int) -> _Settings:
+    SETTINGS.factor = 3.0 if number > 4 else 1.0
+    return SETTINGS
+
+
+def _array(number: int) -> Any:
+    ARRAY[1] = 3.0 if number > 4 else 1.0
+    return ARRAY
+
+
+ARGUMENTS: dict[str, tuple[Any, Any]] = {
+    "object": (_settings, lambda given: given.factor),
+    "array": (_array, lambda given: float(given[1])),
+    "sign of zero": (
+        lambda number: -0.0 if number > 4 else 0.0,
+        lambda given: math.copysign(1.0, given),
+    ),
+    "one tensor twice": (
+        lambda number: (SCALARS[0], SCALARS[number > 4]),
+        lambda given: given[0] * 2 + given[1],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_that_changes_is_seen(name: str) -> None:
+    make, use = ARGUMENTS[name]
+    smp.init_in_memory({"partitions": 2, "microbatches": 2, "static_mode": True})
+    torch.manual_seed(0)
+    plain = Chain()
+    ours = copy.deepcopy(plain)
+    model = smp.DistributedModel(ours)
+    calls = 0
+
+    @smp.step(non_split_inputs=["given"])
+    def step(model: Any, x: Tensor, given: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return model(x).square().mean() * use(given)
+
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for number in range(8):
+            x = torch.randn(4, WIDTH, generator=generator)
+            given = make(number)
+            losses = step(model, x, given)
+            expected = [plain(part).square().mean() * use(given) for part in x.chunk(2)]
+            assert [float(loss) for loss in losses.outputs] == [float(loss) for loss in expected], number
+    assert calls == 3 * 2  # partitioned, recorded, recorded anew
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+def test_numbers_that_python_or_numpy_draw_are_refused(draw: Any) -> None:
+    _start(microbatches=2)
+    model = smp.DistributedModel(_tiny())
+
+    @smp.step
+    def forward(model: Any, x: torch.Tensor) -> Any:
+        return model(x) * draw()
+
+    with torch.no_grad():
+        forward(model, torch.ones(4, 4))
+        with pytest.raises(smp.SMPError, match="draws random numbers itself"):
+            forward(model, torch.ones(4, 4))
