@@ -29,6 +29,7 @@ from .backward.checkpoints import Region, inside_reentrant, refuse_saved_hooks
 from .describe.checkpointed_calls import call_marked, has_runs, is_marked
 from .state.containers import MISSING
 from .state.hearing import attribute_set
+from .values.meant import meant
 from .values.placed import PlacedTensor
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class _Listener(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        recorder = self.recorder
+        recorder, func = self.recorder, meant(func)
         if recorder.suspended or recorder.descriptions.inferring:
             return func(*args, **(kwargs or {}))
         if PlacedTensor in types:

@@ -9,16 +9,16 @@ carrying tensors from one microbatch to the next are errors under ``static_mode`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
 from ..errors import SMPError
-from .describe.signature import plain_key, tensor_meta
+from .describe.signature import tensor_meta
 from .recording import Recording
 from .values.calls import Arguments
-from .values.structure import flatten
+from .values.structure import exact_spec, flatten
 from .values.torch_functions import LOOKS_AT_DATA, function_name
 
 
@@ -105,11 +105,34 @@ class Tape:
 
 
 def step_key(inputs: list[Any]) -> tuple[Any, ...]:
-    """Steps with equal keys can be replayed for one another."""
+    """Steps with equal keys can be replayed for one another, as long as the :func:`given_objects` stay."""
     key: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+    places: dict[int, int] = {}
     for args, kwargs in inputs:
         leaves: list[Any] = []
-        spec = flatten((args, kwargs), leaves)
-        key.append(repr(spec))
-        key += [tensor_meta(leaf) if isinstance(leaf, torch.Tensor) else plain_key(leaf) for leaf in leaves]
+        key.append(exact_spec(flatten((args, kwargs), leaves)))
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                # Which of them are one tensor is part of it: the tape knows them by identity.
+                key.append((places.setdefault(id(leaf), len(places)), tensor_meta(leaf)))
+            else:
+                key.append(_key_of(leaf))
     return tuple(key)
+
+
+def given_objects(inputs: list[Any]) -> list[Any]:
+    """What among the arguments stands in a key by identity, and may change in place."""
+    leaves: list[Any] = []
+    flatten(inputs, leaves)
+    found = {id(leaf): leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)}
+    return [leaf for leaf in found.values() if type(leaf) not in _BY_VALUE]
+
+
+def _key_of(leaf: Any) -> Hashable:
+    kind = type(leaf)
+    if kind is float or kind is complex:
+        return kind, repr(leaf)  # 0.0 is not -0.0
+    return (kind, leaf) if kind in _BY_VALUE else ("object", id(leaf))
+
+
+_BY_VALUE = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..record.code.reads import places_of_functions, places_read
@@ -20,6 +21,7 @@ from ..record.recording import Recording
 from ..record.state.between import ReadBetween
 from ..record.state.containers import same_plain
 from ..record.state.places import PLAIN, PlacesRead
+from ..record.state.python_state import PythonState
 
 __all__ = ["Surroundings"]
 
@@ -33,6 +35,7 @@ class Surroundings:
     function: the step function.
     names: what the model's code mentions that has run.
     recordings: of the step.
+    given: objects among its arguments that may change in place.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Surroundings:
         function: Callable[..., Any],
         names: Names,
         recordings: Iterable[Recording],
+        given: Iterable[Any] = (),
     ) -> None:
         closed = {
             id(part)
@@ -60,6 +64,14 @@ class Surroundings:
         self._objects = ReadBetween()
         for places in self._places:
             self._objects.look(places)
+        own = set(map(id, self._modules))
+        self._given = PythonState(
+            lambda found: id(found) in own or isinstance(found, torch.optim.Optimizer), only_compares=True
+        )
+        for value in given:
+            if isinstance(value, nn.Module) and id(value) not in own:
+                self._given.add([*value.parameters(), *value.buffers()], "an argument")
+            self._given.add(value, "an argument")
 
     def have_changed(self) -> bool:
         """Whether a replay could differ from recording the step anew."""
@@ -68,6 +80,7 @@ class Surroundings:
             or not _alike(self._held, self._held_now())
             or any(places.look() is not seen for places, seen in zip(self._places, self._seen, strict=True))
             or self._objects.changed() is not None
+            or self._given.changed() is not None
         )
 
     def _flags_now(self) -> list[bool]:

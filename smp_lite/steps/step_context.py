@@ -21,9 +21,10 @@ from ..record.describe.effects import Effects, NeedsOpening
 from ..record.interception import listening
 from ..record.recorder import Recorder
 from ..record.recording import Recording
-from ..record.replay import Tape, refuse, step_key
+from ..record.replay import Tape, given_objects, refuse, step_key
 from ..record.state.ambient import Ambient
 from ..record.state.python_state import PythonState
+from ..record.state.random_state import python_state
 from ..record.values.microbatch import merge_outputs
 from ..record.values.placed import PlacedTensor
 from ..record.values.structure import flatten, rebuild
@@ -103,7 +104,8 @@ class StepContext:
             static.pop(key, None)
             kept = StaticStep()
             result = self._record(function, detach_outputs, kept)
-            kept.surroundings = Surroundings(model.module, function, kept.names, kept.recordings)
+            given = [value for value in given_objects(self.inputs) if value is not model]
+            kept.surroundings = Surroundings(model.module, function, kept.names, kept.recordings, given)
             static[key] = kept
             return result
         return self._replay(found, model.runtime, detach_outputs)
@@ -111,6 +113,7 @@ class StepContext:
     def _record(self, function: Callable[..., Any], detach_outputs: bool, kept: StaticStep | None) -> Any:
         outputs: list[tuple[list[Any], Any]] = []
         effects = None if kept is None else self._effects_of(function)
+        drawn = None if kept is None else python_state()
         with self._stack:
             if effects is not None:
                 self._stack.enter_context(effects.watched())
@@ -135,7 +138,7 @@ class StepContext:
             if kept is not None:
                 self.recorder.tape = None
                 assert self.runtime is not None
-                if self.recorder.drew_by_itself():
+                if self.recorder.drew_by_itself() or python_state() != drawn:
                     raise refuse("draws random numbers itself")
                 kept.outputs, kept.has_backward = outputs, self.has_backward
         if effects is not None and (found := effects.found()) is not None:

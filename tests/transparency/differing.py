@@ -5,7 +5,10 @@ Each is (model, x, number of the microbatch) -> output.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import ctypes
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,10 +23,13 @@ __all__ = ["MICROBATCHES", "STEPS", "assert_equal_to_plain"]
 MICROBATCHES = 4
 OFFSET = 1.0
 FACTORS = {"of": 1.0}
+SCRIPT = argparse.Namespace(factor=1.0)
+NUMBER = ctypes.c_double(1.0)
+EVENT = threading.Event()
 
 
 class Part(nn.Module):
-    """One layer whose code reads attributes, of itself and of what it is given, a global and a dict."""
+    """One layer whose code reads attributes, of itself and of what it is given, and globals of many kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +40,8 @@ class Part(nn.Module):
 
     def forward(self, x: Tensor, more: Any = 0.0) -> Tensor:
         x = x[: self.length] * getattr(x, "factor", 1.0)
-        return self.inner(self.layer(x)) * self.scale * FACTORS["of"] + OFFSET + more
+        given = FACTORS["of"] * SCRIPT.factor * NUMBER.value * (2.0 if EVENT.is_set() else 1.0)
+        return self.inner(self.layer(x)) * self.scale * given + OFFSET + more
 
 
 class Model(nn.Module):
@@ -80,6 +87,24 @@ def _global(model: Any, x: Tensor, m: int) -> Tensor:
 def _entry(model: Any, x: Tensor, m: int) -> Tensor:
     FACTORS["of"] = 1.0 + (m > 1)
     return model(x)
+
+
+def _script_argument(model: Any, x: Tensor, m: int) -> Tensor:
+    SCRIPT.factor = 1.0 + (m > 1)
+    return model(x)
+
+
+def _shared_number(model: Any, x: Tensor, m: int) -> Tensor:
+    NUMBER.value = 1.0 + (m > 1)
+    return model(x)
+
+
+def _event(model: Any, x: Tensor, m: int) -> Tensor:
+    if m > 1:
+        EVENT.set()
+    result = model(x)
+    EVENT.clear()
+    return result
 
 
 def _number(model: Any, x: Tensor, m: int) -> Tensor:
@@ -219,6 +244,9 @@ STEPS: dict[str, Step] = {
         _attribute_that_shapes,
         _global,
         _entry,
+        _script_argument,
+        _shared_number,
+        _event,
         _number,
         _type_of_number,
         _sign_of_zero,
@@ -251,7 +279,8 @@ def _state_kept() -> Iterator[None]:
         yield
     finally:
         OFFSET = 1.0
-        FACTORS["of"] = 1.0
+        FACTORS["of"] = SCRIPT.factor = NUMBER.value = 1.0
+        EVENT.clear()
 
 
 def _plain(step: Step, batch: Tensor, all_numbers: Sequence[Sequence[int]]) -> tuple[list[Any], list[Any]]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
+import math
+import random
 from collections import ChainMap
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -191,12 +195,16 @@ class _Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.parts[0](x) * self.factor * FACTORS[0] * self.settings["factor"] * _default() + self.shift
+        x = x * SCRIPT.factor * SCHEDULER.get_last_lr()[0] * SCALER.get_scale()
         return (x if self.parts[1].training else 2 * x) + self.parts[1][0](x.expand(-1, 4)).sum(
             -1, keepdim=True
         )
 
 
 FACTORS = [1.0]
+SCRIPT = argparse.Namespace(factor=1.0)
+SCHEDULER = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), 1)
+SCALER = torch.amp.GradScaler("cpu", init_scale=1.0)
 
 
 def _default(factor: float = 1.0) -> float:
@@ -221,14 +229,21 @@ CHANGES: dict[str, Any] = {
     "chained dicts": lambda model: model.settings.maps[0].update(factor=4.0),
     "default": _other_default,
     "global": lambda model: FACTORS.__setitem__(0, 5.0),
+    "script argument": lambda model: setattr(SCRIPT, "factor", 2.0),
+    "scheduler": lambda model: SCHEDULER._last_lr.__setitem__(0, 0.5),
+    "loss scale": lambda model: setattr(SCALER, "_init_scale", 4.0),
     "autocast": lambda model: None,
 }
+OF_THE_SCRIPT = ("default", "global", "script argument", "scheduler", "loss scale")
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_changes_between_steps_is_recorded_anew(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "FACTORS", [1.0])
     monkeypatch.setattr(_default, "__defaults__", (1.0,))
+    monkeypatch.setattr(SCRIPT, "factor", 1.0)
+    monkeypatch.setattr(SCHEDULER, "_last_lr", [1.0])
+    monkeypatch.setattr(SCALER, "_init_scale", 1.0)
     smp.init_in_memory({"partitions": 2, "microbatches": 2, "static_mode": True})
     torch.manual_seed(0)
     plain = _Scaled()
@@ -248,7 +263,7 @@ def test_what_changes_between_steps_is_recorded_anew(name: str, monkeypatch: pyt
     for number in range(8):
         if number == 5:
             CHANGES[name](ours)
-            if name not in ("global", "default"):
+            if name not in OF_THE_SCRIPT:
                 CHANGES[name](plain)
         x = torch.randn(4, 4, generator=generator)
         with torch.autocast("cpu", torch.bfloat16, enabled=name == "autocast" and number >= 5):
@@ -263,3 +278,79 @@ def test_what_changes_between_steps_is_recorded_anew(name: str, monkeypatch: pyt
         model.zero_grad()
         plain.zero_grad()
     assert calls == 3 * 2  # partitioned, recorded, recorded anew
+
+
+class _Settings:
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+
+SETTINGS = _Settings()
+ARRAY = numpy.ones(2)
+SCALARS = [torch.tensor(1.0), torch.tensor(3.0)]
+
+
+def _settings(number: int) -> _Settings:
+    SETTINGS.factor = 3.0 if number > 4 else 1.0
+    return SETTINGS
+
+
+def _array(number: int) -> Any:
+    ARRAY[1] = 3.0 if number > 4 else 1.0
+    return ARRAY
+
+
+ARGUMENTS: dict[str, tuple[Any, Any]] = {
+    "object": (_settings, lambda given: given.factor),
+    "array": (_array, lambda given: float(given[1])),
+    "sign of zero": (
+        lambda number: -0.0 if number > 4 else 0.0,
+        lambda given: math.copysign(1.0, given),
+    ),
+    "one tensor twice": (
+        lambda number: (SCALARS[0], SCALARS[number > 4]),
+        lambda given: given[0] * 2 + given[1],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_that_changes_is_seen(name: str) -> None:
+    make, use = ARGUMENTS[name]
+    smp.init_in_memory({"partitions": 2, "microbatches": 2, "static_mode": True})
+    torch.manual_seed(0)
+    plain = Chain()
+    ours = copy.deepcopy(plain)
+    model = smp.DistributedModel(ours)
+    calls = 0
+
+    @smp.step(non_split_inputs=["given"])
+    def step(model: Any, x: Tensor, given: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return model(x).square().mean() * use(given)
+
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for number in range(8):
+            x = torch.randn(4, WIDTH, generator=generator)
+            given = make(number)
+            losses = step(model, x, given)
+            expected = [plain(part).square().mean() * use(given) for part in x.chunk(2)]
+            assert [float(loss) for loss in losses.outputs] == [float(loss) for loss in expected], number
+    assert calls == 3 * 2  # partitioned, recorded, recorded anew
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+def test_numbers_that_python_or_numpy_draw_are_refused(draw: Any) -> None:
+    _start(microbatches=2)
+    model = smp.DistributedModel(_tiny())
+
+    @smp.step
+    def forward(model: Any, x: torch.Tensor) -> Any:
+        return model(x) * draw()
+
+    with torch.no_grad():
+        forward(model, torch.ones(4, 4))
+        with pytest.raises(smp.SMPError, match="draws random numbers itself"):
+            forward(model, torch.ones(4, 4))

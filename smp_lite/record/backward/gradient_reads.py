@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ...errors import SMPError
 from ..code.frames import users_line
 from ..parameters.placement import Placement
+from ..values.meant import meant
 from .part import Part
 
 __all__ = ["GradientReads", "refuse_reads_elsewhere"]
@@ -38,7 +39,7 @@ class GradientReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _OF_GRADIENTS:
             self._on_read(args[0])
-        return func(*args, **(kwargs or {}))
+        return meant(func)(*args, **(kwargs or {}))
 
 
 def refuse_reads_elsewhere(

@@ -9,6 +9,7 @@ the model and the script. What a watched run has entered anyway is known better 
 
 from __future__ import annotations
 
+import argparse
 import functools
 import sys
 import types
@@ -288,7 +289,7 @@ class Readers:
         """Whether all that it holds are attributes, which code names to read them."""
         kind = type(value)
         return (
-            (is_users_class(kind) or kind is types.SimpleNamespace)
+            (is_users_class(kind) or issubclass(kind, types.SimpleNamespace | argparse.Namespace))
             and type(getattr(value, "__dict__", None)) is dict
             and not isinstance(value, _CONTAINERS)
             and not any(vars(base).get("__slots__") for base in kind.__mro__)

@@ -7,8 +7,10 @@ them: setting one is heard.
 
 from __future__ import annotations
 
+import argparse
 import array
 import contextvars
+import ctypes
 import functools
 import gc
 import os
@@ -34,11 +36,13 @@ from ..state.places import (
     ModuleAttribute,
     Place,
     PlacesRead,
+    Raw,
     Row,
     Variable,
     is_plain,
 )
 from .bytecode import constant_keys, reads_computed_names, with_nested
+from .stored import stored_in
 from .watch import Names
 
 __all__ = ["places_of_class", "places_of_functions", "places_read"]
@@ -195,6 +199,8 @@ class _Finder:
                 self.objects.append((value, name))
         elif isinstance(value, bytearray | array.array):
             self.places.append(Row(value, name))
+        elif isinstance(value, ctypes._SimpleCData | ctypes.Structure | ctypes.Array):
+            self.places.append(Raw(value, name))
         elif isinstance(value, weakref.ref):
             self.into(value(), name, depth)
         elif isinstance(value, types.MappingProxyType):
@@ -218,11 +224,21 @@ class _Finder:
             self.members(value, name, depth)
         elif type(value).__module__ == "collections":  # ChainMap, UserDict, UserList
             self.objects.append((value, name))
-        elif self.is_users(type(value)) or type(value) is types.SimpleNamespace:
+        elif (behind := stored_in(value)) is not None:
+            self.found_in(behind, name, depth)
+        elif self.is_users(type(value)) or isinstance(value, types.SimpleNamespace | argparse.Namespace):
             for kind in type(value).__mro__:
                 if self.is_users(kind):
                     self.klass(kind)
             self.members(value, name, depth)
+
+    def found_in(self, behind: Iterable[tuple[Any, Any, str]], name: str, depth: int) -> None:
+        """What an object of torch's or of Python's own stores, under names that the code does not mention."""
+        for holder, key, text in behind:
+            if holder is None:
+                self.into(key, f"{name}{text}", depth + 1)
+            else:
+                self.item(holder, key, f"{name}{text}", depth + 1)
 
     def module(self, module: nn.Module) -> None:
         """Attributes of a module that the code reads although it is another's."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
 import operator
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ __all__ = [
     "ModuleAttribute",
     "Place",
     "PlacesRead",
+    "Raw",
     "Row",
     "Variable",
     "in_force",
@@ -186,6 +188,22 @@ class Row:
 
     def put(self, value: Any) -> None:
         self.holder[:] = value
+
+
+class Raw:
+    """The bytes of a ``ctypes`` object, which other processes may share."""
+
+    def __init__(self, holder: Any, name: str) -> None:
+        self.holder, self.name, self.identity = holder, name, id(holder)
+
+    def get(self) -> Hashable:
+        return bytes(self.holder)
+
+    def value(self) -> Any:
+        return bytes(self.holder)
+
+    def put(self, value: Any) -> None:
+        ctypes.memmove(ctypes.addressof(self.holder), value, len(value))
 
 
 class ModuleAttribute:

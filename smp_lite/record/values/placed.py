@@ -14,6 +14,7 @@ import torch
 
 from ...devices import here
 from ...errors import SMPError
+from .meant import meant
 from .torch_functions import is_metadata
 
 
@@ -132,7 +133,7 @@ class PlacedTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, func = kwargs or {}, meant(func)
         name = getattr(func, "__name__", "")
         if name in ("__repr__", "__str__", "__format__") and args[0].smp_recorder is None:
             return describe(args[0])

@@ -134,6 +134,25 @@ def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
     return rebuild(spec, iter([function(leaf) for leaf in leaves]))
 
 
+def exact_spec(spec: Spec) -> Spec:
+    """The same, but that nests of a user's own class are equal only if their other attributes are, too.
+
+    Of those only plain values can be: with anything else a spec is not even equal to itself.
+    """
+    if type(spec) is not tuple:
+        return spec
+    parts = [exact_spec(part) for part in spec]
+    if len(spec) > 1 and type(spec[1]) is _Template:
+        leaves = spec[2] if spec[0] in ("mapping", "dataclass") else ()
+        own = getattr(spec[1].value, "__dict__", {}).items()
+        parts += [
+            (key, type(item), repr(item) if isinstance(item, bool | int | float | str | None) else object())
+            for key, item in own
+            if key not in leaves
+        ]
+    return tuple(parts)
+
+
 class _Context:
     """A pytree context inside a spec; equal if the contexts are, hashed by type only."""
 

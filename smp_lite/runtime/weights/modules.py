@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
 from .accumulating import node_is_held
-from .rules import is_plain
+from .rules import LINEAR, is_plain
 from .splitting import may_split
 
 __all__ = ["Forward", "LinearUse", "installed", "split_forwards", "without_hooks"]
@@ -84,7 +84,11 @@ def _is_own_linear(module: nn.Module) -> bool:
     """Whether its forward is torch's own, and calls torch's own function: scripts patch both."""
     if type(module) is not nn.Linear or not module.weight.is_contiguous():
         return False
-    if F.linear is not torch._C._nn.linear:
+    return _is_linear_own()
+
+
+def _is_linear_own() -> bool:
+    if F.linear is not LINEAR:
         return False
     code = getattr(nn.Linear.forward, "__code__", None)
     return code is not None and code.co_filename == _LINEAR_FILE
@@ -117,6 +121,8 @@ class SplitLinear:
         self.parameters = (module.weight, module.bias) if trained else (module.weight,)
 
     def __call__(self, input: Tensor) -> Tensor:
+        if not _is_linear_own():
+            return type(self.module).forward(self.module, input)  # patched since
         if (
             not is_plain(input)
             or not input.requires_grad
@@ -127,7 +133,7 @@ class SplitLinear:
             return nn.Linear.forward(self.module, input)  # whole
         # Now, since a script may set weight.data in a forward.
         weight, bias = self.module.weight, self.module.bias
-        output = F.linear(input, weight.detach(), None if bias is None else bias.detach())
+        output = LINEAR(input, weight.detach(), None if bias is None else bias.detach())
         node = output.grad_fn
         assert node is not None
         node.register_prehook(LinearUse(self, input, self._took).take)

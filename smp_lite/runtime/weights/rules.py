@@ -17,7 +17,11 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
-__all__ = ["RULES", "Call", "is_plain"]
+__all__ = ["LINEAR", "RULES", "Call", "is_plain"]
+
+LINEAR, ADDMM, EMBEDDING = torch._C._nn.linear, torch.addmm, F.embedding
+CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+"""Torch's own: a script may put others in their places, which call these."""
 
 Gradients = Callable[[Tensor], tuple[Tensor, ...]]
 """From the gradient of the output those of the parameters of the call, in their order."""
@@ -74,7 +78,7 @@ def _linear(input: Tensor, weight: Any, bias: Any = None) -> Call | None:
                 return (found,)
             return found, (rows if is_addmm else gradient).sum_to_size(bias.shape)
 
-        return F.linear(input, stand_in(weight), stand_in(bias)), gradients
+        return LINEAR(input, stand_in(weight), stand_in(bias)), gradients
 
     return Call(input, parameters, run, (input,))
 
@@ -90,13 +94,13 @@ def _addmm(input: Any, mat1: Tensor, mat2: Any, **others: Any) -> Call | None:
             found = mat1.t().mm(gradient)
             return (found,) if len(parameters) == 1 else (found, gradient.sum_to_size(input.shape))
 
-        return torch.addmm(stand_in(input), mat1, stand_in(mat2)), gradients
+        return ADDMM(stand_in(input), mat1, stand_in(mat2)), gradients
 
     return Call(mat1, parameters, run, (mat1,))
 
 
 def _convolution(num_dims: int) -> Callable[..., Call | None]:
-    function = (F.conv1d, F.conv2d, F.conv3d)[num_dims - 1]
+    function = CONVOLUTIONS[num_dims - 1]
 
     def read(
         input: Tensor,
@@ -154,19 +158,15 @@ def _embedding(
             backward = torch.ops.aten.embedding_dense_backward
             return (backward(gradient, input, length, padding, scale_grad_by_freq),)
 
-        return F.embedding(
-            input, stand_in(weight), padding_idx, None, norm_type, scale_grad_by_freq
-        ), gradients
+        return EMBEDDING(input, stand_in(weight), padding_idx, None, norm_type, scale_grad_by_freq), gradients
 
     return Call(input, parameters, run, (input,))
 
 
 RULES: dict[Any, Callable[..., Call | None]] = {
-    F.linear: _linear,
-    torch.addmm: _addmm,
-    F.conv1d: _convolution(1),
-    F.conv2d: _convolution(2),
-    F.conv3d: _convolution(3),
-    F.embedding: _embedding,
+    LINEAR: _linear,
+    ADDMM: _addmm,
+    **{function: _convolution(i + 1) for i, function in enumerate(CONVOLUTIONS)},
+    EMBEDDING: _embedding,
 }
 """By torch function; a rule takes its arguments, and gives None for a call that stays whole."""

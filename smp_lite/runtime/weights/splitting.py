@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...devices import CPU
+from ...record.values.meant import meant
 from .rules import RULES, Call, Gradients, is_plain
 
 __all__ = ["Owner", "SplitCalls", "Use", "may_split"]
@@ -78,7 +79,7 @@ class SplitCalls(TorchFunctionMode):
         self._anchor = torch.zeros((), requires_grad=True, device=CPU)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, func = kwargs or {}, meant(func)
         rule = RULES.get(func)
         if rule is None or not may_split():
             return func(*args, **kwargs)
