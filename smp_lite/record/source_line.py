@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-from .code.folders import folders_of
+from ..source_files import folders_of
 
 HOOKS_WITHOUT_EFFECT = (
     "saved-tensor hooks (offloading) around modules of several stages do nothing: use them inside a module "

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 import smp_lite
-from smp_lite.record.code.folders import folders_of
 from smp_lite.record.code.watch import is_users_code
+from smp_lite.source_files import folders_of
 
 SCRIPT = """
 import torch

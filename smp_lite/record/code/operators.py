@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from ...source_files import folders_of
+
 __all__ = ["run_operator"]
 
-_TORCH = str(Path(torch.__file__).resolve().parent)
+_TORCH = folders_of(torch.__file__)
 _OURS = __name__.partition(".")[0]
 _NAMESPACES = frozenset(("aten", "prims"))
 _PLAIN = frozenset((FakeTensor, torch.Tensor, nn.Parameter, nn.Buffer))

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...source_files import folders_of
 from ..state.containers import MISSING, same_plain
 from ..state.places import PLAIN
 from ..state.python_state import NeedsOpening, PythonState
 from .bytecode import with_nested
-from .folders import folders_of
 
 __all__ = ["CodeWatch", "Names", "is_users_code", "mentioned_in"]
 

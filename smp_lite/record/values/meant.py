@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +17,13 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function
 
 from ...errors import SMPError
+from ...source_files import folders_of
 
 __all__ = ["meant"]
 
 _Function = Callable[..., Any]
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = folders_of(torch.__file__)
 _ASKS = handle_torch_function.__code__
 _OF_C = frozenset(
     (
