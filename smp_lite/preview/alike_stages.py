@@ -27,6 +27,8 @@ _NUMBERS_OF_BLOCKS = frozenset({"layer_idx"})
 """transformers gives each block its number, to find its part of a cache."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN_SET = frozenset(_PLAIN)
+_CONTAINERS = (dict, list, tuple, set)
 
 
 class Likeness:
@@ -157,14 +159,15 @@ class Likeness:
 
     def _plain(self, value: Any) -> Any:
         """Something that is equal only where the value is; empty containers are."""
-        if isinstance(value, _PLAIN):
-            return type(value), value
-        if isinstance(value, dict | list | tuple | set) and not value:
-            return type(value)
-        if type(value) in (list, tuple):
-            return type(value), [self._plain(part) for part in value]
-        if type(value) is set and all(type(part) is str for part in value):
-            return type(value), sorted(value)
+        kind = type(value)
+        if kind in _PLAIN_SET or isinstance(value, _PLAIN):
+            return kind, value
+        if isinstance(value, _CONTAINERS) and not value:
+            return kind
+        if kind is list or kind is tuple:
+            return kind, [self._plain(part) for part in value]
+        if kind is set and all(type(part) is str for part in value):
+            return kind, sorted(value)
         self._kept.append(value)
         return "one object", id(value)
 

@@ -24,7 +24,9 @@ a dict of keyword arguments. Without inputs, ``--input`` describes them.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
+import gc
 import importlib
 import re
 import runpy
@@ -40,6 +42,7 @@ from torch import nn
 from .. import session as session_module
 from .. import starting
 from ..devices import CPU
+from ..plan.collecting import without_gc
 from ..plan.memory import format_memory_table
 from ..plan.recorded_cost import RecordedCost
 from ..plan.schedule_text import compute_lists, schedule_text
@@ -142,7 +145,10 @@ def run_plan(args: argparse.Namespace, overrides: Sequence[str] = ()) -> int:
         starting.planning(parameters, stop_when_planned, plan=plan, world_size=args.world_size),
     ):
         ready = _plan_script(args.target, args.args) if is_script else _plan_function(args)
-        _print(ready, args, given)
+        with without_gc():
+            _print(ready, args, given)
+    # When the process ends, Python would look through all that has been made once more.
+    atexit.register(gc.freeze)
     return 0
 
 
@@ -188,7 +194,8 @@ def _plan_function(args: argparse.Namespace) -> PlanReady:
         model.backward(total)
 
     try:
-        train(model, call_args, call_kwargs)
+        with without_gc():  # one step, which is short and makes much
+            train(model, call_args, call_kwargs)
     except PlanReady as ready:
         return ready
     raise AssertionError("a step with a backward ends planning")

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -243,6 +244,8 @@ class _Watch(TorchDispatchMode):
                 if storage._cdata not in self.state_storages and storage._cdata not in self.kept:
                     self.kept[storage._cdata] = storage
                     self.trace.of(self.stack[-1][1]).kept_bytes += storage.nbytes()
+            if type(tensor) is FakeTensor:
+                return _detached(tensor)
             self.is_packing = True
             try:
                 return tensor.detach()  # for a forward that computes gradients itself
@@ -255,6 +258,13 @@ class _Watch(TorchDispatchMode):
                 yield
         finally:
             nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+def _detached(tensor: FakeTensor) -> FakeTensor:
+    """``tensor.detach()``, which runs an operator and takes ten times as long."""
+    with torch._C._DisableTorchDispatch():
+        form = tensor.detach()
+    return FakeTensor(tensor.fake_mode, form, tensor.fake_device)
 
 
 def _later_in_groups(root: nn.Module) -> set[int]:
