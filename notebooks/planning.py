@@ -14,9 +14,9 @@ from torch import nn
 from train_gpt import train_step
 
 import smp_lite as smp
-from smp_lite.plan.memory import StageMemory
-from smp_lite.plan.partition_report import StageSummary, stage_summaries
-from smp_lite.plan.simulate import Simulation
+from smp_lite.plan.partitioning.report import StageSummary, stage_summaries
+from smp_lite.plan.step.memory import StageMemory
+from smp_lite.plan.step.simulate import Simulation
 from smp_lite.preview.memory_preview import preview_memory
 from smp_lite.preview.step_preview import PlanReady, simulate_batch, stop_when_planned
 from smp_lite.session import current

@@ -24,7 +24,7 @@ from .comm.wires.choice import Kind, choose_wire, described, make_wire
 from .comm.wires.wire import Wire
 from .config import Config
 from .errors import SMPError
-from .plan.schedules import Policy
+from .plan.order.schedules import Policy
 from .plan.topology import SHARD_AXIS, Topology
 
 if TYPE_CHECKING:

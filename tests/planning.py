@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from smp_lite.plan.actions import Action, ActionKind
-from smp_lite.plan.lowering import Schedule, lower
-from smp_lite.plan.memory import ActionMemory, step_peak
-from smp_lite.plan.schedule_text import schedule_text
-from smp_lite.plan.schedules import Policy, Work, compute_order
-from smp_lite.plan.segments import CommandNode, Segment, SegmentGraph, build_graph
-from smp_lite.plan.simulate import Simulation, simulate
+from smp_lite.plan.order.schedules import Policy, Work, compute_order
+from smp_lite.plan.step.actions import Action, ActionKind
+from smp_lite.plan.step.lowering import Schedule, lower
+from smp_lite.plan.step.memory import ActionMemory, step_peak
+from smp_lite.plan.step.schedule_text import schedule_text
+from smp_lite.plan.step.segments import CommandNode, Segment, SegmentGraph, build_graph
+from smp_lite.plan.step.simulate import Simulation, simulate
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from smp_lite.plan.partition import ModuleCost
-from smp_lite.plan.schedules import Policy, Work
-from smp_lite.plan.segments import CommandNode, SegmentGraph, build_graph
+from smp_lite.plan.order.schedules import Policy, Work
+from smp_lite.plan.partitioning.partition import ModuleCost
+from smp_lite.plan.step.segments import CommandNode, SegmentGraph, build_graph
 
 MAX_STAGES = 4
 
@@ -24,7 +24,7 @@ policies = st.builds(
 
 @dataclass(frozen=True)
 class RandomRecording:
-    """The arguments of :func:`smp_lite.plan.segments.build_graph`."""
+    """The arguments of :func:`smp_lite.plan.step.segments.build_graph`."""
 
     commands: list[CommandNode]
     roots: set[int]

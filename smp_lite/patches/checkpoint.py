@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from .. import session as session_module
-from ..plan.checkpoint_groups import group_children
+from ..plan.partitioning.checkpoint_groups import group_children
 from ..record.describe.checkpointed_calls import CheckpointedRun, call_marked, is_marked
 from ..record.parameters.placement import FOREIGN, SPLIT
 from ..wrapper.activation_checkpointing import checked_strategy, is_cut, partitions_of

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..plan.actions import Action, ActionKind
 from ..plan.collecting import without_gc
-from ..plan.lowering import lower
-from ..plan.memory import ActionMemory
-from ..plan.schedules import Policy, Work, compute_order
-from ..plan.segments import Segment
+from ..plan.order.schedules import Policy, Work, compute_order
+from ..plan.step.actions import Action, ActionKind
+from ..plan.step.lowering import lower
+from ..plan.step.memory import ActionMemory
+from ..plan.step.segments import Segment
 from ..record.describe.effects import untouched
 from ..record.describe.live_bytes import LiveBytes
 from ..record.describe.metadata import MetadataInference

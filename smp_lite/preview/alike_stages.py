@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..plan.actions import Action
-from ..plan.segments import Segment, SegmentGraph
+from ..plan.step.actions import Action
+from ..plan.step.segments import Segment, SegmentGraph
 from ..record.parameters.placement import Placement
 from ..record.recording import Command, Recording
 from ..record.values.placed import TensorMeta

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..plan.memory import StageMemory
-from ..plan.simulate import Simulation
+from ..plan.step.memory import StageMemory
+from ..plan.step.simulate import Simulation
 from ..plan.units import human_bytes
 from ..session import Session
 

@@ -24,8 +24,8 @@ import torch
 from ..comm.ranks import Ranks
 from ..deferred import is_deferred
 from ..nn.layout import layout_of
-from ..plan.actions import Action, ActionKind
-from ..plan.memory import ActionMemory, StageMemory, StagePeak, step_peak
+from ..plan.step.actions import Action, ActionKind
+from ..plan.step.memory import ActionMemory, StageMemory, StagePeak, step_peak
 from ..plan.units import human_bytes
 from ..record.parameters.placement import Placement
 from ..record.recording import Recording

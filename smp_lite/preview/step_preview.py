@@ -9,8 +9,8 @@ Time is computation: a stage runs one GFLOP (10^9 floating point operations) in 
 twice the operations of its forward, and messages take no time.
 
 With ``pipeline: auto`` the pieces of each stage and the schedule are those that a job would begin with if it
-measured nothing: :mod:`smp_lite.plan.shape_choice` counts operations, and messages by an assumed speed. Its
-table is printed, and the picture shows what it has tried.
+measured nothing: :mod:`smp_lite.plan.choosing.shape_choice` counts operations, and messages by an assumed
+speed. Its table is printed, and the picture shows what it has tried.
 
 With ``--config``, the plan of any of the five systems is what is played; what it says stands above the
 pictures, with the key that said it. Ranks that share a stage are one of them, with its parts of split
@@ -43,10 +43,10 @@ from .. import session as session_module
 from .. import starting
 from ..devices import CPU
 from ..plan.collecting import without_gc
-from ..plan.memory import format_memory_table
-from ..plan.recorded_cost import RecordedCost
-from ..plan.schedule_text import compute_lists, schedule_text
-from ..plan.simulate import Simulation, simulate
+from ..plan.step.memory import format_memory_table
+from ..plan.step.recorded_cost import RecordedCost
+from ..plan.step.schedule_text import compute_lists, schedule_text
+from ..plan.step.simulate import Simulation, simulate
 from ..record.recording import Recording
 from ..record.values.placed import PlacedTensor
 from ..record.values.structure import flatten

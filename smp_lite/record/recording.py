@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..plan.segments import CommandNode, SegmentGraph, build_graph
+from ..plan.step.segments import CommandNode, SegmentGraph, build_graph
 from .state.ambient import Ambient
 from .state.draws import Draw
 from .state.places import Place

@@ -7,9 +7,10 @@ step to the next changes no result. The first two training steps run split (the 
 split, see :mod:`.weights.deferral`), the next six whole and split in turn. What an action takes, whole and
 split, is the least of the medians of its three steps: what slows a machine down for a while is not the
 schedule's. Then all ranks tell each other, and each simulates the same
-alternatives with the same numbers (:mod:`smp_lite.plan.choice`) and comes to the same answer: the fastest one
-that holds no more microbatches than 1F1B; or, where there is a ``memory_limit``, whose bytes are within that,
-by what the trace has said that a microbatch keeps (:class:`smp_lite.plan.pieces.MemoryEstimate`).
+alternatives with the same numbers (:mod:`smp_lite.plan.choosing.choice`) and comes to the same answer:
+the fastest one that holds no more microbatches than 1F1B; or, where there is a ``memory_limit``, whose bytes
+are within that, by what the trace has said that a microbatch keeps
+(:class:`smp_lite.plan.choosing.pieces.MemoryEstimate`).
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..plan.actions import ActionKind
-from ..plan.choice import Alternative, Choice, choose
-from ..plan.pieces import MemoryEstimate
-from ..plan.segments import SegmentGraph
-from ..plan.shape_choice import SECONDS
+from ..plan.choosing.choice import Alternative, Choice, choose
+from ..plan.choosing.pieces import MemoryEstimate
+from ..plan.choosing.shape_choice import SECONDS
+from ..plan.step.actions import ActionKind
+from ..plan.step.segments import SegmentGraph
+from ..plan.step.work import ActionCosts, Costs, Policy
 from ..plan.units import human_bytes
-from ..plan.work import ActionCosts, Costs, Policy
 from .stage.spans import Span
 from .step.batches import Batch
 

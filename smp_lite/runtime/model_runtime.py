@@ -23,7 +23,7 @@ from ..comm.wires.wire import Wire
 from ..deferred import Waiting
 from ..errors import SMPError, SMPTimeout
 from ..nn.guarding import plain
-from ..plan.schedules import Policy
+from ..plan.order.schedules import Policy
 from ..record.describe.checkpointed_calls import is_marked
 from ..record.parameters.placement import Placement
 from ..record.recorder import Recorder

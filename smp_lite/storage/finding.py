@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import SMPError
-from ..plan.partition import Partition
+from ..plan.partitioning.partition import Partition
 from .identity import Identity, read_identity
 from .layout import (
     FP16_STATES,

@@ -12,8 +12,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..plan.choice import Choice, Outcome
-from ..plan.simulate import Simulation, Timing
+from ..plan.choosing.choice import Choice, Outcome
+from ..plan.step.simulate import Simulation, Timing
 from .schedule_picture import draw_legend, draw_stage
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..plan.actions import ActionKind
-from ..plan.memory import StageMemory
-from ..plan.schedule_text import short_name, step_figures
-from ..plan.simulate import Simulation, Timing
+from ..plan.step.actions import ActionKind
+from ..plan.step.memory import StageMemory
+from ..plan.step.schedule_text import short_name, step_figures
+from ..plan.step.simulate import Simulation, Timing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
-from ..plan.actions import Action, ActionKind
+from ..plan.step.actions import Action, ActionKind
 
 __all__ = ["TimedAction", "TimedCollective", "TimelineWriter", "merge_timelines"]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from .. import session as session_module
 from ..errors import SMPError
-from ..plan.checkpoint_groups import group_children, group_size
+from ..plan.partitioning.checkpoint_groups import group_children, group_size
 from ..record.checkpointed_runs import CheckpointedRuns
 from ..record.describe.checkpointed_calls import (
     has_own_forward,

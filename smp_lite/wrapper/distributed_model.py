@@ -23,7 +23,7 @@ from ..devices import check_current, is_host
 from ..errors import SMPError
 from ..optim.half.types import half_type
 from ..optim.state.own_parameters import PARTIAL_KEY, OwnParameters
-from ..plan.partition import ModuleCost, Partition
+from ..plan.partitioning.partition import ModuleCost, Partition
 from ..record.parameters.placement import Placement
 from ..record.state.ambient import refuse_transformations
 from ..record.values.inputs import inputs_here

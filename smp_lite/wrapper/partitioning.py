@@ -14,11 +14,11 @@ from torch import nn
 
 from ..comm.peers import Peers
 from ..errors import SMPError
-from ..plan.partition import ModuleCost, Partition, manual_partition
-from ..plan.partition_report import format_partition_table, partition_warnings, stage_summaries
-from ..plan.partition_solver import TooFewModulesError
-from ..plan.partition_tree import stage_visits
-from ..plan.virtual_stages import piece_stages, runs_of
+from ..plan.partitioning.partition import ModuleCost, Partition, manual_partition
+from ..plan.partitioning.report import format_partition_table, partition_warnings, stage_summaries
+from ..plan.partitioning.solver import TooFewModulesError
+from ..plan.partitioning.tree import stage_visits
+from ..plan.partitioning.virtual_stages import piece_stages, runs_of
 from ..record.describe.effects import NeedsOpening
 from ..record.describe.metadata import MetadataInference
 from ..record.describe.module_times import measured_trace

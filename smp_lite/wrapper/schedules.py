@@ -1,9 +1,10 @@
 """Which schedules a model's partition may run under, and with ``pipeline: auto`` which partition that is.
 
 With ``auto`` the pieces of each stage are chosen before the first step, while every rank still has all
-parameters: :mod:`smp_lite.plan.shape_choice` tries the shapes on the trace's costs. Where the partition is
-given, only the schedules are compared. Rank 0 decides, prints the table and tells the others. What the first
-steps then take decides once more, among the schedules of that shape (:mod:`smp_lite.runtime.choosing`).
+parameters: :mod:`smp_lite.plan.choosing.shape_choice` tries the shapes on the trace's costs. Where the
+partition is given, only the schedules are compared. Rank 0 decides, prints the table and tells the others.
+What the first steps then take decides once more, among the schedules of that shape
+(:mod:`smp_lite.runtime.choosing`).
 """
 
 from __future__ import annotations
@@ -15,10 +16,8 @@ from torch import nn
 
 from ..deferred import has_deferred
 from ..errors import SMPError
-from ..plan.partition import Partition
-from ..plan.partition_solver import solve_partition
-from ..plan.pieces import ModelCosts
-from ..plan.shape_choice import (
+from ..plan.choosing.pieces import ModelCosts
+from ..plan.choosing.shape_choice import (
     FLOPS,
     PARAMETERS,
     SECONDS,
@@ -29,8 +28,10 @@ from ..plan.shape_choice import (
     choose_shape,
     shape_candidates,
 )
+from ..plan.partitioning.partition import Partition
+from ..plan.partitioning.solver import solve_partition
+from ..plan.step.work import Policy
 from ..plan.units import human_bytes
-from ..plan.work import Policy
 from ..record.describe.tracing import ModuleTrace, cost_tree
 from ..record.source_line import warn_once_at_user_line
 from ..runtime.choosing import ScheduleChooser

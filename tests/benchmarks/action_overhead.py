@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 import smp_lite as smp
-from smp_lite.plan.actions import COMPUTE_KINDS
+from smp_lite.plan.step.actions import COMPUTE_KINDS
 from tests.benchmarks.chain import Chain, distributed_chain, parameters
 from tests.benchmarks.measuring import recorded_first
 from tests.benchmarks.spread import Spread, slowest_rank

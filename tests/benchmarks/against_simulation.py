@@ -25,7 +25,7 @@ from rich.table import Table
 import smp_lite as smp
 from smp_lite.comm.waiting import wait_until
 from smp_lite.comm.wires.wire import Wire
-from smp_lite.plan.simulate import Simulation, simulate
+from smp_lite.plan.step.simulate import Simulation, simulate
 from smp_lite.record.values.placed import TensorMeta
 from smp_lite.runtime.step.batches import Batch
 from smp_lite.session import current

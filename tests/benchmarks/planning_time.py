@@ -16,11 +16,11 @@ from typing import Any
 
 from rich.table import Table
 
-from smp_lite.plan.lowering import lower
-from smp_lite.plan.partition_balance import Line, balance, score
-from smp_lite.plan.schedules import Policy, Work, compute_order
-from smp_lite.plan.segments import CommandNode, SegmentGraph, build_graph
-from smp_lite.plan.simulate import simulate
+from smp_lite.plan.order.schedules import Policy, Work, compute_order
+from smp_lite.plan.partitioning.balance import Line, balance, score
+from smp_lite.plan.step.lowering import lower
+from smp_lite.plan.step.segments import CommandNode, SegmentGraph, build_graph
+from smp_lite.plan.step.simulate import simulate
 
 __all__ = ["exponent", "table"]
 

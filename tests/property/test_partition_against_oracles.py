@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smp_lite.plan.partition import ModuleCost
-from smp_lite.plan.partition_balance import Group, Line, balance
-from smp_lite.plan.partition_solver import solve_partition
-from smp_lite.plan.virtual_stages import VirtualStages, balance_pieces, piece_stages
+from smp_lite.plan.partitioning.balance import Group, Line, balance
+from smp_lite.plan.partitioning.partition import ModuleCost
+from smp_lite.plan.partitioning.solver import solve_partition
+from smp_lite.plan.partitioning.virtual_stages import VirtualStages, balance_pieces, piece_stages
 from tests.planning_strategies import module_trees
 from tests.property.oracles import balance as old
 from tests.property.oracles import solver as old_solver

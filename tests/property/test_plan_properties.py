@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smp_lite.plan.actions import COMPUTE_KINDS, Action, ActionKind
-from smp_lite.plan.lowering import lower
-from smp_lite.plan.order_shapes import shape_of
-from smp_lite.plan.schedules import Policy, Work, compute_order
-from smp_lite.plan.segments import SegmentGraph
-from smp_lite.plan.simulate import simulate
+from smp_lite.plan.order.schedules import Policy, Work, compute_order
+from smp_lite.plan.order.shapes import shape_of
+from smp_lite.plan.step.actions import COMPUTE_KINDS, Action, ActionKind
+from smp_lite.plan.step.lowering import lower
+from smp_lite.plan.step.segments import SegmentGraph
+from smp_lite.plan.step.simulate import simulate
 from tests.planning import Planned, chain, plan, plan_works
 from tests.planning_strategies import MAX_STAGES, graphs, partly_done, policies
 

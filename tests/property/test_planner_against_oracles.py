@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smp_lite.plan import simulate as new_replay
-from smp_lite.plan.actions import Action, ActionKind
-from smp_lite.plan.lowering import Schedule, lower
-from smp_lite.plan.order_shapes import shape_of
-from smp_lite.plan.row_machines import is_row, run_row
-from smp_lite.plan.schedules import Policy, Work, compute_order, greedy_order
-from smp_lite.plan.segments import CommandNode, Segment, SegmentGraph, build_graph
-from smp_lite.plan.simulate import ScheduleDeadlock, simulate
-from smp_lite.plan.stage_machines import _Machines
-from smp_lite.plan.task_table import TaskTable
+from smp_lite.plan.order.row_machines import is_row, run_row
+from smp_lite.plan.order.schedules import Policy, Work, compute_order, greedy_order
+from smp_lite.plan.order.shapes import shape_of
+from smp_lite.plan.order.stage_machines import _Machines
+from smp_lite.plan.order.task_table import TaskTable
+from smp_lite.plan.step import simulate as new_replay
+from smp_lite.plan.step.actions import Action, ActionKind
+from smp_lite.plan.step.lowering import Schedule, lower
+from smp_lite.plan.step.segments import CommandNode, Segment, SegmentGraph, build_graph
+from smp_lite.plan.step.simulate import ScheduleDeadlock, simulate
 from tests.planning import chain, command
 from tests.planning_strategies import RandomRecording, graphs, partly_done, recordings
 from tests.property.oracles import lowering as old_lowering

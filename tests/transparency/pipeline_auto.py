@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import smp_lite as smp
-from smp_lite.plan.partition_tree import stage_visits
+from smp_lite.plan.partitioning.tree import stage_visits
 from tests.models.language import byte_batch, next_token_loss
 from tests.transparency.comparison import (
     NUM_MICROBATCHES,

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import smp_lite as smp
 from notebooks.gpt import GPT
-from smp_lite.plan.memory import StageMemory
+from smp_lite.plan.step.memory import StageMemory
 from smp_lite.preview.memory_preview import preview_memory
 from smp_lite.preview.step_preview import PlanReady, stop_when_planned
 from smp_lite.session import current

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import smp_lite as smp
-from smp_lite.plan.partition_tree import stage_visits
+from smp_lite.plan.partitioning.tree import stage_visits
 from tests.models import Batch, Case
 from tests.models.language import byte_batch, next_token_loss
 from tests.transparency.comparison import (

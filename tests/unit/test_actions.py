@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from smp_lite.plan.actions import Action, ActionKind
+from smp_lite.plan.step.actions import Action, ActionKind
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_lite.plan.checkpoint_groups import group_children, group_size
+from smp_lite.plan.partitioning.checkpoint_groups import group_children, group_size
 
 TABLE = [
     ("a0 b0 c1 d1", "a·b·c·d", "ab·cd", "ab·cd", "ab·cd"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from smp_lite.plan.actions import ActionKind
-from smp_lite.plan.choice import Alternative, Choice, choose, microbatches_held
-from smp_lite.plan.lowering import Schedule, lower
-from smp_lite.plan.schedules import Policy, Work, compute_order
-from smp_lite.plan.segments import build_graph
-from smp_lite.plan.simulate import simulate
-from smp_lite.plan.work import ActionCosts
+from smp_lite.plan.choosing.choice import Alternative, Choice, choose, microbatches_held
+from smp_lite.plan.order.schedules import Policy, Work, compute_order
+from smp_lite.plan.step.actions import ActionKind
+from smp_lite.plan.step.lowering import Schedule, lower
+from smp_lite.plan.step.segments import build_graph
+from smp_lite.plan.step.simulate import simulate
+from smp_lite.plan.step.work import ActionCosts
 from tests.planning import chain, command, plan
 
 ONCE = chain([0, 1, 2, 3], [2.0] * 4, weight_share=1.0)

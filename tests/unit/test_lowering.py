@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from smp_lite.plan.lowering import lower
-from smp_lite.plan.schedules import Policy, Work, compute_order
-from smp_lite.plan.segments import CommandNode, build_graph
+from smp_lite.plan.order.schedules import Policy, Work, compute_order
+from smp_lite.plan.step.lowering import lower
+from smp_lite.plan.step.segments import CommandNode, build_graph
 from tests.planning import chain, command, plan
 
 

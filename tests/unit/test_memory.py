@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from smp_lite.plan.actions import Action
-from smp_lite.plan.memory import ActionMemory, StageMemory, StagePeak, format_memory_table, step_peak
+from smp_lite.plan.step.actions import Action
+from smp_lite.plan.step.memory import ActionMemory, StageMemory, StagePeak, format_memory_table, step_peak
 from tests.planning import chain, plan
 
 

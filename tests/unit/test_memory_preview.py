@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import smp_lite as smp
-from smp_lite.plan.memory import StageMemory
+from smp_lite.plan.step.memory import StageMemory
 from smp_lite.preview import memory_preview
 from smp_lite.preview.action_memory import Played, play
 from smp_lite.preview.memory_preview import CannotPlay, MemoryPreview, preview_memory

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smp_lite.plan.actions import COMPUTE_KINDS, ActionKind
-from smp_lite.plan.order_replay import Replays, shares_of
-from smp_lite.plan.order_shapes import Shape, shape_of
-from smp_lite.plan.schedules import Policy, Work, compute_order
-from smp_lite.plan.segments import SegmentGraph, build_graph
-from smp_lite.plan.task_table import TaskTable
+from smp_lite.plan.order.replay import Replays, shares_of
+from smp_lite.plan.order.schedules import Policy, Work, compute_order
+from smp_lite.plan.order.shapes import Shape, shape_of
+from smp_lite.plan.order.task_table import TaskTable
+from smp_lite.plan.step.actions import COMPUTE_KINDS, ActionKind
+from smp_lite.plan.step.segments import SegmentGraph, build_graph
 from tests.planning import Planned, chain, command, plan
 
 SIZES = [(p, m * p) for p in range(2, 9) for m in (2, 3, 8)]

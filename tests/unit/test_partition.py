@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_lite.plan.partition import ModuleCost, Partition, manual_partition
+from smp_lite.plan.partitioning.partition import ModuleCost, Partition, manual_partition
 
 
 def _module(name: str, *children: ModuleCost, holds: tuple[str, ...] = ()) -> ModuleCost:

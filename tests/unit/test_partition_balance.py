@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smp_lite.plan.partition_balance import Group, Line, balance, score
+from smp_lite.plan.partitioning.balance import Group, Line, balance, score
 
 costs = st.integers(0, 12)
 nbytes = st.integers(0, 3)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smp_lite.plan.partition import ModuleCost, Partition
-from smp_lite.plan.partition_report import stage_summaries
-from smp_lite.plan.partition_solver import solve_partition
+from smp_lite.plan.partitioning.partition import ModuleCost, Partition
+from smp_lite.plan.partitioning.report import stage_summaries
+from smp_lite.plan.partitioning.solver import solve_partition
 from tests.planning_strategies import module_trees as trees
 
 

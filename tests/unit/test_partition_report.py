@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from smp_lite.plan.partition import ModuleCost, Partition
-from smp_lite.plan.partition_report import (
+from smp_lite.plan.partitioning.partition import ModuleCost, Partition
+from smp_lite.plan.partitioning.report import (
     format_partition_table,
     partition_warnings,
     stage_summaries,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from smp_lite.plan.partition import ModuleCost, Partition
-from smp_lite.plan.partition_report import stage_summaries
-from smp_lite.plan.partition_solver import solve_partition
+from smp_lite.plan.partitioning.partition import ModuleCost, Partition
+from smp_lite.plan.partitioning.report import stage_summaries
+from smp_lite.plan.partitioning.solver import solve_partition
 
 
 class _Trace:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from smp_lite.plan.partition import ModuleCost
-from smp_lite.plan.partition_tree import Load, ModuleTree
+from smp_lite.plan.partitioning.partition import ModuleCost
+from smp_lite.plan.partitioning.tree import Load, ModuleTree
 
 
 def _leaf(name: str, order: int = -1, **costs: object) -> ModuleCost:

@@ -28,7 +28,7 @@ def test_files_and_targets_that_it_names_exist() -> None:
     for name in (
         "notebooks/train_gpt.py",
         "smp_lite/record/recorder.py",
-        "smp_lite/plan/segments.py",
+        "smp_lite/plan/step/segments.py",
     ):
         assert name in text
         assert (README.parent / name).is_file()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from smp_lite.plan.schedule_text import compute_lists, schedule_text
-from smp_lite.plan.simulate import simulate
+from smp_lite.plan.step.schedule_text import compute_lists, schedule_text
+from smp_lite.plan.step.simulate import simulate
 from smp_lite.plan.units import human_bytes
 from tests.planning import chain, plan
 

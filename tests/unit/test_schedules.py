@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from smp_lite.plan.schedule_text import compute_lists
-from smp_lite.plan.schedules import Policy, Work, compute_order, forward_depth
-from smp_lite.plan.segments import CommandNode, build_graph
+from smp_lite.plan.order.schedules import Policy, Work, compute_order, forward_depth
+from smp_lite.plan.step.schedule_text import compute_lists
+from smp_lite.plan.step.segments import CommandNode, build_graph
 from tests.planning import chain, command, plan, plan_works
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smp_lite.plan.segments import CommandNode, SegmentGraph, build_graph
+from smp_lite.plan.step.segments import CommandNode, SegmentGraph, build_graph
 from tests.planning import chain, command, segment_at
 
 

@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 
-from smp_lite.plan.partition import ModuleCost, Partition
-from smp_lite.plan.partition_solver import solve_partition
-from smp_lite.plan.pieces import MemoryEstimate, ModelCosts, estimate_memory, pieces_graph
-from smp_lite.plan.schedules import Policy
-from smp_lite.plan.shape_choice import ShapeChoice, Unit, candidate_of, choose_shape, shape_candidates
-from smp_lite.plan.virtual_stages import piece_stages
+from smp_lite.plan.choosing.pieces import MemoryEstimate, ModelCosts, estimate_memory, pieces_graph
+from smp_lite.plan.choosing.shape_choice import (
+    ShapeChoice,
+    Unit,
+    candidate_of,
+    choose_shape,
+    shape_candidates,
+)
+from smp_lite.plan.order.schedules import Policy
+from smp_lite.plan.partitioning.partition import ModuleCost, Partition
+from smp_lite.plan.partitioning.solver import solve_partition
+from smp_lite.plan.partitioning.virtual_stages import piece_stages
 from tests.planning import chain, plan
 
 POLICY = Policy("interleaved", active_microbatches=8)

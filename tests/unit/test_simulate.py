@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from smp_lite.plan.actions import Action, ActionKind
-from smp_lite.plan.schedules import Work
-from smp_lite.plan.segments import Segment, build_graph
-from smp_lite.plan.simulate import ScheduleDeadlock, Timing, simulate
+from smp_lite.plan.order.schedules import Work
+from smp_lite.plan.step.actions import Action, ActionKind
+from smp_lite.plan.step.segments import Segment, build_graph
+from smp_lite.plan.step.simulate import ScheduleDeadlock, Timing, simulate
 from tests.planning import chain, command, plan
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 
-from smp_lite.plan.actions import ActionKind
-from smp_lite.plan.lowering import lower
-from smp_lite.plan.schedule_text import compute_lists
-from smp_lite.plan.schedules import Work
-from smp_lite.plan.segments import SegmentGraph, build_graph
-from smp_lite.plan.simulate import ScheduleDeadlock, Simulation, simulate
-from smp_lite.plan.torch_orders import merged_order, read_order_file, read_rows
+from smp_lite.plan.order.schedules import Work
+from smp_lite.plan.order.torch_orders import merged_order, read_order_file, read_rows
+from smp_lite.plan.step.actions import ActionKind
+from smp_lite.plan.step.lowering import lower
+from smp_lite.plan.step.schedule_text import compute_lists
+from smp_lite.plan.step.segments import SegmentGraph, build_graph
+from smp_lite.plan.step.simulate import ScheduleDeadlock, Simulation, simulate
 from tests.planning import chain, command, plan
 
 SIZES = [(2, 4), (2, 8), (3, 6), (4, 8), (4, 16), (6, 12), (8, 16)]

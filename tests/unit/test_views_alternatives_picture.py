@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smp_lite.plan.choice import Alternative, Choice, choose
-from smp_lite.plan.schedules import Policy
+from smp_lite.plan.choosing.choice import Alternative, Choice, choose
+from smp_lite.plan.order.schedules import Policy
 from smp_lite.views.alternatives_picture import draw_alternatives
 from tests.planning import chain
 

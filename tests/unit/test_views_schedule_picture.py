@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smp_lite.plan.memory import StageMemory
+from smp_lite.plan.step.memory import StageMemory
 from smp_lite.views.schedule_picture import draw_schedule
 from tests.planning import chain, plan
 
@@ -107,7 +107,7 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['matplotlib'] = None\n"
         "from smp_lite.views.schedule_picture import draw_schedule\n"
-        "from smp_lite.plan.simulate import Simulation\n"
+        "from smp_lite.plan.step.simulate import Simulation\n"
         f"draw_schedule(Simulation((), 0.0, ()), {str(tmp_path / 'a.png')!r})\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -120,7 +120,7 @@ def test_views_leave_pyplot_and_torch_alone(tmp_path: Path) -> None:
         "import sys\n"
         "import smp_lite.views.progress, smp_lite.views.timeline\n"
         "from smp_lite.views.schedule_picture import draw_schedule\n"
-        "from smp_lite.plan.simulate import Simulation\n"
+        "from smp_lite.plan.step.simulate import Simulation\n"
         f"draw_schedule(Simulation((), 0.0, ()), {str(tmp_path / 'a.png')!r})\n"
         "assert 'matplotlib.figure' in sys.modules\n"
         "assert not {'matplotlib.pyplot', 'torch'} & set(sys.modules), 'imported'\n"

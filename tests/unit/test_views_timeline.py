@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from smp_lite.plan.actions import Action
+from smp_lite.plan.step.actions import Action
 from smp_lite.views.timeline import TimelineWriter, merge_timelines
 
 
@@ -87,7 +87,7 @@ def test_killed_process_leaves_a_whole_file(tmp_path: Path) -> None:
     program = (
         "import os, signal\n"
         "from types import SimpleNamespace\n"
-        "from smp_lite.plan.actions import Action\n"
+        "from smp_lite.plan.step.actions import Action\n"
         "from smp_lite.views.timeline import TimelineWriter\n"
         f"writer = TimelineWriter({str(tmp_path)!r}, rank=0, stage_index=0)\n"
         "span = SimpleNamespace(action=Action.parse('0F0'), start_s=1.0, end_s=2.0)\n"

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smp_lite.plan.partition import ModuleCost
-from smp_lite.plan.partition_balance import Group, Line, score
-from smp_lite.plan.partition_solver import TooFewModulesError, solve_partition
-from smp_lite.plan.partition_tree import stage_visits
-from smp_lite.plan.split_moves import SplitLine, SplitState
-from smp_lite.plan.virtual_stages import balance_pieces, piece_stages, runs_of, step_cost
+from smp_lite.plan.partitioning.balance import Group, Line, score
+from smp_lite.plan.partitioning.partition import ModuleCost
+from smp_lite.plan.partitioning.solver import TooFewModulesError, solve_partition
+from smp_lite.plan.partitioning.split_moves import SplitLine, SplitState
+from smp_lite.plan.partitioning.tree import stage_visits
+from smp_lite.plan.partitioning.virtual_stages import balance_pieces, piece_stages, runs_of, step_cost
 
 SHAPES: list[Any] = [2, 3, "v"]
 

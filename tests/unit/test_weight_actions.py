@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from smp_lite.plan.actions import Action, ActionKind
-from smp_lite.plan.lowering import lower
-from smp_lite.plan.schedule_text import compute_lists
-from smp_lite.plan.schedules import Policy, Work, compute_order, greedy_order
-from smp_lite.plan.segments import build_graph
-from smp_lite.plan.simulate import ScheduleDeadlock, simulate
+from smp_lite.plan.order.schedules import Policy, Work, compute_order, greedy_order
+from smp_lite.plan.step.actions import Action, ActionKind
+from smp_lite.plan.step.lowering import lower
+from smp_lite.plan.step.schedule_text import compute_lists
+from smp_lite.plan.step.segments import build_graph
+from smp_lite.plan.step.simulate import ScheduleDeadlock, simulate
 from tests.planning import chain, command, plan
 
 

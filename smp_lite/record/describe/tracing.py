@@ -33,8 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...deferred import has_deferred
 from ...devices import home
 from ...errors import SMPError
-from ...plan.checkpoint_groups import group_children
-from ...plan.partition import ModuleCost
+from ...plan.partitioning.checkpoint_groups import group_children
+from ...plan.partitioning.partition import ModuleCost
 from ..code.operators import run_operator
 from ..parameters.moving import whole_on
 from ..state.random_state import kept

@@ -28,7 +28,7 @@ import torch
 
 from ...comm.waiting import watchdog_s
 from ...errors import SMPError
-from ...plan.actions import Action, ActionKind
+from ...plan.step.actions import Action, ActionKind
 from ...record.describe.recomputed import kept_by
 from .kept_input import KeptInput, can_leave
 from .store import FileStore

@@ -18,7 +18,7 @@ stage or parameters are sharded, and in those few steps in which the batch is co
 
 from __future__ import annotations
 
-from ...plan.actions import Action
+from ...plan.step.actions import Action
 from ...record.recording import Recording
 from ...record.values.placed import TensorMeta
 

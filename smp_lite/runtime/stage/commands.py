@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ...errors import SMPError
-from ...plan.segments import Segment
+from ...plan.step.segments import Segment
 from ...record.backward.saved_state import unchanged, unchanged_parameter
 from ...record.describe.checkpointed_calls import seeded_by
 from ...record.describe.effects import Buffers, Effects, NeedsOpening

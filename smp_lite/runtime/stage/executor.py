@@ -21,8 +21,8 @@ import torch
 
 from ...comm.wires.wire import Transfer, Wire
 from ...errors import SMPError
-from ...plan.actions import COMPUTE_KINDS, RECV_KINDS, Action, ActionKind
-from ...plan.segments import Segment
+from ...plan.step.actions import COMPUTE_KINDS, RECV_KINDS, Action, ActionKind
+from ...plan.step.segments import Segment
 from ...record.parameters.placement import Placement
 from ...record.recording import Command
 from ...record.values.placed import TensorMeta
@@ -231,8 +231,8 @@ class StageExecutor:
     def _transfer_only(self, action: Action, ahead: Ahead | None) -> Iterator[str]:
         """A transfer that nobody here needs.
 
-        Both ends of a transfer stand side by side in the order of all actions (:mod:`..plan.lowering`), so
-        each receive can be waited for as soon as it is posted, and its memory freed.
+        Both ends of a transfer stand side by side in the order of all actions (:mod:`..plan.step.lowering`),
+        so each receive can be waited for as soon as it is posted, and its memory freed.
         """
         value, peer = action.value, action.peer
         assert value is not None and peer is not None

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...errors import SMPError
-from ...plan.actions import Action
+from ...plan.step.actions import Action
 
 __all__ = ["Failure", "StepFailed", "error_like", "failure_kind", "step_failure"]
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from ...plan.actions import Action, ActionKind
-from ...plan.schedules import Work
-from ...plan.segments import Segment
+from ...plan.order.schedules import Work
+from ...plan.step.actions import Action, ActionKind
+from ...plan.step.segments import Segment
 from ...record.parameters.placement import Placement
 from ...record.recording import Recording
 

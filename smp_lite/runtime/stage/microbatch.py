@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...comm.wires.wire import Transfer
-from ...plan.segments import Segment, SegmentGraph
+from ...plan.step.segments import Segment, SegmentGraph
 from ...record.recording import Recording
 
 

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from ...devices import home, is_host, synchronize, timed_event
-from ...plan.actions import Action
+from ...plan.step.actions import Action
 
 __all__ = ["Span", "Spans"]
 

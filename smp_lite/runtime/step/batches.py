@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...plan.actions import ActionKind
-from ...plan.lowering import Schedule, lower
-from ...plan.schedules import Policy, Work, compute_order
-from ...plan.segments import SegmentGraph
-from ...plan.work import Costs
+from ...plan.order.schedules import Policy, Work, compute_order
+from ...plan.step.actions import ActionKind
+from ...plan.step.lowering import Schedule, lower
+from ...plan.step.segments import SegmentGraph
+from ...plan.step.work import Costs
 from ...record.recording import Recording
 from ..stage.microbatch import StagePart
 

@@ -18,7 +18,7 @@ import torch
 from ...comm.peers import Peers
 from ...comm.stage_peers import StagePeers
 from ...errors import SMPError, SMPTimeout
-from ...plan.schedules import Policy
+from ...plan.order.schedules import Policy
 from ...record.describe.metadata import describe_result
 from ...record.interception import not_listening
 from ...record.parameters.placement import Placement

@@ -33,8 +33,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import SMPError
-from ...plan.actions import Action, ActionKind
-from ...plan.segments import Segment
+from ...plan.step.actions import Action, ActionKind
+from ...plan.step.segments import Segment
 from ...record.backward.gradient_reads import GradientReads
 from ...record.recording import Recording
 from .accumulating import accumulate

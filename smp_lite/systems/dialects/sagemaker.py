@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...config import Config, ConfigError
 from ...config.v1_parameters import PRIVATE_HINTS
+from ...plan.partitioning.virtual_stages import piece_stages, runs_of
 from ...plan.topology import Topology
-from ...plan.virtual_stages import piece_stages, runs_of
 from ..plan.parallel_plan import (
     DataParallel,
     Microbatches,

@@ -23,8 +23,8 @@ from itertools import accumulate
 from typing import Literal
 
 from ...config.errors import ConfigError
-from ...plan.partition_balance import Line, balance
-from ...plan.virtual_stages import VirtualStages, piece_stages
+from ...plan.partitioning.balance import Line, balance
+from ...plan.partitioning.virtual_stages import VirtualStages, piece_stages
 
 __all__ = ["StageRule", "balanced_intervals", "libai_counts", "uniform_intervals"]
 

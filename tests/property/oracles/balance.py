@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 
-from smp_lite.plan.partition_balance import Line, Score
+from smp_lite.plan.partitioning.balance import Line, Score
 
 _MAX_SEATINGS = 64
 _EXACT_SLOTS = 12

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from smp_lite.plan.actions import Action, ActionKind
-from smp_lite.plan.lowering import Schedule
-from smp_lite.plan.schedules import Work
-from smp_lite.plan.segments import Segment, SegmentGraph
+from smp_lite.plan.order.schedules import Work
+from smp_lite.plan.step.actions import Action, ActionKind
+from smp_lite.plan.step.lowering import Schedule
+from smp_lite.plan.step.segments import Segment, SegmentGraph
 
 
 def lower(
@@ -21,7 +21,7 @@ def lower(
 
     Args:
         order: forwards and backwards in one global order, from
-            :func:`smp_lite.plan.schedules.compute_order`.
+            :func:`smp_lite.plan.order.schedules.compute_order`.
         works: the same works.
         num_stages: number of lists.
         sent: per microbatch, (value, stage) pairs that have travelled in an earlier batch of work.

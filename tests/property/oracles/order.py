@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from smp_lite.plan.actions import Action, ActionKind
-from smp_lite.plan.schedules import BACKWARD_COST_RATIO, Policy, Work
-from smp_lite.plan.segments import Segment, SegmentGraph
+from smp_lite.plan.order.schedules import BACKWARD_COST_RATIO, Policy, Work
+from smp_lite.plan.step.actions import Action, ActionKind
+from smp_lite.plan.step.segments import Segment, SegmentGraph
 
 
 @dataclass(frozen=True)

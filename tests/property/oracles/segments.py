@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from smp_lite.plan.segments import CommandNode, Segment, SegmentGraph
+from smp_lite.plan.step.segments import CommandNode, Segment, SegmentGraph
 
 
 def build_graph(

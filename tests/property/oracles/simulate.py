@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from smp_lite.plan.actions import COMPUTE_KINDS, Action, ActionKind
-from smp_lite.plan.lowering import Schedule
-from smp_lite.plan.schedules import Work
-from smp_lite.plan.segments import Segment, SegmentGraph
-from smp_lite.plan.simulate import ScheduleDeadlock, Simulation, Timing
+from smp_lite.plan.order.schedules import Work
+from smp_lite.plan.step.actions import COMPUTE_KINDS, Action, ActionKind
+from smp_lite.plan.step.lowering import Schedule
+from smp_lite.plan.step.segments import Segment, SegmentGraph
+from smp_lite.plan.step.simulate import ScheduleDeadlock, Simulation, Timing
 
 
 def segment_cost(action: Action, segment: Segment) -> float:

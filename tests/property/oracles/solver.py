@@ -28,8 +28,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from smp_lite.plan.partition import ModuleCost, Partition
-from smp_lite.plan.partition_balance import Group, Line, Score
+from smp_lite.plan.partitioning.balance import Group, Line, Score
+from smp_lite.plan.partitioning.partition import ModuleCost, Partition
 from tests.property.oracles.balance import balance, score
 from tests.property.oracles.tree import ModuleTree
 

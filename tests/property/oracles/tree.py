@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from smp_lite.plan.partition import ModuleCost
+from smp_lite.plan.partitioning.partition import ModuleCost
 
 __all__ = ["Load", "ModuleTree"]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, combinations, pairwise
 from math import comb
 
-from smp_lite.plan.line_split import best_split, smallest_bound
-from smp_lite.plan.partition_balance import Line, Score, Slot, score, seatings, spread
-from smp_lite.plan.virtual_stages import runs_of, step_cost
+from smp_lite.plan.partitioning.balance import Line, Score, Slot, score, seatings, spread
+from smp_lite.plan.partitioning.line_split import best_split, smallest_bound
+from smp_lite.plan.partitioning.virtual_stages import runs_of, step_cost
 
 _FEW_SPLITS = 1_000
 _FEW_RUNS = 16

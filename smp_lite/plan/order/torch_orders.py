@@ -13,10 +13,10 @@ import csv
 import re
 from collections.abc import Iterable, Sequence
 
-from .actions import Action, ActionKind
-from .collecting import without_gc
-from .simulate import ScheduleDeadlock
-from .work import Work
+from ..collecting import without_gc
+from ..step.actions import Action, ActionKind
+from ..step.simulate import ScheduleDeadlock
+from ..step.work import Work
 
 __all__ = ["merged_order", "read_order_file", "read_rows"]
 

@@ -26,8 +26,8 @@ from itertools import accumulate, combinations, groupby, pairwise
 from math import comb
 from typing import Literal
 
+from .balance import Line, Score, Slot, score, seatings, spread
 from .line_split import best_split, smallest_bound
-from .partition_balance import Line, Score, Slot, score, seatings, spread
 from .split_moves import Figures, Move, SplitLine, SplitState
 
 __all__ = ["VirtualStages", "balance_pieces", "piece_stages", "runs_of", "step_cost"]

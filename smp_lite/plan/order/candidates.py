@@ -2,8 +2,8 @@
 
 Where a step's microbatches are all alike and nothing of them has run, a policy is a bound on what stages
 hold, and whatever order keeps it may be taken. The candidates: those of the literature, where the stages'
-shape is theirs (:mod:`.order_constructions`), those of the greedy machines (:mod:`.stage_machines`), and both
-with ``W`` put where a stage would wait. Each is played with the recorded costs (:mod:`.order_replay`).
+shape is theirs (:mod:`.constructions`), those of the greedy machines (:mod:`.stage_machines`), and both
+with ``W`` put where a stage would wait. Each is played with the recorded costs (:mod:`.replay`).
 
 What a stage holds is counted in microbatches: of a stage that is visited v times, each visit that has run
 forward, and not yet backward with its ``W``, counts 1/v. 1F1B holds on no stage more than there are stages,
@@ -21,13 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .actions import Action, ActionKind
-from .order_constructions import Entry, interleaved, zero_bubble_h1, zero_bubble_v
-from .order_replay import Played, Replays, shares_of
-from .order_shapes import Shape, shape_of
+from ..step.actions import Action, ActionKind
+from ..step.work import Costs, Policy, Work
+from .constructions import Entry, interleaved, zero_bubble_h1, zero_bubble_v
+from .replay import Played, Replays, shares_of
+from .shapes import Shape, shape_of
 from .stage_machines import run_machines
 from .task_table import TaskTable
-from .work import Costs, Policy, Work
 
 __all__ = ["chosen_order"]
 
@@ -43,7 +43,7 @@ def chosen_order(
     """The best order, or None where the greedy machines have no alternative.
 
     Args:
-        works, policy: see :func:`smp_lite.plan.schedules.compute_order`.
+        works, policy: see :func:`smp_lite.plan.order.schedules.compute_order`.
         costs: None: the recorded ones.
         latency: of a message, in the unit of the costs.
     """

@@ -31,9 +31,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from .balance import Group, Line, Score, balance, score
 from .partition import ModuleCost, Partition
-from .partition_balance import Group, Line, Score, balance, score
-from .partition_tree import ModuleTree, joined
+from .tree import ModuleTree, joined
 from .virtual_stages import VirtualStages, balance_pieces, piece_stages, runs_of
 
 __all__ = ["TooFewModulesError", "solve_partition"]

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from ..collecting import without_gc
 from .actions import Action, ActionKind, new_action
-from .collecting import without_gc
 from .segments import Segment
 from .work import Work
 
@@ -36,7 +36,7 @@ def lower(
 
     Args:
         order: forwards, backwards and ``W`` in one global order, from
-            :func:`smp_lite.plan.schedules.compute_order`.
+            :func:`smp_lite.plan.order.schedules.compute_order`.
         works: the same works.
         num_stages: number of lists.
         sent: per microbatch, (value, stage) pairs that have travelled in an earlier batch of work.

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from .actions import ActionKind
+from ..step.actions import ActionKind
 
 __all__ = ["Entry", "interleaved", "zero_bubble_h1", "zero_bubble_v"]
 

@@ -3,7 +3,7 @@
 The model: a stage runs its list in order, one action at a time. Sending and posting a receive take no time
 on the stage; a message arrives ``latency_s + bytes / bytes_per_s`` after its send. A forward or backward
 starts when the stage is free and everything it needs has arrived, a ``W`` after its backward. Memory depends
-on the order of a stage's actions alone, not on their times: see :mod:`smp_lite.plan.memory`.
+on the order of a stage's actions alone, not on their times: see :mod:`smp_lite.plan.step.memory`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from ..collecting import without_gc
 from .actions import Action, ActionKind
-from .collecting import without_gc
 from .lowering import Schedule
 from .recorded_cost import RecordedCost
 from .segments import Segment, SegmentGraph

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
-from .actions import Action, ActionKind
-from .lowering import Schedule
-from .partition import ModuleCost, Partition
-from .partition_tree import Load, ModuleTree
-from .segments import CommandNode, SegmentGraph, build_graph
+from ..partitioning.partition import ModuleCost, Partition
+from ..partitioning.tree import Load, ModuleTree
+from ..step.actions import Action, ActionKind
+from ..step.lowering import Schedule
+from ..step.segments import CommandNode, SegmentGraph, build_graph
 
 __all__ = ["MemoryEstimate", "ModelCosts", "estimate_memory", "pieces_graph", "trained_modules"]
 

@@ -1,8 +1,8 @@
 """What a rank does in one step: a list of actions, as data.
 
 A schedule is a list of actions for each stage. Forward and backward actions run one *segment* of one
-microbatch (see :mod:`smp_lite.plan.segments`); the lowering pass adds the transfers. Nothing else happens
-in a step, so printing the lists is reading the program. The notation follows
+microbatch (see :mod:`.segments`); the lowering pass adds the transfers. Nothing else happens in a step,
+so printing the lists is reading the program. The notation follows
 ``torch.distributed.pipelining``: ``2F0`` is stage 2, forward, microbatch 0. A stage that a microbatch
 visits more than once has several segments, and the later visits carry their number: ``0F3.1``.
 A transfer names the value and the other stage: ``0SEND_F3:v12>1``, ``1RECV_F3:v12<0``.

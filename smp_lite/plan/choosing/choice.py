@@ -11,15 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from .actions import ActionKind
-from .collecting import without_gc
-from .lowering import Schedule, lower
-from .recorded_cost import RecordedCost
-from .schedules import compute_order
-from .segments import SegmentGraph
-from .simulate import Simulation, simulate
-from .text_table import text_table
-from .work import Costs, Policy, Work
+from ..collecting import without_gc
+from ..order.schedules import compute_order
+from ..step.actions import ActionKind
+from ..step.lowering import Schedule, lower
+from ..step.recorded_cost import RecordedCost
+from ..step.segments import SegmentGraph
+from ..step.simulate import Simulation, simulate
+from ..step.work import Costs, Policy, Work
+from ..text_table import text_table
 
 __all__ = ["Alternative", "Choice", "Outcome", "choose", "microbatches_held"]
 

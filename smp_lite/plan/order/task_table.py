@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from .actions import Action, ActionKind, new_action
-from .segments import Segment, SegmentGraph
-from .work import Costs, Work, compute_cost
+from ..step.actions import Action, ActionKind, new_action
+from ..step.segments import Segment, SegmentGraph
+from ..step.work import Costs, Work, compute_cost
 
 __all__ = ["TaskTable", "forward_depth"]
 

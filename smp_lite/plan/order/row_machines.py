@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
 
+from ..step.work import Policy
 from .task_table import TaskTable
-from .work import Policy
 
 __all__ = ["is_row", "run_row"]
 

@@ -15,16 +15,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .actions import ActionKind
+from ..order.shapes import shape_of
+from ..partitioning.partition import Partition
+from ..partitioning.solver import TooFewModulesError, solve_partition
+from ..partitioning.virtual_stages import VirtualStages
+from ..step.actions import ActionKind
+from ..step.segments import SegmentGraph
+from ..step.work import ActionCosts, Costs, Policy, compute_cost
+from ..units import human_bytes
 from .choice import Alternative, Choice, Outcome, choose
-from .order_shapes import shape_of
-from .partition import Partition
-from .partition_solver import TooFewModulesError, solve_partition
 from .pieces import MemoryEstimate, ModelCosts, estimate_memory, pieces_graph, trained_modules
-from .segments import SegmentGraph
-from .units import human_bytes
-from .virtual_stages import VirtualStages
-from .work import ActionCosts, Costs, Policy, compute_cost
 
 __all__ = [
     "FLOPS",

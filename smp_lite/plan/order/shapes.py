@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .segments import SegmentGraph
+from ..step.segments import SegmentGraph
 
 __all__ = ["Shape", "shape_of"]
 

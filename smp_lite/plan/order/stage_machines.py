@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
+from ..step.work import Policy
 from .machine_pools import NEVER, Pool, Stage
 from .row_machines import is_row, run_row
 from .task_table import TaskTable
-from .work import Policy
 
 __all__ = ["run_machines"]
 
@@ -293,7 +293,7 @@ class _Machines:
 
 
 def run_machines(table: TaskTable, policy: Policy) -> list[int]:
-    """All tasks in the order of their simulated start, see :func:`smp_lite.plan.schedules.compute_order`."""
+    """All tasks in the order of their simulated start, see :func:`.schedules.compute_order`."""
     if is_row(table, policy):
         return run_row(table, policy)
     return _Machines(table, policy).run()

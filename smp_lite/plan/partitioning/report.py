@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import itemgetter
 
+from ..text_table import text_table
+from ..units import human_bytes
 from .partition import ModuleCost, Partition
-from .partition_tree import Load, ModuleTree
-from .text_table import text_table
-from .units import human_bytes
+from .tree import Load, ModuleTree
 
 __all__ = ["StageSummary", "format_partition_table", "partition_warnings", "stage_summaries"]
 

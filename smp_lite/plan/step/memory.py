@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..text_table import text_table
+from ..units import human_bytes
 from .actions import COMPUTE_KINDS, SEND_KINDS, Action
-from .text_table import text_table
-from .units import human_bytes
 
 __all__ = ["ActionMemory", "StageMemory", "StagePeak", "format_memory_table", "step_peak"]
 

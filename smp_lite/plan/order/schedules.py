@@ -11,7 +11,7 @@ the best of the segments that are ready; what "best" means is the policy.
 - ``_only_forward``: evaluation; a backward is an error.
 
 :func:`compute_order` has better ones for the last three, and for ``interleaved`` where stages are visited
-again, if all microbatches are alike and nothing of them has run: see :mod:`.order_choice`, which also says
+again, if all microbatches are alike and nothing of them has run: see :mod:`.candidates`, which also says
 how it counts what is in flight. For what it leaves to the machines:
 
 How many microbatches may be in flight (started on a stage, their backward there not yet done):
@@ -33,12 +33,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .actions import Action
-from .collecting import without_gc
-from .order_choice import chosen_order
+from ..collecting import without_gc
+from ..step.actions import Action
+from ..step.work import BACKWARD_COST_RATIO, PIPELINES, Costs, Policy, Work
+from .candidates import chosen_order
 from .stage_machines import run_machines
 from .task_table import TaskTable, forward_depth
-from .work import BACKWARD_COST_RATIO, PIPELINES, Costs, Policy, Work
 
 __all__ = [
     "BACKWARD_COST_RATIO",

@@ -1,0 +1,1 @@
+"""Which shape of stages and which schedule, by simulation."""

@@ -1,0 +1,1 @@
+"""In which order each stage runs its forwards, backwards and W."""

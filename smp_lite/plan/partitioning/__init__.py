@@ -1,0 +1,1 @@
+"""Where modules go: which stage holds which of them."""
