@@ -9,7 +9,7 @@ import torch
 
 from .devices import home, is_host, module
 
-__all__ = ["hand_to_current", "side_stream", "within"]
+__all__ = ["after", "hand_to_current", "side_stream", "within"]
 
 
 def side_stream() -> Any:
@@ -23,6 +23,12 @@ def within(stream: Any) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if stream is None else module(home()).stream(stream)
 
 
+def after(ready: Any) -> None:
+    """What the current stream does from now on comes after an event; None: it has happened."""
+    if ready is not None:
+        module(home()).current_stream().wait_event(ready)
+
+
 def hand_to_current(tensor: torch.Tensor, ready: Any) -> None:
     """What the current stream does from now on finds the tensor, which another stream has made.
 
@@ -31,6 +37,5 @@ def hand_to_current(tensor: torch.Tensor, ready: Any) -> None:
         ready: an event of the other stream; None: the device has no streams.
     """
     if ready is not None:
-        stream = module(home()).current_stream()
-        stream.wait_event(ready)
-        tensor.record_stream(stream)
+        after(ready)
+        tensor.record_stream(module(home()).current_stream())

@@ -75,8 +75,8 @@ def run_check(args: argparse.Namespace, overrides: Sequence[str] = ()) -> int:
         raise ValueError(f"--steps {args.steps}: compare at least one step")
     if (device := os.environ.setdefault(DEVICE_VARIABLE, "cpu")) != "cpu":
         raise ValueError(
-            f"{DEVICE_VARIABLE}={device!r}: check compares on the CPU, since it forks: leave it out, and give "
-            "--cuda-as-cpu if the script speaks of CUDA"
+            f"{DEVICE_VARIABLE}={device!r}: check compares on the CPU, since it forks: leave it out, and "
+            "give --cuda-as-cpu if the script speaks of CUDA"
         )
     given = read_job_config(args, overrides)
     target = _target(args)

@@ -100,6 +100,34 @@ def test_nothing_in_a_step_waits_for_the_gpu() -> None:
         assert waits == []
 
 
+OFFLOADED = {**TWO, "pipeline": "simple", "offload_activations": True, "activation_loading_horizon": 1}
+
+
+def test_offloaded_activations() -> None:
+    """The same numbers, and less memory of the GPU."""
+    kept, offloaded = (
+        run("tests.transparency.offload_on_device:trained", 2, parameters, microbatches=4)
+        for parameters in ({**TWO, "pipeline": "simple"}, OFFLOADED)
+    )
+    for theirs, ours in zip(kept, offloaded, strict=True):
+        assert ours["left"] > 0
+        assert ours["peak"] < theirs["peak"]
+        assert torch.allclose(torch.tensor(ours["losses"]), torch.tensor(theirs["losses"]), rtol=TOLERANCE)
+        for name, value in ours["state"].items():
+            assert torch.allclose(value, theirs["state"][name], rtol=0, atol=TOLERANCE), name
+
+
+def test_copies_of_stores() -> None:
+    offload = "tests.transparency.offload_on_device"
+    assert run(f"{offload}:store_alone", 1, {}) == [[True, True, True]]
+    assert run(f"{offload}:layouts_come_back", 1, {}) == [[]]
+
+
+def test_offloading_does_not_wait_for_the_gpu() -> None:
+    for _, waits in run("synchronisations", parameters=OFFLOADED, wire="ipc", checkpointed=True):
+        assert waits == []
+
+
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_out_of_memory_is_one_error_and_the_next_step_works(failing_rank: int) -> None:
     found = run("out_of_memory", failing_rank=failing_rank)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from . import lateness
+from . import lateness, order, streams
 from .kernels import register
-from .memory import NAME, USE, Use
+from .memory import NAME, USE, Use, resize_storage
 from .random_numbers import GENERATORS
 
 COUNT_VARIABLE = "SMP_LITE_PRETENDED_DEVICES"
@@ -24,7 +24,7 @@ _is_installed = False
 class _Module:
     """``torch.pretended``, which says what ``torch.cuda`` says."""
 
-    Stream, Event = lateness.Stream, lateness.Event
+    Stream, Event = streams.Stream, streams.Event
 
     def __init__(self) -> None:
         self._current = 0
@@ -61,14 +61,15 @@ class _Module:
 
     def synchronize(self, device: Any = None) -> None:
         for index in range(self.device_count()):
-            lateness.finish(index)
+            streams.synchronize(index)
 
-    def current_stream(self, device: Any = None) -> lateness.Stream:
-        return lateness.Stream(f"{NAME}:{self._current}" if device is None else device)
+    def current_stream(self, device: Any = None) -> streams.Stream:
+        return streams.Stream.of(order.current(self._index(device)))
 
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        yield
+        with contextlib.nullcontext() if stream is None else stream:
+            yield
 
     # Memory -------------------------------------------------------------------------------------------------
 
@@ -175,6 +176,7 @@ def _fill_gaps() -> None:
     torch.Tensor.data_ptr = data_ptr  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lateness.pin_memory  # type: ignore[method-assign, assignment]
     torch.Tensor.is_pinned = lateness.is_pinned  # type: ignore[method-assign, assignment]
+    torch.UntypedStorage.resize_ = resize_storage  # type: ignore[method-assign, assignment]
     # A parameter of the CPU cannot take in data of PrivateUse1, as it can of CUDA, and must stay the object.
     torch.__future__.set_swap_module_params_on_conversion(True)
     storage: Any = torch.storage

@@ -9,6 +9,7 @@ import torch
 
 from . import lateness
 from .memory import NAME, Storages, is_ours, on_device, on_host, place, take_form
+from .order import touch
 from .random_numbers import generators_of
 
 # Of these the second argument, the indices, may be on the CPU, as on CUDA.
@@ -123,6 +124,7 @@ def run_on_host(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if op._schema.is_mutable:
             for tensor, host in call.hosts.values():
                 take_form(tensor, host, call.known)
+                touch(tensor.untyped_storage(), tensor.device.index or 0)
         return call.to_device(result)
 
 
@@ -145,10 +147,10 @@ def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
         known: Storages = {}
         target = on_host(self, known) if is_ours(self) else self
         source = on_host(src, known) if is_ours(src) else src
-        if non_blocking and not is_ours(self) and lateness.is_pinned(self):
-            lateness.copy_late(target, source, src.device.index)
-        else:
+        if not (non_blocking and lateness.copies_late(self, src)):
             target.copy_(source)
+            if is_ours(self):
+                touch(self.untyped_storage(), self.device.index or 0)
         return self
 
 

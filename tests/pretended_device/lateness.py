@@ -1,20 +1,20 @@
 """Copies that end late: a copy into pinned memory is not there until something has waited for it.
 
-Until then the memory holds nonsense, so whoever reads it too early, as on a real device, reads that.
+Until then the memory holds nonsense, so whoever reads it too early, as on a real device, reads that. The same
+holds for all copies between the device and pinned memory in a stream beside the one that computes. Those read
+their source when they happen, not when they are queued; if the device's memory has been freed by then, or the
+stream had not waited for what the computing one does with it, that is an error.
 """
 
 from __future__ import annotations
 
-import time
 import weakref
 from typing import Any
 
 import torch
 
-_pinned: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
-_late: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-_POLLS = 2
-"""How often an event says that it has not happened yet."""
+from .memory import is_ours, on_host, place
+from .order import COMPUTING, current, touched
 
 
 def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
@@ -37,100 +37,77 @@ def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
         return getattr(tensor.untyped_storage(), "pretended_pinned", False)
 
 
-def copy_late(target: torch.Tensor, source: torch.Tensor, index: int) -> None:
-    """Copies when somebody waits."""
-    _late.setdefault(index or 0, []).append((target.detach(), source.clone()))
-    if target.is_contiguous() and target.dim():
-        target.view(torch.uint8).fill_(0xA5)
+def copies_late(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a copy that need not block takes place; if so, when somebody waits."""
+    ours = [tensor for tensor in (target, source) if is_ours(tensor)]
+    if len(ours) != 1 or not is_pinned(source if ours[0] is target else target):
+        return False
+    queue = current(ours[0].device.index or 0)
+    if queue.number != COMPUTING:
+        queue.push(_Beside([_Ref(target), _Ref(source)]))
+        for tensor in ours:
+            if touched(tensor.untyped_storage()) > queue.seen:
+                raise RuntimeError(
+                    "a copy in a stream beside the computing one has not waited for what that one does with "
+                    "the memory"
+                )
+    elif ours[0] is source:
+        queue.push(_Copy(on_host(target, {}) if is_ours(target) else target, on_host(source, {}).clone()))
+    else:
+        return False
+    _spoil(target)
+    return True
 
 
-def number(index: int) -> int:
-    """How many copies have not ended."""
-    return len(_late.get(index, ()))
+def _spoil(target: torch.Tensor) -> None:
+    host = on_host(target, {}) if is_ours(target) else target
+    if host.is_contiguous() and host.dim():
+        host.detach().view(torch.uint8).fill_(0xA5)
 
 
-def finish(index: int, upto: int | None = None) -> None:
-    """Does what is late, or the first of it."""
-    late = _late.get(index, [])
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.no_grad():
-        while late and (upto is None or upto > 0):
-            target, source = late.pop(0)
-            target.copy_(source)
-            upto = None if upto is None else upto - 1
+        target.copy_(source)
 
 
-class Stream:
-    """The device's one stream, in which everything happens in order."""
+class _Copy:
+    """In the computing stream, of what was there when it was queued."""
 
-    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
-        self.device_index = torch.device(device).index or 0 if device is not None else 0
-        self.stream_id = 0
+    is_done = False
 
-    def synchronize(self) -> None:
-        finish(self.device_index)
+    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._target, self._source = target.detach(), source
 
-    def wait_event(self, event: Event) -> None:
-        event.synchronize()
-
-    def wait_stream(self, stream: Stream) -> None:
-        """There is one stream."""
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.record(self)
-        return event
-
-    def query(self) -> bool:
-        return not number(self.device_index)
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        pass
+    def do(self) -> None:
+        _copy(self._target, self._source)
 
 
-class Event:
-    """A place in the stream; it is polled some times until it has happened."""
+class _Beside:
+    """In another stream, of what is there by then; nobody is kept alive but the host's memory."""
 
-    def __init__(
-        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
-    ) -> None:
-        self._after: list[Any] = []
-        self._index = 0
-        self._polls = 0
-        self._is_timed, self._time_s = enable_timing, 0.0
+    is_done = False
 
-    def record(self, stream: Stream | None = None) -> None:
-        self._time_s = time.perf_counter()
-        self._index = stream.device_index if stream is not None else _current()
-        self._after = list(_late.get(self._index, ()))
-        self._polls = _POLLS if self._after else 0
+    def __init__(self, ends: list[_Ref]) -> None:
+        self._ends = ends
 
-    def query(self) -> bool:
-        if self._polls:
-            self._polls -= 1
-            return False
-        self.synchronize()
-        return True
-
-    def elapsed_time(self, other: Event) -> float:
-        if not (self._is_timed and other._is_timed):
-            raise RuntimeError("both events must be made with enable_timing")
-        return (other._time_s - self._time_s) * 1e3
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """What follows in the stream follows anyway."""
-
-    def synchronize(self) -> None:
-        self._polls = 0
-        late = _late.get(self._index, [])
-        last = max((i for i, each in enumerate(late) if any(each is own for own in self._after)), default=-1)
-        finish(self._index, last + 1)
-        self._after = []
+    def do(self) -> None:
+        target, source = (end.host() for end in self._ends)
+        _copy(target, source)
 
 
-def _current() -> int:
-    from .backend import MODULE
+class _Ref:
+    """The host's tensor, or where one of the device lies."""
 
-    return MODULE.current_device()
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._host: torch.Tensor | None = None if is_ours(tensor) else tensor.detach()
+        self._blank = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._storage = weakref.ref(tensor.untyped_storage())
+        self._form = tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    def host(self) -> torch.Tensor:
+        if self._host is not None:
+            return self._host
+        storage = self._storage()
+        if storage is None or getattr(storage, "pretended_emptied", False):
+            raise RuntimeError("memory of the device was freed while a copy from or to it was under way")
+        return on_host(place(self._blank, storage, *self._form), {})

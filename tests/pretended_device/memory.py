@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from .order import touch
+
 NAME = "pretended"
 
 _EXTENSION_DEVICE = 12  # kDLExtDev, which torch takes for PrivateUse1
@@ -55,6 +57,8 @@ def place(tensor: torch.Tensor, storage: Any, offset: int, size: Any, stride: An
 def on_host(tensor: torch.Tensor, known: Storages) -> torch.Tensor:
     """A CPU tensor over the memory of one of the device."""
     storage = tensor.untyped_storage()
+    if getattr(storage, "pretended_emptied", False):
+        raise RuntimeError(f"a tensor on {tensor.device} has no memory: its storage was resized to 0")
     if not storage.nbytes():  # what it is resized to is new memory
         return torch.empty(0, dtype=tensor.dtype, device="cpu").as_strided(tensor.shape, tensor.stride())
     memory = torch._C._construct_storage_from_data_pointer(
@@ -76,6 +80,7 @@ def on_device(host: torch.Tensor, index: int, known: Storages) -> torch.Tensor:
         row = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (storage.nbytes(),), (1,))
         ours = known[storage._cdata] = _moved(row, index).untyped_storage()
         count(index, ours)
+        touch(ours, index)
     blank = _moved(torch.empty(0, dtype=host.dtype, device="cpu"), index)
     found = place(blank, ours, host.storage_offset(), host.shape, host.stride())
     if host.is_conj():
@@ -102,7 +107,22 @@ def count(index: int, storage: torch.UntypedStorage) -> None:
     """Counts new memory until it is freed."""
     use = USE.setdefault(index, Use())
     use.add(storage.nbytes())
-    weakref.finalize(storage, use.add, -storage.nbytes())
+    freed = weakref.finalize(storage, use.add, -storage.nbytes())
+    storage.pretended_freed = freed  # type: ignore[attr-defined]
+
+
+_resize = torch.UntypedStorage.resize_
+
+
+def resize_storage(self: torch.UntypedStorage, size: int) -> Any:
+    """A storage's own ``resize_``, which torch leaves to backends in C++: to nothing alone."""
+    if self.device.type != NAME:
+        return _resize(self, size)
+    if size:
+        raise NotImplementedError("a storage of the pretended device can be resized to 0 only")
+    self.pretended_emptied = True  # type: ignore[attr-defined]
+    self.pretended_freed()  # type: ignore[attr-defined]
+    return self
 
 
 def take_form(tensor: torch.Tensor, host: torch.Tensor, known: Storages) -> None:
