@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from .. import starting
-from ..devices import DEVICE_VARIABLE
+from ..devices import CPU, DEVICE_VARIABLE
 from ..errors import SMPError
 from ..smp_v1.before_script import add_cuda_argument, prepared_here
 from ..systems.load.job_config import add_config_arguments, read_job_config
@@ -73,7 +73,7 @@ def run_check(args: argparse.Namespace, overrides: Sequence[str] = ()) -> int:
     """
     if args.steps < 1:
         raise ValueError(f"--steps {args.steps}: compare at least one step")
-    if (device := os.environ.setdefault(DEVICE_VARIABLE, "cpu")) != "cpu":
+    if (device := os.environ.setdefault(DEVICE_VARIABLE, CPU.type)) != CPU.type:
         raise ValueError(
             f"{DEVICE_VARIABLE}={device!r}: check compares on the CPU, since it forks: leave it out, and "
             "give --cuda-as-cpu if the script speaks of CUDA"
