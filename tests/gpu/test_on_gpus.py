@@ -128,6 +128,33 @@ def test_offloading_does_not_wait_for_the_gpu() -> None:
         assert waits == []
 
 
+@pytest.mark.parametrize("name", ["gpt", "gpt_tied", "unet", "attention_mask"])
+def test_graphs_of_replayed_steps(name: str) -> None:
+    """The same numbers as by their Python."""
+    parameters = {**TWO, **ZIGZAG, "pipeline": "interleaved", "static_mode": True}
+    graphs = "tests.transparency.graphs_on_device"
+    plain = run(f"{graphs}:train_case", 2, parameters, name=name, graphs=False)
+    replayed = run(f"{graphs}:train_case", 2, parameters, name=name, graphs=True)
+    for theirs, ours in zip(plain, replayed, strict=True):
+        assert ours["replayed"] > 0, ours["said"]
+        for a, b in zip(ours["losses"], theirs["losses"], strict=True):
+            assert torch.allclose(a, b, rtol=TOLERANCE)
+        for a, b in zip(ours["parameters"], theirs["parameters"], strict=True):
+            assert torch.allclose(a[1], b[1], rtol=0, atol=TOLERANCE), a[0]
+
+
+@pytest.mark.parametrize(
+    "what", ["attribute", "global", "buffer filled", "buffer moved", "weight moved", "hook"]
+)
+def test_graphs_see_what_is_set_anew(what: str) -> None:
+    graphs = "tests.transparency.graphs_on_device"
+    (plain,) = run(f"{graphs}:train_changing", 1, {}, what=what, graphs=False)
+    (replayed,) = run(f"{graphs}:train_changing", 1, {}, what=what, graphs=True)
+    assert replayed[2] > 0
+    for a, b in zip(replayed[0], plain[0], strict=True):
+        assert abs(a - b) <= TOLERANCE * abs(b)
+
+
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_out_of_memory_is_one_error_and_the_next_step_works(failing_rank: int) -> None:
     found = run("out_of_memory", failing_rank=failing_rank)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from . import lateness, order, streams
+from . import graphs, lateness, order, streams
+from .as_torchs import take_over
 from .kernels import register
 from .memory import NAME, USE, Use, resize_storage
 from .random_numbers import GENERATORS
@@ -25,6 +26,8 @@ class _Module:
     """``torch.pretended``, which says what ``torch.cuda`` says."""
 
     Stream, Event = streams.Stream, streams.Event
+    CUDAGraph, graph = graphs.Graph, staticmethod(graphs.capture)
+    graph_pool_handle = staticmethod(object)
 
     def __init__(self) -> None:
         self._current = 0
@@ -155,6 +158,7 @@ def install() -> torch.device:
         hooks, guard = _Hooks(), _Guard()
         _keep.extend([hooks, guard])
         _setup_privateuseone_for_python_backend(NAME, MODULE, hooks, guard)
+        take_over(__package__)
         register()
         for _ in range(max(MODULE.device_count(), 8)):
             GENERATORS.append(torch.Generator())

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import lateness
+from . import graphs, lateness
 from .memory import NAME, Storages, is_ours, on_device, on_host, place, take_form
 from .order import touch
 from .random_numbers import generators_of
@@ -114,6 +114,8 @@ def run_on_host(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if (asked := kwargs.get("device")) is not None:
             device = asked if asked.type == NAME else None
         call = _Call(device)
+        if graphs.is_capturing() and op._schema.is_mutable:
+            graphs.before(list(_tensors((*args, *kwargs.values()))))
         host_args = call.to_host(args)
         host_kwargs = {key: call.to_host(value) for key, value in kwargs.items()}
         if torch.Tag.nondeterministic_seeded in op.tags and device is not None:
@@ -125,7 +127,10 @@ def run_on_host(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             for tensor, host in call.hosts.values():
                 take_form(tensor, host, call.known)
                 touch(tensor.untyped_storage(), tensor.device.index or 0)
-        return call.to_device(result)
+        found = call.to_device(result)
+        if graphs.is_capturing() and device is not None:
+            graphs.note(lambda again, named: op(*again, **named), args, kwargs, found)
+        return found
 
 
 def _kernel_of(op: Any) -> Callable[..., Any]:
@@ -144,6 +149,8 @@ def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
         torch._C._DisableTorchDispatch(),
         torch._C._AutoDispatchBelowAutograd(),
     ):
+        if graphs.is_capturing() and (is_ours(self) or is_ours(src)):
+            _note_copy(self, src)
         known: Storages = {}
         target = on_host(self, known) if is_ours(self) else self
         source = on_host(src, known) if is_ours(src) else src
@@ -152,6 +159,13 @@ def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
             if is_ours(self):
                 touch(self.untyped_storage(), self.device.index or 0)
         return self
+
+
+def _note_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if not (is_ours(target) and is_ours(source)):
+        graphs.refuse_host("a copy from or to the host")
+    graphs.before([target])
+    graphs.note(lambda again, _: again[0].copy_(again[1]), (target, source), {}, None)
 
 
 def _copy_from(self: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -168,7 +182,13 @@ def _to_copy(self: torch.Tensor, *, device: Any = None, non_blocking: bool = Fal
         source = on_host(self, {}) if is_ours(self) else self
         copy = torch.ops.aten._to_copy.default(source, **options)
         target = self.device if device is None else device
-        return on_device(copy, target.index or 0, {}) if target.type == NAME else copy
+        found = on_device(copy, target.index or 0, {}) if target.type == NAME else copy
+        if graphs.is_capturing() and (is_ours(self) or is_ours(found)):
+            if not (is_ours(self) and is_ours(found)):
+                graphs.refuse_host("a copy from or to the host")
+            op = torch.ops.aten._to_copy.default
+            graphs.note(lambda again, _: op(*again, **options), (self,), {}, found)
+        return found
 
 
 def _resize_(self: torch.Tensor, size: Any, *, memory_format: Any = None) -> torch.Tensor:

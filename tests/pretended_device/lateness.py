@@ -44,13 +44,13 @@ def copies_late(target: torch.Tensor, source: torch.Tensor) -> bool:
         return False
     queue = current(ours[0].device.index or 0)
     if queue.number != COMPUTING:
-        queue.push(_Beside([_Ref(target), _Ref(source)]))
         for tensor in ours:
             if touched(tensor.untyped_storage()) > queue.seen:
                 raise RuntimeError(
                     "a copy in a stream beside the computing one has not waited for what that one does with "
                     "the memory"
                 )
+        queue.push(_Beside([_Ref(target), _Ref(source)]))
     elif ours[0] is source:
         queue.push(_Copy(on_host(target, {}) if is_ours(target) else target, on_host(source, {}).clone()))
     else:
