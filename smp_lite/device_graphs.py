@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 from .devices import home, is_host, module
 
-__all__ = ["DeviceGraph", "can_capture", "new_pool"]
+__all__ = ["DeviceGraph", "can_capture", "new_pool", "unless_capturing"]
+
+_capture = threading.Lock()
 
 
 def can_capture() -> bool:
@@ -18,6 +22,20 @@ def can_capture() -> bool:
 def new_pool() -> Any:
     """Memory that graphs have together of which one goes on with what the other has computed."""
     return module(home()).graph_pool_handle()
+
+
+@contextlib.contextmanager
+def unless_capturing() -> Iterator[bool]:
+    """Within, where it gives True: no capture is on in this process, and none begins.
+
+    For other threads, since a capture may forbid them too to ask the device for anything.
+    """
+    is_free = _capture.acquire(blocking=False)
+    try:
+        yield is_free
+    finally:
+        if is_free:
+            _capture.release()
 
 
 class DeviceGraph:
@@ -31,13 +49,13 @@ class DeviceGraph:
         self._pool = pool
         self._graph = module(home()).CUDAGraph()
 
-    def capturing(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
         """Within: what the device is given is noted, and not done."""
         # Other threads (one that pins batches) may go on with what a capture does not allow in this one.
-        context: contextlib.AbstractContextManager[Any] = module(home()).graph(
-            self._graph, pool=self._pool, capture_error_mode="thread_local"
-        )
-        return context
+        graph = module(home()).graph(self._graph, pool=self._pool, capture_error_mode="thread_local")
+        with _capture, graph:
+            yield
 
     def replay(self) -> None:
         """Gives all of it to the current stream, to be done on the same memory."""

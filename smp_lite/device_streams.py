@@ -9,7 +9,7 @@ import torch
 
 from .devices import home, is_host, module
 
-__all__ = ["after", "hand_to_current", "side_stream", "within"]
+__all__ = ["hand_to_current", "queue_behind", "side_stream", "within"]
 
 
 def side_stream() -> Any:
@@ -23,10 +23,14 @@ def within(stream: Any) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if stream is None else module(home()).stream(stream)
 
 
-def after(ready: Any) -> None:
-    """What the current stream does from now on comes after an event; None: it has happened."""
-    if ready is not None:
-        module(home()).current_stream().wait_event(ready)
+def queue_behind(place: Any) -> None:
+    """What the current stream does from now on comes after that place of another stream.
+
+    Args:
+        place: an event; None: the device has none, and all is done at once.
+    """
+    if place is not None:
+        module(home()).current_stream().wait_event(place)
 
 
 def hand_to_current(tensor: torch.Tensor, ready: Any) -> None:
@@ -36,6 +40,6 @@ def hand_to_current(tensor: torch.Tensor, ready: Any) -> None:
         tensor: its memory is that other stream's, and stays until this one has used it.
         ready: an event of the other stream; None: the device has no streams.
     """
+    queue_behind(ready)
     if ready is not None:
-        after(ready)
         tensor.record_stream(module(home()).current_stream())

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -39,6 +40,7 @@ __all__ = [
     "memory_of_home",
     "module",
     "on_home",
+    "physical",
     "set_home",
     "synchronize",
     "timed_event",
@@ -161,6 +163,13 @@ def is_host(device: torch.device) -> bool:
 def module(device: torch.device) -> Any:
     """What torch offers for the device: ``torch.cuda``, for example."""
     return torch.get_device_module(device)
+
+
+def physical(device: torch.device) -> str:
+    """Tells the device itself from every other one, whatever its number is: who says the same shares it."""
+    properties = getattr(module(device), "get_device_properties", None)
+    uuid = None if properties is None else getattr(properties(device), "uuid", None)
+    return f"{device} of {socket.gethostname()}" if uuid is None else f"{device.type} {uuid}"
 
 
 def here(kind: str) -> torch.device:

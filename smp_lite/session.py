@@ -16,12 +16,11 @@ import torch
 
 from . import devices
 from .comm.axis import Axis
-from .comm.collectives import C10dCollectives, Collectives
-from .comm.device_collectives import StagedCollectives
+from .comm.collectives import Collectives
 from .comm.peers import OneProcess, Peers, RankPeers
 from .comm.ranks import Ranks
 from .comm.stage_peers import StagePeers
-from .comm.wires.choice import Kind, carries, choose_wire, described, make_wire
+from .comm.wires.choice import Kind, choose_wire, described, make_wire
 from .comm.wires.wire import Wire
 from .config import Config
 from .errors import SMPError
@@ -177,6 +176,14 @@ class Session:
         """For the log's first lines."""
         return described(self._wire_kind(), self.device)
 
+    def describe_collectives(self) -> str:
+        """The same of what ranks sum and gather on devices."""
+        assert self.world is not None
+        groups = self.world.device_groups
+        if groups is not None and groups.can_join(self.group("DP")):
+            return f"sums {groups.backend}"
+        return "sums through the host's memory"
+
     def axis(self, name: str = "tp") -> Axis:
         """The ranks of this one's stage along a tensor axis, or along several (names with ``+`` between).
 
@@ -218,9 +225,7 @@ class Session:
         by_mpi = self.cfg.horovod or self.cfg.ddp_dist_backend == "mpi" or not self.cfg.ddp
         if own or by_mpi or kind not in self.process_groups:
             return self.world.collectives(kind)
-        group = self.process_groups[kind]
-        collectives = C10dCollectives(group)
-        return collectives if carries(group, self.device) else StagedCollectives(collectives)
+        return self.world.collectives_over(self.process_groups[kind], kind)
 
     def exchange_over_world(self, item: Any, what: str) -> Sequence[Any]:
         """Every rank's item; collective over the job."""

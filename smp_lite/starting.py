@@ -26,7 +26,6 @@ from .plan.topology import Topology
 from .record.interception import start_intercepting, stop_intercepting
 from .record.parameters.away import forget_all
 from .session import Session, current, is_initialized, set_current
-from .smp_v1 import cuda_as_cpu
 from .stop_notice import listen, stop_listening
 from .systems.load.given import config_of, given_plan
 from .systems.load.supported import refuse_unsupported
@@ -122,17 +121,21 @@ def init(
     if validated.ddp:
         from .comm.process_groups import init_process_groups
 
+        # Another system's configuration does not say; what was put in for it is meant for the host.
+        is_open = plan is not None and not devices.is_host(session.device)
         session.process_groups = init_process_groups(
             session.world,
-            backend=validated.ddp_dist_backend,
+            backend="auto" if is_open else validated.ddp_dist_backend,
             port=validated.ddp_port,
             device=session.device,
         )
     set_current(_open(session))
     if choice.text:
         wire = session.describe_wire()
+        has_others = validated.ddp and not devices.is_host(session.device)
+        sums = f"; {session.describe_collectives()}" if has_others else ""
         if transport.rank == 0:
-            print(f"smp_lite: {choice.text}; {wire}", flush=True)
+            print(f"smp_lite: {choice.text}; {wire}{sums}", flush=True)
     if _on_session is not None:
         _on_session(session)
 
@@ -165,8 +168,8 @@ def _check_needs_of_mpi(config: Config, transport: Transport) -> None:
     found = None
     if config.horovod:
         found = "horovod: True"
-    elif config.ddp_dist_backend == "mpi" or (config.ddp_dist_backend == "nccl" and not cuda_as_cpu.is_on()):
-        found = f"ddp_dist_backend: {config.ddp_dist_backend!r}"
+    elif config.ddp_dist_backend == "mpi":
+        found = "ddp_dist_backend: 'mpi'"
     if found is not None:
         raise SMPError(
             f"{found} needs a job started by MPI, and this one was started without (torchrun, or RANK and "

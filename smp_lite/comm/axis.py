@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import SMPError
 from .collectives import Collectives, Pending
+from .device_collectives import ByPlace
+from .queued_collectives import Queued
 from .waiting import wait_until
 
 __all__ = ["Axis", "Started", "elements_received"]
@@ -176,7 +178,16 @@ class Axis:
     # After a failure --------------------------------------------------------------------------------------
 
     def renew(self) -> None:
-        """Forgets collectives that will never end, because a member has failed; called by all members."""
+        """Forgets collectives that will never end, because a member has failed; called by all members.
+
+        Those that are queued on devices are aborted, so that what is queued behind them ends, and then their
+        memory is free. The memory of others stays, since somebody may still write into it.
+        """
+        if isinstance(self._collectives, ByPlace):
+            self._collectives.abort()
+            for started in [each for each in self._unfinished if isinstance(each.pending, Queued)]:
+                started.pending.done()
+                del self._unfinished[started]
         self._collectives = None
 
     # What they share --------------------------------------------------------------------------------------
@@ -198,6 +209,8 @@ class Axis:
         self, kind: str, pending: Pending, memory: Any, num_elements: int, root: int | None = None
     ) -> None:
         started = self._start(kind, pending, memory, num_elements, root)
+        if isinstance(pending, Queued):
+            self._look(self)  # no wait will
         wait_until(started.done, started.waits_for, started.others)
 
     def _start(
@@ -233,7 +246,7 @@ class Started:
         self, axis: Axis, kind: str, num_elements: int, pending: Pending, span: Callable[[], None] | None
     ) -> None:
         self._axis, self._kind, self._num_elements = axis, kind, num_elements
-        self._pending, self._span = pending, span
+        self.pending, self._span = pending, span
 
     def done(self) -> bool:
         """Polls.
@@ -241,7 +254,7 @@ class Started:
         Raises:
             PeerFailed: a member has failed, so it will never end.
         """
-        if not self._pending.done():
+        if not self.pending.done():
             self._axis._look(self._axis)
             return False
         if self._axis._unfinished.pop(self, None) is not None and self._span is not None:

@@ -1,8 +1,9 @@
 """Collectives over a group of ranks, started now and finished later.
 
-Two makes of one interface: :class:`C10dCollectives` over a torch process group (``ddp: True``, and all of a
-job without MPI) and :class:`MPICollectives` (the mp group of an MPI job, and ``horovod: True``, as a Horovod
-job would do it).
+Two makes of one interface for tensors of the host: :class:`C10dCollectives` over a torch process group
+(``ddp: True``, and all of a job without MPI) and :class:`MPICollectives` (the mp group of an MPI job, and
+``horovod: True``, as a Horovod job would do it). Those for tensors of devices are in
+:mod:`.device_collectives`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .waiting import broken_connections_named
+from .works import Works
 
 
 class Pending(Protocol):
@@ -86,60 +88,47 @@ class _Done:
 
 
 class C10dCollectives:
-    """Over a torch process group."""
+    """Over a torch process group, for tensors of the host."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.size = dist.get_world_size(group)
-        self._is_queued = dist.get_backend(group) != "gloo"
-
-    def _under_way(self, work: Any) -> Pending:
-        return _Work(work, self._is_queued)
+        self._works = Works(group, by_gloo=True)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Pending:
         kind = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
-        return self._under_way(dist.all_reduce(tensor, kind, group=self.group, async_op=True))
+        return _Work(dist.all_reduce(tensor, kind, group=self.group, async_op=True))
 
     def reduce(self, tensor: torch.Tensor, root: int) -> Pending:
-        return self._under_way(dist.reduce(tensor, group_dst=root, group=self.group, async_op=True))
+        return _Work(dist.reduce(tensor, group_dst=root, group=self.group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Pending:
-        return self._under_way(dist.broadcast(tensor, group_src=root, group=self.group, async_op=True))
+        return _Work(dist.broadcast(tensor, group_src=root, group=self.group, async_op=True))
 
     def all_gather(self, mine: torch.Tensor, all_of_them: torch.Tensor) -> Pending:
-        return self._under_way(dist.all_gather(list(all_of_them), mine, group=self.group, async_op=True))
+        return _Work(dist.all_gather(list(all_of_them), mine, group=self.group, async_op=True))
 
     def reduce_scatter(self, parts: torch.Tensor, mine: torch.Tensor) -> Pending:
-        if dist.get_backend(self.group) != "gloo":
-            return self._under_way(dist.reduce_scatter_tensor(mine, parts, group=self.group, async_op=True))
         # gloo's own goes on only while somebody waits for it.
         got = torch.empty_like(parts)
         return _Summed(self.all_to_all(parts, got), got, mine)
 
     def all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> Pending:
-        return self._under_way(dist.all_to_all_single(got, sent, group=self.group, async_op=True))
+        return _Work(dist.all_to_all_single(got, sent, group=self.group, async_op=True))
 
     def exchange(self, sent: torch.Tensor, dest: int, got: torch.Tensor, source: int) -> Pending:
-        if self._is_queued:  # together, or each side's send would hold up its receive on the device
-            both = [
-                dist.P2POp(dist.isend, sent, group=self.group, group_peer=dest),
-                dist.P2POp(dist.irecv, got, group=self.group, group_peer=source),
-            ]
-            return _All(*map(self._under_way, dist.batch_isend_irecv(both)))
         return _All(
-            self._under_way(dist.isend(sent, group_dst=dest, group=self.group)),
-            self._under_way(dist.irecv(got, group_src=source, group=self.group)),
+            self._works.polled(dist.isend(sent, group_dst=dest, group=self.group), "send", dest),
+            self._works.polled(dist.irecv(got, group_src=source, group=self.group), "receive", source),
         )
 
 
 class _Work:
-    """Of a device (NCCL), where waiting is queued, it is done as soon as it has begun: the device waits."""
-
-    def __init__(self, work: Any, is_queued: bool) -> None:
-        self._work, self._is_queued = work, is_queued
+    def __init__(self, work: Any) -> None:
+        self._work = work
 
     def done(self) -> bool:
-        if self._work is not None and (self._is_queued or self._work.is_completed()):
+        if self._work is not None and self._work.is_completed():
             with broken_connections_named():
                 self._work.wait()
             self._work = None

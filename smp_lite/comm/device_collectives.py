@@ -1,7 +1,7 @@
-"""Collectives over tensors of a device, by those of the host: copied out, and back when they have ended.
+"""Collectives over tensors of a device: among the devices (:class:`ByPlace`), or by those of the host.
 
-Tensors that are the host's already go through as they are. Started in the order of the calls, each when its
-copy has come to the host (:mod:`.outbox`).
+The latter are copied out, and back when they have ended. Tensors that are the host's already go through as
+they are. Started in the order of the calls, each when its copy has come to the host (:mod:`.outbox`).
 """
 
 from __future__ import annotations
@@ -10,16 +10,53 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..devices import event, home, host_memory, is_host
+from ..devices import event, host_memory, is_host
 from .collectives import Collectives, Pending
 from .outbox import Outbox
+from .queued_collectives import QueuedCollectives
 
-__all__ = ["StagedCollectives", "of_device"]
+__all__ = ["ByPlace", "StagedCollectives"]
 
 
-def of_device(collectives: Collectives) -> Collectives:
-    """The same for tensors of this process's device, if that is not the host itself."""
-    return collectives if is_host(home()) else StagedCollectives(collectives)
+class ByPlace:
+    """See :class:`~.collectives.Collectives`: one make for tensors of the host, one for those of the device.
+
+    Args:
+        host: for tensors of the host.
+        device: for tensors of this process's device, between the same ranks.
+    """
+
+    def __init__(self, host: Collectives, device: QueuedCollectives) -> None:
+        self.host, self.device = host, device
+        self.size = host.size
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Pending:
+        return self._for(tensor).all_reduce(tensor, op)
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> Pending:
+        return self._for(tensor).reduce(tensor, root)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Pending:
+        return self._for(tensor).broadcast(tensor, root)
+
+    def all_gather(self, mine: torch.Tensor, all_of_them: torch.Tensor) -> Pending:
+        return self._for(mine).all_gather(mine, all_of_them)
+
+    def reduce_scatter(self, parts: torch.Tensor, mine: torch.Tensor) -> Pending:
+        return self._for(parts).reduce_scatter(parts, mine)
+
+    def all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> Pending:
+        return self._for(sent).all_to_all(sent, got)
+
+    def exchange(self, sent: torch.Tensor, dest: int, got: torch.Tensor, source: int) -> Pending:
+        return self._for(sent).exchange(sent, dest, got, source)
+
+    def abort(self) -> None:
+        """What is under way between devices ends; see :meth:`QueuedCollectives.abort`."""
+        self.device.abort()
+
+    def _for(self, tensor: torch.Tensor) -> Collectives:
+        return self.host if is_host(tensor.device) else self.device
 
 
 class StagedCollectives:

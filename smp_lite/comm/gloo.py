@@ -13,7 +13,14 @@ import torch.distributed as dist
 from ..errors import SMPError
 from .waiting import watchdog_s
 
-__all__ = ["check_ranks", "destroy_process_groups", "init_gloo", "new_gloo_group", "use_loopback"]
+__all__ = [
+    "check_ranks",
+    "destroy_process_groups",
+    "group_timeout",
+    "init_gloo",
+    "new_gloo_group",
+    "use_loopback",
+]
 
 _LEAST_GROUP_TIMEOUT_S = 1800.0
 
@@ -45,12 +52,13 @@ def check_ranks(rank: int, size: int) -> None:
 
 
 def new_gloo_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A group that nobody else uses; collective over its members.
+    """A group that nobody else uses; collective over its members."""
+    return dist.new_group(list(ranks), group_timeout(), backend="gloo", use_local_synchronization=True)
 
-    Its own timeout is far beyond the watchdog's: a wait of ours ends first, and says for whom it waited.
-    """
-    timeout = timedelta(seconds=max(2 * watchdog_s(), _LEAST_GROUP_TIMEOUT_S))
-    return dist.new_group(list(ranks), timeout, backend="gloo", use_local_synchronization=True)
+
+def group_timeout() -> timedelta:
+    """Far beyond the watchdog's limit: a wait of ours ends first, and says for whom it waited."""
+    return timedelta(seconds=max(2 * watchdog_s(), _LEAST_GROUP_TIMEOUT_S))
 
 
 def use_loopback(one_machine: bool) -> None:

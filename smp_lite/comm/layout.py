@@ -217,9 +217,14 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def sum_of_bits(tensor: torch.Tensor) -> int:
     """The sum of a tensor's elements taken as integers, to tell whether two hold the same."""
+    return int(bits_summed(tensor))
+
+
+def bits_summed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same where the tensor is: the host does not wait for it."""
     values = tensor.detach()
     if values.layout is not torch.strided:
         values = values.to_dense()
     if values.is_complex():
         values = torch.view_as_real(values)
-    return int(values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64))
+    return values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..devices import is_host
+from ..devices import is_host, physical
 from ..errors import SMPError
 from ..smp_v1 import cuda_as_cpu
-from .gloo import check_ranks, init_gloo, use_loopback
+from .device_groups import carries, decide, unavailable
+from .gloo import check_ranks, group_timeout, init_gloo, use_loopback
 from .waiting import watchdog_s
 from .world import World
 
@@ -30,9 +32,12 @@ def init_process_groups(
 ) -> dict[str, Any]:
     """Initialises torch.distributed if it is not yet, and makes the groups; collective over all ranks.
 
+    Tensors of the host go by gloo. Where each rank of a group has a device of its own, and torch a backend
+    for these (NCCL), tensors of devices go by that.
+
     Args:
-        world: the job.
-        backend: ``auto`` (gloo), ``gloo``, ``nccl``, or
+        world: the job; it is told which groups of ranks can have groups for tensors of devices.
+        backend: ``auto``, ``gloo``, ``nccl`` (what is on devices must go by their backend), or
             ``mpi``: gradients travel over MPI then, and the process groups, which torch from PyPI cannot
             build on MPI, are gloo's.
         device: of this process.
@@ -40,26 +45,43 @@ def init_process_groups(
 
     Returns:
         Process groups by kind: WORLD, MP, DP, PP, TP, RDP; with sharded parameters of SMP, SDP.
+
+    Raises:
+        SMPError: ``nccl`` cannot be.
     """
-    if not dist.is_initialized():
-        if backend == "auto":
-            backend = "gloo"  # which carries what is on a device through the host's memory
-        if backend == "nccl" and cuda_as_cpu.is_on():
-            backend = "gloo"
-        if backend == "nccl" and is_host(device):
+    if cuda_as_cpu.is_on() and backend == "nccl":
+        backend = "gloo"
+    if is_host(device):
+        if backend == "nccl":
             raise SMPError("ddp_dist_backend='nccl' needs GPUs, and torch finds none: use 'gloo' or 'auto'")
-        backend = "gloo" if backend == "mpi" else backend
-        _init(world, backend, port)
+    else:
+        said = world.exchange((physical(device), unavailable(device)), "WORLD", "smp.init devices")
+        world.device_groups = decide(backend, device, said)
+
+    def backends(ranks: Sequence[int]) -> str:
+        return "gloo" if world.device_groups is None else world.device_groups.backends(ranks)
+
+    everybody = tuple(range(world.size))
+    if not dist.is_initialized():
+        _init(world, backends(everybody), port)
     else:
         check_ranks(world.rank, world.size)
-    groups: dict[str, Any] = {"WORLD": dist.group.WORLD}
     made: dict[tuple[tuple[int, ...], ...], Any] = {}
+
+    def group_of(rows: Sequence[tuple[int, ...]]) -> Any:
+        """This rank's, of these rows of world ranks; all ranks make all of them."""
+        key = tuple(rows)
+        if key not in made:
+            found = [dist.new_group(list(row), group_timeout(), backend=backends(row)) for row in key]
+            made[key] = next(group for group, row in zip(found, key, strict=True) if world.rank in row)
+        return made[key]
+
+    # Who has initialised it need not have thought of devices.
+    may_stay = backends(everybody) == "gloo" or carries(dist.group.WORLD, device)
+    groups: dict[str, Any] = {"WORLD": dist.group.WORLD if may_stay else group_of([everybody])}
     kinds = dict(world.topology.kinds)
     for kind in ("MP", "DP", "PP", "TP", "RDP", *(["SDP"] if "SDP" in kinds else [])):
-        rows = tuple(world.topology.groups(kind))
-        if rows not in made:
-            made[rows], _ = dist.new_subgroups_by_enumeration([list(row) for row in rows])
-        groups[kind] = made[rows]
+        groups[kind] = group_of(world.topology.groups(kind))
     return groups
 
 
@@ -69,7 +91,7 @@ def groups_of_one_process() -> dict[str, Any]:
     return dict.fromkeys(("WORLD", "MP", "DP", "PP", "TP", "RDP"), dist.group.WORLD)
 
 
-def _init(world: World, backend: str, port: int | None) -> None:
+def _init(world: World, backends: str, port: int | None) -> None:
     hosts = world.exchange(socket.gethostname(), "WORLD", "smp.init")
     one_machine = len(set(hosts)) == 1
     address = "127.0.0.1" if one_machine else hosts[0]
@@ -92,7 +114,7 @@ def _init(world: World, backend: str, port: int | None) -> None:
         assert port is not None
         store = dist.TCPStore(address, port, world.size, is_master=False)
     dist.init_process_group(
-        backend,
+        backends,
         store=store,
         rank=world.rank,
         world_size=world.size,

@@ -14,10 +14,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from ..devices import home, is_host
 from ..errors import SMPError
 from ..plan.topology import Topology
-from .collectives import Collectives, Pending
-from .device_collectives import of_device
+from .collectives import C10dCollectives, Collectives, Pending
+from .device_collectives import ByPlace, StagedCollectives
+from .device_groups import DeviceGroups, carries
+from .queued_collectives import QueuedCollectives
 from .roll_call import RollCall
 from .roll_calls import RollCalls
 from .transport import Tag, Transport
@@ -46,6 +49,8 @@ class World:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.local_rank, self.local_size = transport.local_rank, transport.local_size
+        self.device_groups: DeviceGroups | None = None
+        """Which ranks can have process groups for tensors of their devices; None: none can."""
         self._groups: dict[str, tuple[int, ...]] = {}
         self.calls = RollCalls(transport, self.group, ("WORLD", *dict(topology.kinds)))
         watchdog_s()  # what is wrong with the variable shows now, not in the first long wait
@@ -91,7 +96,31 @@ class World:
     def collectives(self, kind: str) -> Collectives:
         """Over this rank's group, for one user of them; collective over the group."""
         self._meet(kind)
-        return of_device(self.transport.collectives(self.group(kind)))
+        ranks, groups = self.group(kind), self.device_groups
+        host = self.transport.collectives(ranks)
+        if is_host(home()):
+            return host
+        if groups is None or not groups.can_join(ranks):
+            return StagedCollectives(host)
+
+        def make_group() -> Any:
+            self._meet(kind)  # since the first tensor of a device may be late
+            return groups.new_group(ranks)
+
+        return ByPlace(host, QueuedCollectives(make_group, ranks))
+
+    def collectives_over(self, group: Any, kind: str) -> Collectives:
+        """The same over a process group of these ranks, which a script may have too."""
+        if is_host(home()):
+            return C10dCollectives(group)
+        if not carries(group, home()):
+            return StagedCollectives(C10dCollectives(group))
+
+        def meet() -> Any:
+            self._meet(kind)
+            return group
+
+        return ByPlace(C10dCollectives(group), QueuedCollectives(meet, self.group(kind)))
 
     def new_group(self, kind: str) -> Any:
         """What the transport's messages between the ranks of this one's group go over, for one user of it: a

@@ -151,5 +151,8 @@ class Parameters(BaseModel):
     )
     ddp_dist_backend: Literal["auto", "gloo", "nccl", "mpi"] = Field(
         "auto",
-        description="What carries gradients between data-parallel ranks; auto chooses. Needs ddp.",
+        description="What carries gradients between data-parallel ranks, and all else that ranks do with "
+        "tensors together: auto takes NCCL (for other devices than CUDA's their own) in groups of ranks that "
+        "have a device each, and for what is in the host's memory gloo; gloo and mpi carry what is on "
+        "devices through the host's memory; nccl is auto, or an error where ranks share a device. Needs ddp.",
     )

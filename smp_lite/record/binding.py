@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import SMPError
-from .recording import Command, Recording
+from .recording import Command, Recording, Value
 from .values.calls import ChangedArgument, Constant, NewTensor, Repeated, ResultMeta, SameTensor
 from .values.placed import Listener, PlacedTensor
 from .values.structure import LEAF, rebuild
@@ -85,17 +85,22 @@ class Binder:
 
     def place(self, leaf: NewTensor, stage_index: int, base: Any = None) -> PlacedTensor:
         """A placed tensor for a new value of a stage, whose memory is that of ``base``, if that is one."""
-        placed = PlacedTensor(leaf.meta)
-        placed.smp_recorder = self.listener
-        placed.smp_stage = stage_index
-        placed.smp_microbatch = self.serial
-        placed.smp_value = self.recording.new_value(stage_index, leaf.meta)
+        value = self.recording.new_value(stage_index, leaf.meta)
+        placed = PlacedTensor.of_value(leaf.meta, self.listener, stage_index, self.serial, value)
         self.made.append(weakref.ref(placed))
         if type(base) is PlacedTensor:
             if base.smp_aliases is None:
                 base.smp_aliases = [weakref.ref(base)]
             placed.smp_aliases = base.smp_aliases
             placed.smp_aliases.append(weakref.ref(placed))
+        return placed
+
+    def place_again(self, value: Value) -> PlacedTensor:
+        """The same for the value that an earlier microbatch has made at this place."""
+        assert value.index == len(self.recording.values)
+        self.recording.values.append(value)
+        placed = PlacedTensor.of_value(value.meta, self.listener, value.stage_index, self.serial, value.index)
+        self.made.append(weakref.ref(placed))
         return placed
 
     def _change(

@@ -35,7 +35,7 @@ from .recording import Command, Recording
 from .source_line import CHECKPOINT_BETWEEN_MODULES, HOOKS_WITHOUT_EFFECT, warn_once_at_user_line
 from .state.ambient import Ambient
 from .state.draws import Draw
-from .values.calls import Arguments, NewTensor, ResultMeta
+from .values.calls import Arguments, ResultMeta
 from .values.placed import PlacedTensor
 from .values.torch_functions import function_name
 
@@ -266,10 +266,11 @@ class CommandWriter:
         repeated.learn(command, described, leaves, before)
         return returned
 
-    def place(self, leaf: NewTensor, stage_index: int) -> PlacedTensor:
-        """A placed tensor for a new value that shares its memory with no other."""
+    @property
+    def binder(self) -> Binder:
+        """Of the present microbatch."""
         assert self._binder is not None
-        return self._binder.place(leaf, stage_index)
+        return self._binder
 
     def bind(self, command: Command, meta: ResultMeta) -> tuple[Any, Any]:
         """Completes a command; returns its result and, for each output, the values it depends on."""

@@ -32,7 +32,7 @@ def nothing_around(stage_index: int, commands: Sequence[int]) -> AbstractContext
 
 @dataclass(slots=True)
 class Value:
-    """One version of one placed tensor within a microbatch."""
+    """One version of one placed tensor within a microbatch; microbatches that do the same share it."""
 
     index: int
     stage_index: int

@@ -28,7 +28,7 @@ from .backward.checkpoints import is_inside_reentrant
 from .describe.checkpointed_calls import CheckpointedRun
 from .describe.descriptions import Description
 from .describe.signature import tensor_meta
-from .recording import Command
+from .recording import Command, Value
 from .state.ambient import Ambient
 from .state.places import PlacesRead, Seen
 from .values.calls import Arguments, NewTensor
@@ -74,8 +74,8 @@ class _Known:
     after: _Digests
     links: tuple[tuple[int, ...], ...]
     home: int | None
-    is_shared: bool
-    """Whether it returns one new tensor and gets no ordinary one: its commands share their arguments."""
+    only: Value | None
+    """Of a call that returns one new tensor and gets no ordinary one; its commands share their arguments."""
     signature: int = -1
     places: PlacesRead | None = None
     seen: Seen | None = None
@@ -109,6 +109,7 @@ class RepeatedCalls:
             or known.what is not what
             or known.before != (recording.digest, recording.structure_digest)
             or known.command.epoch != recording.epoch
+            or (known.only is not None and known.only.index != len(recording.values))
             or recorder.modules.home != known.home
             or recorder.ordinary.twins
             or recorder.buffers.rebound
@@ -165,12 +166,11 @@ class RepeatedCalls:
         template = known.command
         meta = template.meta
         assert meta is not None
-        if known.is_shared:
+        returned: Any
+        if known.only is not None:
             command = template.again(template.arguments)
-            (only,) = meta.leaves
-            assert type(only) is NewTensor
-            returned: Any = recorder.writer.place(only, template.stage_index)
-            command.outputs = (returned.smp_value,)
+            command.outputs = (known.only.index,)
+            returned = recorder.writer.binder.place_again(known.only)
             recording.links.append(known.links)
         else:
             command = template.again(Arguments.of(args, kwargs))
@@ -253,7 +253,7 @@ class RepeatedCalls:
             after=(recording.digest, recording.structure_digest),
             links=recording.links[-1],
             home=recorder.modules.home,
-            is_shared=is_shared,
+            only=recording.values[command.outputs[0]] if is_shared else None,
         )
         if command.module is not None:
             descriptions = recorder.descriptions

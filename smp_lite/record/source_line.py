@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import warnings
-from pathlib import Path
 
 import torch
+
+from .code.folders import folders_of
 
 HOOKS_WITHOUT_EFFECT = (
     "saved-tensor hooks (offloading) around modules of several stages do nothing: use them inside a module "
@@ -17,7 +18,7 @@ CHECKPOINT_BETWEEN_MODULES = (
     "again for itself, and what is computed between them is kept"
 )
 
-_OURS = (str(Path(__file__).resolve().parents[1]), str(Path(torch.__file__).resolve().parent))
+_OURS = (*folders_of(__file__, 1), *folders_of(torch.__file__))
 _warned: set[tuple[str, str, int]] = set()
 
 

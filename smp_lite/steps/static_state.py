@@ -18,6 +18,7 @@ from ..record.code.reads import places_of_functions, places_read
 from ..record.code.watch import Names
 from ..record.recording import Recording
 from ..record.state.between import ReadBetween
+from ..record.state.containers import same_plain
 from ..record.state.places import PLAIN, PlacesRead
 
 __all__ = ["Surroundings"]
@@ -90,6 +91,5 @@ class Surroundings:
 
 def _alike(old: list[Any], new: list[Any]) -> bool:
     return len(old) == len(new) and all(
-        a is b or (isinstance(a, PLAIN) and type(a) is type(b) and a == b)
-        for a, b in zip(old, new, strict=True)
+        a is b or (isinstance(a, PLAIN) and same_plain(a, b)) for a, b in zip(old, new, strict=True)
     )

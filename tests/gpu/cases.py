@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import smp_lite as smp
+from smp_lite.session import current
 from tests.benchmarks.workload import Workload, next_byte_loss
 from tests.models import CASES
 from tests.transparency.comparison import compare
 from tests.transparency.planned_peaks import JOBS, prepared
 
-__all__ = ["compare_case", "out_of_memory", "peaks", "synchronisations"]
+__all__ = [
+    "collectives_between_replicas",
+    "compare_case",
+    "out_of_memory",
+    "peaks",
+    "synchronisations",
+    "trained",
+]
 
 
 def _deterministic() -> None:
@@ -31,6 +41,23 @@ def compare_case(name: str, placement: str, wire: str, tolerance: float) -> list
     smp.init()
     case = CASES[name]
     return [str(found) for found in compare(case, placement) if found.relative > tolerance]
+
+
+def collectives_between_replicas() -> tuple[str, str]:
+    """Their make, or the error instead."""
+    try:
+        smp.init()
+    except smp.SMPError as error:
+        return "", str(error)
+    return type(current()._collectives(["dp"])).__name__, ""
+
+
+def trained(case: str, **kwargs: Any) -> Any:
+    """What another function finds, with all tensors on the host."""
+    _deterministic()
+    module, _, name = case.partition(":")
+    found = getattr(importlib.import_module(module), name)(**kwargs)
+    return tree_map_only(Tensor, Tensor.cpu, found)
 
 
 def _gpt(workload: Workload) -> tuple[Any, Any]:

@@ -13,6 +13,8 @@ import torch
 
 from tests.harness import REAL, run_distributed
 from tests.models import CASES
+from tests.tensor.sdp_cases import config
+from tests.tensor.test_runtime import BASE, dense
 from tests.transparency.planned_peaks import JOBS, planned_memory
 from tests.transparency.strides import layouts
 from tests.transparency.test_on_device import NOT_OF_A_DEVICE
@@ -70,6 +72,80 @@ def test_over_nccl(name: str) -> None:
 def test_replicas(name: str) -> None:
     found = run("tests.transparency.ranks:compare_replicas", 4, {**TWO, "ddp": True}, name=name)
     assert [wrong for _, wrong, _ in found] == [[]] * 4
+
+
+# Collectives ------------------------------------------------------------------------------------------------
+
+EACH_HAS_ONE = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank")
+DATA_PARALLEL: dict[str, Any] = {"partitions": 1, "microbatches": 4, "ddp": True}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="each rank has a GPU of its own")
+def test_ranks_that_share_a_gpu_are_refused_by_name_where_nccl_is_demanded() -> None:
+    parameters = {**DATA_PARALLEL, "ddp_dist_backend": "nccl"}
+    for kind, error in run("collectives_between_replicas", 2, parameters):
+        assert kind == ""
+        assert "ddp_dist_backend='nccl': ranks 0, 1 share cuda " in error
+    for kind, _ in run("collectives_between_replicas", 2, DATA_PARALLEL):
+        assert kind == "StagedCollectives"
+
+
+@EACH_HAS_ONE
+@pytest.mark.parametrize("name", ["gpt", "batchnorm", "unused", "data_branch", "complex64"])
+def test_replicas_over_nccl(name: str) -> None:
+    assert [kind for kind, _ in run("collectives_between_replicas", 2, DATA_PARALLEL)] == ["ByPlace"] * 2
+    found = run("tests.transparency.ranks:compare_replicas", 2, DATA_PARALLEL, name=name)
+    assert [wrong for _, wrong, _ in found] == [[]] * 2
+    assert name != "gpt" or all(started for _, _, started in found)
+
+
+@EACH_HAS_ONE
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_collective_over_nccl(ranks: int) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"{ranks} ranks need as many GPUs")
+    for kind in ("own", "shared with scripts"):
+        function = "tests.transparency.groups_on_device:collectives_that_are_wrong"
+        assert run(function, ranks, DATA_PARALLEL, kind=kind) == [[]] * ranks
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_sharded_parameters(half: bool) -> None:
+    """Over NCCL, or through the host's memory: as with whole parameters."""
+    function = "tests.gpu.cases:trained"
+    kwargs = {"case": "tests.tensor.sdp_cases:train", "half": half}
+    found, expected = (run(function, 2, config(d), parameters=config(d), **kwargs) for d in (2, 1))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-2 if half else 1e-5)
+        close = {"rtol": 2e-2, "atol": 2e-2} if half else {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(mine["state"], theirs["state"], **close)
+
+
+def test_split_layers() -> None:
+    """Over NCCL, or through the host's memory: as the dense model on the host."""
+    given = {**BASE, "partitions": 1}
+    for rank in run("trained", 2, given, case="tests.tensor.runtime_cases:train", parameters=given):
+        torch.testing.assert_close(rank["state"], dense()["state"], rtol=1e-4, atol=1e-5)
+
+
+@EACH_HAS_ONE
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_waits_for_a_rank_that_has_failed_is_aborted(failing: int) -> None:
+    function = "tests.transparency.groups_on_device:failure_of_one_rank"
+    given = {"partitions": 1, "tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True}
+    for text, losses in run(function, 2, given, failing=failing, has_joined=False):
+        assert "ArithmeticError: the cause" in text
+        assert losses[0] == losses[1]
+
+
+@EACH_HAS_ONE
+def test_nothing_in_a_step_of_replicas_waits_for_the_gpu() -> None:
+    for device, waits in run("synchronisations", 2, DATA_PARALLEL, wire="mpi"):
+        assert device.startswith("cuda:")
+        assert waits == []
+
+
+# Wires ------------------------------------------------------------------------------------------------------
 
 
 def test_every_layout_arrives() -> None:

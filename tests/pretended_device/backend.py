@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,9 @@ from .random_numbers import GENERATORS
 
 COUNT_VARIABLE = "SMP_LITE_PRETENDED_DEVICES"
 """How many devices there are."""
+
+OWN_VARIABLE = "SMP_LITE_PRETENDED_OWN"
+"""Set: the devices of each process are its own, though they have the same numbers in all of them."""
 
 _is_installed = False
 
@@ -73,6 +77,11 @@ class _Module:
     def stream(self, stream: Any) -> Iterator[None]:
         with contextlib.nullcontext() if stream is None else stream:
             yield
+
+    def get_device_properties(self, device: Any = None) -> Any:
+        """A device of one number is the same one for all processes, unless each is to have its own."""
+        own = f" of process {os.getpid()}" if os.environ.get(OWN_VARIABLE) else ""
+        return types.SimpleNamespace(uuid=f"{self._index(device)}{own}")
 
     # Memory -------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ __all__ = [
     "mixed",
     "moves",
     "several",
+    "storages",
     "streams",
 ]
 
@@ -219,6 +220,28 @@ def streams() -> tuple[list[bool], dict[str, str]]:
     module.current_stream().wait_event(ended)
     right.append(torch.equal(source.cpu(), torch.ones(4)))
     return right, errors
+
+
+def storages() -> tuple[list[bool], str, str]:
+    """Whether memory is counted that a storage gives back and takes again; errors of using it between."""
+    module: Any = torch.get_device_module(_device())
+    beside = module.Stream()
+    host = torch.ones(4).pin_memory()
+    tensor = torch.arange(4.0, device=_device())
+    storage, before = tensor.untyped_storage(), module.memory_allocated()
+    storage.resize_(0)
+    right = [before - module.memory_allocated() == 16]
+    used = _error(lambda: tensor + 1)
+    storage.resize_(16)
+    right += [module.memory_allocated() == before, not torch.equal(tensor.cpu(), torch.arange(4.0))]
+    tensor.copy_(torch.arange(4.0))
+    right.append(torch.equal(tensor.cpu(), torch.arange(4.0)))
+    beside.wait_stream(module.current_stream())
+    with module.stream(beside):
+        host.copy_(tensor, non_blocking=True)
+    storage.resize_(0)
+    storage.resize_(16)
+    return right, used, _error(beside.synchronize)
 
 
 def several() -> tuple[list[str], str, str]:

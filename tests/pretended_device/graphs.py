@@ -2,6 +2,8 @@
 
 As on a real device nothing has happened when a capture ends: memory that was made in it holds nonsense until
 a replay, and memory that was there before is as it was. Reading numbers from the device within is an error.
+So is the query of an event, in whatever thread, and it spoils the capture. CUDA allows it to other threads in
+the mode that the library asks for, but not in its usual mode.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class Graph:
         self._made: dict[int, torch.UntypedStorage] = {}
         self._kept: list[torch.UntypedStorage] = []
         self._is_captured = False
+        self._is_spoilt = False
 
     def replay(self) -> None:
         assert self._is_captured and _current is None
@@ -60,6 +63,8 @@ def capture(graph: Graph, pool: Any = None, stream: Any = None, **options: Any) 
                 torch.ops.aten.set_.source_Storage(row, storage)
                 on_host(row, {}).fill_(0xA5)
         graph._before.clear()
+    if graph._is_spoilt:
+        raise RuntimeError("operation failed due to a previous error during capture")
     graph._is_captured = True
 
 
@@ -67,9 +72,10 @@ def is_capturing() -> bool:
     return _current is not None
 
 
-def refuse_host(what: str) -> None:
+def refuse_host(what: str, *, spoils: bool = False) -> None:
     """The host would have to wait for the device."""
     if _current is not None:
+        _current._is_spoilt |= spoils
         raise RuntimeError(f"operation not permitted when stream is capturing ({what})")
 
 

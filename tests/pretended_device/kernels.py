@@ -9,7 +9,7 @@ import torch
 
 from . import graphs, lateness
 from .memory import NAME, Storages, is_ours, on_device, on_host, place, take_form
-from .order import touch
+from .order import before_reading, catch_up, touch
 from .random_numbers import generators_of
 
 # Of these the second argument, the indices, may be on the CPU, as on CUDA.
@@ -103,6 +103,7 @@ class _Call:
 
 def run_on_host(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The operation, by the CPU's kernel."""
+    catch_up()
     with (
         torch._C.DisableTorchFunction(),
         torch._C._DisableTorchDispatch(),
@@ -152,9 +153,12 @@ def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
         if graphs.is_capturing() and (is_ours(self) or is_ours(src)):
             _note_copy(self, src)
         known: Storages = {}
+        if not is_ours(self) and not non_blocking:
+            before_reading()
         target = on_host(self, known) if is_ours(self) else self
         source = on_host(src, known) if is_ours(src) else src
         if not (non_blocking and lateness.copies_late(self, src)):
+            catch_up()
             target.copy_(source)
             if is_ours(self):
                 touch(self.untyped_storage(), self.device.index or 0)
@@ -173,12 +177,15 @@ def _copy_from(self: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False
 
 
 def _to_copy(self: torch.Tensor, *, device: Any = None, non_blocking: bool = False, **options: Any) -> Any:
+    catch_up()
     with (
         torch._C.DisableTorchFunction(),
         torch._C._DisableTorchDispatch(),
         torch._C._AutoDispatchBelowAutograd(),
     ):
         options.pop("pin_memory", None)
+        if device is not None and device.type != NAME and not non_blocking:
+            before_reading()
         source = on_host(self, {}) if is_ours(self) else self
         copy = torch.ops.aten._to_copy.default(source, **options)
         target = self.device if device is None else device

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .memory import is_ours, on_host, place
+from .memory import is_ours, life_of, on_host, place
 from .order import COMPUTING, current, touched
 
 
@@ -44,22 +44,31 @@ def copies_late(target: torch.Tensor, source: torch.Tensor) -> bool:
         return False
     queue = current(ours[0].device.index or 0)
     if queue.number != COMPUTING:
-        for tensor in ours:
-            if touched(tensor.untyped_storage()) > queue.seen:
-                raise RuntimeError(
-                    "a copy in a stream beside the computing one has not waited for what that one does with "
-                    "the memory"
-                )
-        queue.push(_Beside([_Ref(target), _Ref(source)]))
+        check_waited(ours[0])
+        queue.push(_Beside([Ref(target), Ref(source)]))
     elif ours[0] is source:
         queue.push(_Copy(on_host(target, {}) if is_ours(target) else target, on_host(source, {}).clone()))
     else:
         return False
-    _spoil(target)
+    spoil(target)
     return True
 
 
-def _spoil(target: torch.Tensor) -> None:
+def check_waited(tensor: torch.Tensor) -> None:
+    """Before the current stream uses the device's memory.
+
+    Raises:
+        RuntimeError: it is one beside the computing stream, which may still be using the memory.
+    """
+    queue = current(tensor.device.index or 0)
+    if queue.number != COMPUTING and touched(tensor.untyped_storage()) > queue.seen:
+        raise RuntimeError(
+            "a stream beside the computing one has not waited for what that one does with the memory"
+        )
+
+
+def spoil(target: torch.Tensor) -> None:
+    """What something late makes is nonsense until it has ended."""
     host = on_host(target, {}) if is_ours(target) else target
     if host.is_contiguous() and host.dim():
         host.detach().view(torch.uint8).fill_(0xA5)
@@ -81,33 +90,40 @@ class _Copy:
     def do(self) -> None:
         _copy(self._target, self._source)
 
+    def has_ended(self) -> bool:
+        return True
+
 
 class _Beside:
     """In another stream, of what is there by then; nobody is kept alive but the host's memory."""
 
     is_done = False
 
-    def __init__(self, ends: list[_Ref]) -> None:
+    def __init__(self, ends: list[Ref]) -> None:
         self._ends = ends
 
     def do(self) -> None:
         target, source = (end.host() for end in self._ends)
         _copy(target, source)
 
+    def has_ended(self) -> bool:
+        return True
 
-class _Ref:
+
+class Ref:
     """The host's tensor, or where one of the device lies."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host: torch.Tensor | None = None if is_ours(tensor) else tensor.detach()
         self._blank = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._storage = weakref.ref(tensor.untyped_storage())
+        self._life = life_of(tensor.untyped_storage())
         self._form = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def host(self) -> torch.Tensor:
         if self._host is not None:
             return self._host
         storage = self._storage()
-        if storage is None or getattr(storage, "pretended_emptied", False):
+        if storage is None or life_of(storage) != self._life:
             raise RuntimeError("memory of the device was freed while a copy from or to it was under way")
         return on_host(place(self._blank, storage, *self._form), {})

@@ -103,25 +103,53 @@ USE: dict[int, Use] = {}
 """By number of the device."""
 
 
+class _Held:
+    """Bytes of one storage."""
+
+    def __init__(self, use: Use, num_bytes: int) -> None:
+        self._use, self._now = use, 0
+        self.be(num_bytes)
+
+    def be(self, num_bytes: int) -> None:
+        self._use.add(num_bytes - self._now)
+        self._now = num_bytes
+
+
 def count(index: int, storage: torch.UntypedStorage) -> None:
     """Counts new memory until it is freed."""
-    use = USE.setdefault(index, Use())
-    use.add(storage.nbytes())
-    freed = weakref.finalize(storage, use.add, -storage.nbytes())
-    storage.pretended_freed = freed  # type: ignore[attr-defined]
+    held = _Held(USE.setdefault(index, Use()), storage.nbytes())
+    storage.pretended_held = held  # type: ignore[attr-defined]  # lives as long as the memory
+    weakref.finalize(storage, held.be, 0)
+
+
+def life_of(storage: torch.UntypedStorage) -> int:
+    """How often its memory has been given back or taken again: with another number, another memory."""
+    found: int = getattr(storage, "pretended_life", 0)
+    return found
 
 
 _resize = torch.UntypedStorage.resize_
 
 
 def resize_storage(self: torch.UntypedStorage, size: int) -> Any:
-    """A storage's own ``resize_``, which torch leaves to backends in C++: to nothing alone."""
+    """A storage's own ``resize_``, which torch leaves to backends in C++; up to what the storage had once.
+
+    Memory that is given back or taken again is counted, and is nonsense then. Really it stays, since torch
+    lets nobody in Python change what a storage has.
+    """
     if self.device.type != NAME:
         return _resize(self, size)
-    if size:
-        raise NotImplementedError("a storage of the pretended device can be resized to 0 only")
-    self.pretended_emptied = True  # type: ignore[attr-defined]
-    self.pretended_freed()  # type: ignore[attr-defined]
+    if size > self.nbytes():
+        raise NotImplementedError("a storage of the pretended device cannot become larger than it was")
+    ours: Any = self
+    index = self.device.index or 0
+    ours.pretended_emptied = False
+    row = _moved(torch.empty(0, dtype=torch.uint8, device="cpu"), index)
+    on_host(place(row, self, 0, (self.nbytes(),), (1,)), {}).fill_(0xA5)
+    ours.pretended_emptied = not size
+    ours.pretended_life = life_of(self) + 1
+    ours.pretended_held.be(size)
+    touch(self, index)
     return self
 
 

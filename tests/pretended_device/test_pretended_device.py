@@ -46,6 +46,13 @@ def test_streams_beside_the_computing_one() -> None:
     assert "was freed" in errors["freed"]
 
 
+def test_storages_give_memory_back() -> None:
+    right, used, freed = on_device("storages")
+    assert all(right), right
+    assert "has no memory" in used
+    assert "was freed" in freed
+
+
 def test_graphs_run_again_on_the_same_memory() -> None:
     found = on_device("graphs")
     assert all(found), found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import smp_lite as smp
+from smp_lite.comm.device_watch import Watched, first_overdue
+from smp_lite.device_graphs import DeviceGraph, new_pool
+from smp_lite.devices import event
 from smp_lite.runtime.graphs.stage_graphs import GRAPHS_VARIABLE
 from tests.models import CASES
 from tests.transparency.comparison import NUM_MICROBATCHES, place
 
-__all__ = ["reasons", "train_case", "train_changing"]
+__all__ = ["reasons", "train_case", "train_changing", "watched_while_capturing"]
 
 STEPS = 6
 
@@ -277,3 +281,45 @@ def reasons(kind: str) -> tuple[bool, list[str], int]:
     same = found[0][0] == found[1][0] and all(map(torch.equal, found[0][1], found[1][1]))
     said = [line for line in printed.getvalue().splitlines() if GRAPHS_VARIABLE in line]
     return same, said, sum(stage.replayed for stage in _graphs())
+
+
+class _Place:
+    """An event of the device's; who asks for it is noted."""
+
+    def __init__(self) -> None:
+        self.asked, self._event = 0, event()
+
+    def query(self) -> bool:
+        self.asked += 1
+        assert self._event is not None
+        return self._event.query()
+
+
+def watched_while_capturing() -> tuple[list[int], str]:
+    """How often a collective's events were asked for: before, in, and after a capture; the capture's error.
+
+    Between them another thread looks at them, as that which watches devices does.
+    """
+    smp.init_in_memory({"partitions": 1})
+    x = torch.ones(3, device=smp.state.device)
+    watched, ended = Watched([0, 1]), _Place()
+    watched.note(_Place(), ended)
+    asked: list[int] = []
+
+    def look() -> None:
+        threads = [threading.Thread(target=first_overdue, args=(60.0,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+            thread.join()
+        asked.append(ended.asked)
+
+    look()
+    graph, error = DeviceGraph(new_pool()), ""
+    try:
+        with graph.capturing():
+            x.add_(1)
+            look()
+    except RuntimeError as refused:
+        error = str(refused)
+    look()
+    return asked, error

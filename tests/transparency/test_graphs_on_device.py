@@ -112,6 +112,12 @@ def test_a_stage_without_graphs_says_why() -> None:
         assert all(reason in text for text in found["said"]), found["said"]
 
 
+def test_nobody_watches_the_device_while_it_captures() -> None:
+    (((before, within, after), error),) = run("watched_while_capturing")
+    assert error == ""
+    assert 0 < before == within < after
+
+
 def test_the_variable_is_0_or_1() -> None:
     assert [are_wanted({}), are_wanted({GRAPHS_VARIABLE: "0"}), are_wanted({GRAPHS_VARIABLE: "1"})] == [
         False,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import copy
+import math
 import sys
 import types
 import weakref
@@ -144,6 +145,78 @@ def test_each_microbatch_has_its_own(kind: Any, open_session: OpenSession) -> No
         return loss
 
     assert [float(loss) for loss in step(model, x).outputs] == expected
+
+
+ZERO = 0.0
+ZEROS = [0.0]
+
+
+class _SignOfAGlobal(_Block):
+    """Where 0.0 is another number than -0.0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * math.copysign(1.0, ZERO)
+
+    def put(self, number: int) -> None:
+        global ZERO
+        ZERO = -0.0 if number % 2 else 0.0
+
+
+class _SignInAList(_Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * math.copysign(1.0, ZEROS[0])
+
+    def put(self, number: int) -> None:
+        ZEROS[0] = -0.0 if number % 2 else 0.0
+
+
+class _SignOfAnAttribute(_Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * math.copysign(1.0, self.held.factor)
+
+    def put(self, number: int) -> None:
+        self.held.factor = -0.0 if number % 2 else 0.0
+
+
+@pytest.mark.parametrize("kind", [_SignOfAGlobal, _SignInAList, _SignOfAnAttribute])
+def test_zeros_have_signs(kind: Any, open_session: OpenSession) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(kind(), kind())
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    first, second = module
+    expected = []
+    for row in x.split(1):
+        first.put(1)
+        y = first(row)
+        first.put(2)
+        expected.append(float((y + second(row)).mean()))
+    open_session(2, auto_partition=False, default_partition=0)
+    model = smp.DistributedModel(_Both(module, first.put))
+    smp.set_partition(second, 1)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).mean()
+        model.backward(loss)
+        return loss
+
+    for _ in range(2):
+        assert [float(loss) for loss in step(model, x).outputs] == expected
+
+
+class _Both(nn.Module):
+    """Sets something anew between the calls of two blocks."""
+
+    def __init__(self, blocks: nn.Sequential, put: Any) -> None:
+        super().__init__()
+        self.blocks, self.put = blocks, put
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.blocks
+        self.put(1)
+        y = first(x)
+        self.put(2)
+        return y + second(x)
 
 
 class _Forgotten(nn.Module):

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from ...record.values.placed import TensorMeta
 from ..layout import arrived, incoming_bytes, outgoing
+from ..works import Ending, Works
 from .wire import Transfer
-from .works import Ending, Works
 
 __all__ = ["C10dWire"]
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ...devices import is_host
 from ...errors import SMPError
+from ..device_groups import carries
 from ..world import World
 from .announced import AnnouncedWire
 from .c10d import C10dWire
@@ -33,7 +34,7 @@ from .sharing import cannot_share, sharing_on
 from .staged import StagedWire
 from .wire import Wire
 
-__all__ = ["WIRE_VARIABLE", "Kind", "carries", "choose_wire", "described", "make_wire"]
+__all__ = ["WIRE_VARIABLE", "Kind", "choose_wire", "described", "make_wire"]
 
 WIRE_VARIABLE = "SMP_LITE_WIRE"
 """One of the kinds: what tensors travel over between stages."""
@@ -96,7 +97,7 @@ def _problems_of_devices(problems: dict[str, str], world: World, group: Any, dev
     elif not carries(group, device):
         problems["nccl"] = (
             f"the process groups are {dist.get_backend(group)}'s, which do not carry tensors of "
-            f"{device.type}: it needs a device for each rank, and ddp_dist_backend: 'nccl'"
+            f"{device.type}: it needs a device for each rank, and ddp_dist_backend: 'auto' or 'nccl'"
         )
 
 
@@ -137,11 +138,6 @@ def _host_wire(world: World, rank_of_stage: Sequence[int]) -> Wire:
 def _group_like(group: Any, ranks: list[int]) -> Any:
     """Another process group of the same ranks and backend; only they take part."""
     return dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
-
-
-def carries(group: Any, device: torch.device) -> bool:
-    """Whether a process group's backend reads and writes tensors of the device themselves."""
-    return is_host(device) or dist.get_backend(group) != "gloo"
 
 
 def described(kind: Kind, device: torch.device) -> str:

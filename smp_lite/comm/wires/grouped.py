@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..waiting import broken_connections_named
-from .works import Ending, Works
+from ..works import Ending, Works
 
 __all__ = ["GroupedCarrier"]
 

@@ -14,21 +14,20 @@ import sys
 import threading
 import types
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..state.containers import MISSING
+from ..state.containers import MISSING, same_plain
 from ..state.places import PLAIN
 from ..state.python_state import NeedsOpening, PythonState
 from .bytecode import with_nested
+from .folders import folders_of
 
 __all__ = ["CodeWatch", "Names", "is_users_code", "mentioned_in"]
 
-_TORCH = str(Path(torch.__file__).resolve().parent)
-_OURS = str(Path(__file__).resolve().parents[2])
+_NOT_THE_USERS = (*folders_of(torch.__file__), *folders_of(__file__, 2), "<frozen")
 
 
 class Names:
@@ -95,9 +94,11 @@ def _is_name(constant: object) -> bool:
 
 def is_users_code(code: types.CodeType, namespace: dict[str, Any]) -> bool:
     """Whether a function is neither torch's, nor this library's, nor Python's own."""
-    if code.co_filename.startswith((_TORCH, _OURS, "<frozen")):
+    if code.co_filename.startswith(_NOT_THE_USERS):
         return False
-    return str(namespace.get("__name__", "")).partition(".")[0] not in sys.stdlib_module_names
+    name = str(namespace.get("__name__", ""))
+    # What makes a named tuple is written by Python, in a namespace of its own.
+    return name.partition(".")[0] not in sys.stdlib_module_names and not name.startswith("namedtuple_")
 
 
 class CodeWatch:
@@ -176,7 +177,7 @@ class CodeWatch:
         """A global variable that has been bound anew."""
         for namespace, name, old in self._globals.values():
             new = namespace.get(name, MISSING)
-            if new is not old and not (type(new) is type(old) and isinstance(new, PLAIN) and new == old):
+            if new is not old and not (isinstance(new, PLAIN) and same_plain(old, new)):
                 return f"sets the global variable {name}"
         return None
 

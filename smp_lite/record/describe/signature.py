@@ -23,6 +23,7 @@ from torch import nn
 
 from ...devices import home
 from ..parameters.tables import plain_table
+from ..state.containers import same_plain
 from ..values.calls import ResultMeta
 from ..values.placed import PlacedTensor, TensorMeta
 
@@ -141,7 +142,7 @@ def same_values(a: list[Any], b: list[Any]) -> bool:
         return False
     if all(map(operator.is_, a, b)):
         return True
-    return all(x is y or (type(x) is type(y) and type(x) in _PLAIN_SET and x == y) for x, y in zip(a, b))
+    return all(x is y or (type(x) in _PLAIN_SET and same_plain(x, y)) for x, y in zip(a, b))
 
 
 def token(*parts: object) -> int:

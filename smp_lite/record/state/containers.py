@@ -1,11 +1,11 @@
-"""What containers hold, read and put back without running code of theirs."""
+"""What containers hold, read and put back without running code of theirs; when plain values are the same."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from typing import Any
 
-__all__ = ["MISSING", "base_of", "contents_of", "refill"]
+__all__ = ["MISSING", "base_of", "contents_of", "refill", "same_plain"]
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 """In the place of an attribute that is not there."""
@@ -40,3 +40,11 @@ def refill(container: Any, contents: Any) -> None:
         base.update(container, contents)
     else:
         base.extend(container, contents)
+
+
+def same_plain(a: Any, b: Any) -> bool:
+    """Whether no code could tell two plain values apart. 1 is not 1.0, and 0.0 is not -0.0."""
+    kind = type(a)
+    if kind is not type(b):
+        return False
+    return repr(a) == repr(b) if kind is float or kind is complex else bool(a == b)

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..values.memory import digest_of, version_of
-from .containers import MISSING, base_of, contents_of, refill
+from .containers import MISSING, base_of, contents_of, refill, same_plain
 
 __all__ = [
     "ATOMS",
@@ -479,7 +479,7 @@ def _contents(cell: Any) -> Any:
 
 def _equal(a: Any, b: Any) -> bool:
     """Whether two plain values are the same; anything else counts by identity."""
-    return type(a) is type(b) and isinstance(a, _PLAIN) and bool(a == b)
+    return isinstance(a, _PLAIN) and same_plain(a, b)
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)

@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
-_PLAIN_SET = frozenset(PLAIN)
 
 
 class Place(Protocol):
@@ -59,8 +58,7 @@ class Item:
         self.identity = (id(holder), key)
 
     def get(self) -> Hashable:
-        value = self.holder.get(self.key, MISSING)
-        return value if isinstance(value, PLAIN) else id(value)
+        return _key_of(self.holder.get(self.key, MISSING))
 
     def value(self) -> Any:
         return self.holder.get(self.key, MISSING)
@@ -80,8 +78,7 @@ class Attribute:
         self.identity = (id(holder), key)
 
     def get(self) -> Hashable:
-        value = self.value()
-        return value if isinstance(value, PLAIN) else id(value)
+        return _key_of(self.value())
 
     def value(self) -> Any:
         if isinstance(self.holder, type):
@@ -103,8 +100,7 @@ class Variable:
         self._tokens: list[contextvars.Token[Any]] = []
 
     def get(self) -> Hashable:
-        value = self.value()
-        return value if isinstance(value, PLAIN) else id(value)
+        return _key_of(self.value())
 
     def value(self) -> Any:
         try:
@@ -133,8 +129,7 @@ class Cell:
             return MISSING
 
     def get(self) -> Hashable:
-        value = self.value()
-        return value if isinstance(value, PLAIN) else id(value)
+        return _key_of(self.value())
 
     def put(self, value: Any) -> None:
         if value is MISSING:
@@ -152,7 +147,7 @@ class Contents:
     def get(self) -> Hashable:
         held = contents_of(self.holder)
         items = held.items() if isinstance(held, dict) else held
-        return tuple([item if is_plain(item) else id(item) for item in items])
+        return tuple(map(_key_of, items))
 
     def value(self) -> Any:
         return contents_of(self.holder)
@@ -205,8 +200,7 @@ class ModuleAttribute:
         return self.module.__dict__.get(self.key, MISSING)
 
     def get(self) -> Hashable:
-        value = self.value()
-        return value if isinstance(value, PLAIN) else id(value)
+        return _key_of(self.value())
 
     def put(self, value: Any) -> None:
         if value is MISSING:
@@ -236,20 +230,23 @@ class PlacesRead:
     ) -> None:
         self.objects, self.functions = objects, functions
         entries = [p for p in places if _is_entry(p)]
-        self._others = [p for p in places if not _is_entry(p)]
-        self.places = [*entries, *self._others]
+        attributes = [p for p in places if type(p) is Attribute and not _is_entry(p)]
+        self._others = [p for p in places if not _is_entry(p) and type(p) is not Attribute]
+        self.places = [*entries, *attributes, *self._others]
         self._items = [(p.holder if type(p) is Item else p.holder.__dict__, p.key) for p in entries]
-        self._found: list[Any] = [self]  # in the items, at the last look
+        self._attributes = [(p.holder, p.key) for p in attributes]
+        self._found: list[Any] = [self]  # in the items and attributes, at the last look
         self.seen: Seen = Seen([], [])
 
     def look(self) -> Seen:
         """What is there now; the same object as long as it is the same."""
         found = [holder.get(key, MISSING) for holder, key in self._items]
+        if self._attributes:
+            found += [getattr(holder, key, MISSING) for holder, key in self._attributes]
         if not self._others and all(map(operator.is_, found, self._found)):
             return self.seen
         self._found = found
-        keys: list[Hashable] = [value if type(value) in _PLAIN_SET else id(value) for value in found]
-        keys += [place.get() for place in self._others]
+        keys: list[Hashable] = [*map(_key_of, found), *[place.get() for place in self._others]]
         if keys != self.seen.keys:
             self.seen = Seen(keys, [*found, *[place.value() for place in self._others]])
         return self.seen
@@ -289,6 +286,18 @@ def in_force(state: Iterable[tuple[Place, Any]]) -> Iterator[None]:
     finally:
         for place, value in reversed(before):
             place.put(value)
+
+
+def _key_of(value: Any) -> Hashable:
+    """Stands for a value: two have the same only if code cannot tell them apart. 1 is not 1.0 nor True."""
+    kind = type(value)
+    if kind is float:
+        return kind, value.hex()  # 0.0 is not -0.0
+    if kind is complex:
+        return kind, value.real.hex(), value.imag.hex()
+    if isinstance(value, tuple):
+        return kind, *map(_key_of, value)
+    return (kind, value) if isinstance(value, PLAIN) else id(value)
 
 
 def is_plain(item: Any) -> bool:

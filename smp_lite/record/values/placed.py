@@ -72,6 +72,9 @@ class Listener(Protocol):
     def attributes_of(self, full: str) -> dict[str, Any]: ...
 
 
+_make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+
+
 class PlacedTensor(torch.Tensor):
     """A tensor of one stage, seen from every rank. Made by the recorder only."""
 
@@ -87,7 +90,7 @@ class PlacedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, meta: TensorMeta) -> PlacedTensor:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+        return _make_wrapper(  # type: ignore[no-any-return]
             cls,
             meta.shape,
             strides=meta.stride,
@@ -98,6 +101,24 @@ class PlacedTensor(torch.Tensor):
 
     def __init__(self, meta: TensorMeta) -> None:
         self.smp_meta = meta
+
+    @classmethod
+    def of_value(
+        cls, meta: TensorMeta, recorder: Listener, stage_index: int, serial: int, value: int
+    ) -> PlacedTensor:
+        """One for a value of a microbatch; in one go, since every recorded call makes one."""
+        shape, stride, dtype, device, requires_grad = meta
+        placed: PlacedTensor = _make_wrapper(
+            cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
+        )
+        placed.__dict__ = {
+            "smp_meta": meta,
+            "smp_recorder": recorder,
+            "smp_stage": stage_index,
+            "smp_microbatch": serial,
+            "smp_value": value,
+        }
+        return placed
 
     def __getattr__(self, name: str) -> Any:
         """What the user's code has set on the parameter that it stands for."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ...device_streams import after, side_stream, within
+from ...device_streams import queue_behind, side_stream, within
 from ...devices import Event, event, host_memory
 from ...errors import SMPError
 
@@ -51,7 +51,7 @@ class _Copy:
 
     def followed(self) -> bool:
         # Again for each who asks: backward may run in another thread, with a stream of its own.
-        after(self._ended)
+        queue_behind(self._ended)
         self._ends = ()
         return True
 
@@ -131,8 +131,8 @@ class PinnedStore:
         self._under_way = [copy for copy in self._under_way if not copy.is_followed()]
         asked = event()
         with within(stream), torch.no_grad():
-            after(asked)
-            after(row.last)
+            queue_behind(asked)
+            queue_behind(row.last)
             target.copy_(source, non_blocking=True)
             row.last = event()
         copy = _Copy(row.last, (target, source))

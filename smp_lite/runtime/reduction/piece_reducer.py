@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ...comm.collectives import Collectives, Pending
+from ...devices import is_host
 from ...nn.guarding import guarded
 from ..sharded.parameters import ShardGroup
 from .reducer import Reducer, _Bucket, refuse_sparse
@@ -78,13 +79,14 @@ class PieceReducer(Reducer):
 
     @torch.no_grad()
     def _start(self) -> None:
-        for earlier in self._buckets[: self._next]:
-            if earlier.pending is not None:
-                earlier.pending.done()  # gives its memory back, if so
         bucket = self._buckets[self._next]
         ranks = self._sharing.size
         _, length = self._pieces[id(bucket.parameters[-1])]
         first = bucket.parameters[0]
+        # A device waits for what is asked after, and then gives its memory back: so one stays under way.
+        for earlier in self._buckets[: self._next if is_host(first.device) else max(0, self._next - 1)]:
+            if earlier.pending is not None:
+                earlier.pending.done()  # gives its memory back, if so
         rows = torch.zeros(ranks, length, dtype=first.dtype, device=first.device)
         for parameter in bucket.parameters:
             if parameter.grad is not None:

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from ...comm.axis import Axis, Started
-from ...comm.layout import sum_of_bits
+from ...comm.layout import bits_summed
+from ...devices import is_host
 from ...errors import SMPError
 from ...nn.guarding import PieceParameter
 from ...nn.layout import ParameterLayout, layout_of, part_of, set_layout
@@ -73,7 +74,7 @@ class ShardGroup:
         self._show_pieces()
         self.pending: Started | None = None
         self._versions: list[int] = []
-        self._digests: list[tuple[int, int]] = []
+        self._digests: list[torch.Tensor] = []
         self.is_here = False
 
     @property
@@ -141,21 +142,44 @@ class ShardGroup:
         """Names of the parameters that are other ones than those that were gathered."""
         return [
             name
-            for number, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True))
-            if parameter._version != self._versions[number]
-            or place_of(parameter) != place_of(self._wholes[number])
-            or tuple(parameter.shape) != self._shapes[number]
-            or _digest(self._wholes[number]) != self._digests[number]
+            for number, name in enumerate(self.names)
+            if self._is_another(number)
+            or not torch.equal(_digest(self._wholes[number]), self._digests[number])
         ]
 
-    def check_unchanged(self) -> None:
-        """Raises SMPError if an action has changed one of the parameters: the change would be lost."""
-        if changed := self.changed():
-            raise SMPError(
-                f"the parameter {changed[0]!r} was changed in place inside an smp.step, where it is a copy "
-                "gathered from the ranks that it is sharded over, so the change would be lost: change "
-                "it when the step has returned"
-            )
+    def _is_another(self, number: int) -> bool:
+        """Whether a parameter is seen to have changed without a look at its elements."""
+        parameter = self.parameters[number]
+        return (
+            parameter._version != self._versions[number]
+            or place_of(parameter) != place_of(self._wholes[number])
+            or tuple(parameter.shape) != self._shapes[number]
+        )
+
+    def check_unchanged(self) -> torch.Tensor | None:
+        """Raises SMPError if an action has changed one of the parameters: the change would be lost.
+
+        Returns:
+            On a device, for which the host does not wait here: for each parameter whether its elements are
+            others, for :meth:`refuse`.
+        """
+        if is_host(self.mine.device):
+            changed = self.changed()
+            self.refuse([name in changed for name in self.names])
+            return None
+        self.refuse([self._is_another(number) for number in range(len(self.names))])
+        digests = torch.stack([_digest(whole) for whole in self._wholes])
+        return (digests != torch.stack(self._digests)).any(1)
+
+    def refuse(self, changed: Sequence[bool]) -> None:
+        """Raises SMPError if any of the parameters has changed."""
+        for name, is_changed in zip(self.names, changed, strict=True):
+            if is_changed:
+                raise SMPError(
+                    f"the parameter {name!r} was changed in place inside an smp.step, where it is a copy "
+                    "gathered from the ranks that it is sharded over, so the change would be lost: change "
+                    "it when the step has returned"
+                )
 
     def take_back(self) -> list[str]:
         """This rank's pieces are those of the whole parameters as they are now; names of the changed ones.
@@ -210,6 +234,7 @@ class ShardedParameters:
         self._uses: Sequence[Sequence[int]] = ()
         self._position = 0
         self._is_open = False
+        self._doubts: list[tuple[ShardGroup, torch.Tensor]] = []
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter is sharded."""
@@ -263,9 +288,19 @@ class ShardedParameters:
         kept = self._uses[self._position] if self._position < len(self._uses) else ()
         for number, group in enumerate(self.groups):
             if group.is_here:
-                group.check_unchanged()
+                if (changed := group.check_unchanged()) is not None:
+                    self._doubts.append((group, changed))
                 if number not in kept:
                     group.let_go()
+        if self._doubts and self._position == len(self._uses):
+            self._settle()
+
+    def _settle(self) -> None:
+        """Once in a list the host waits for the device: whether all that it had was left as it was."""
+        doubts, self._doubts = self._doubts, []
+        if bool(torch.cat([changed for _, changed in doubts]).any()):
+            for group, changed in doubts:
+                group.refuse(changed.tolist())
 
     def end(self) -> None:
         """The list has ended, or is given up."""
@@ -275,9 +310,9 @@ class ShardedParameters:
                 group.show()
 
 
-def _digest(whole: torch.Tensor) -> tuple[int, int]:
+def _digest(whole: torch.Tensor) -> torch.Tensor:
     """Of all its bits; autograd hears nothing of changes through ``parameter.data``."""
-    return sum_of_bits(whole), sum_of_bits(whole[: len(whole) // 2])
+    return torch.stack([bits_summed(whole), bits_summed(whole[: len(whole) // 2])])
 
 
 def over(layout: ParameterLayout | None, shape: tuple[int, ...], axis: Axis) -> ParameterLayout:

@@ -339,7 +339,7 @@ class StepRunner:
         assert running is not None
         self._before_running()
         self._running = None
-        with self.streams.executing():
+        with self.streams.executing(seeds=running.draws):
             running.end()
         self._compare({m: progress.recording for m, progress in self._progress.items()}, ALL)
         self._conclude(running.batch)

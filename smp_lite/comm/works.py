@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from ..waiting import broken_connections_named
+from .waiting import broken_connections_named
 
 __all__ = ["Ending", "Works"]
 
@@ -26,10 +26,15 @@ class Works:
 
     gloo's do not say that they have ended until somebody waits for them, so a thread for each direction and
     peer does, in the order of posting, which is the order in which they end.
+
+    Args:
+        group: the process group.
+        by_gloo: whether gloo moves what they are about; None: if the group has nothing else.
     """
 
-    def __init__(self, group: object) -> None:
-        self._needs_waiter = dist.get_backend(group) == "gloo"  # type: ignore[arg-type]
+    def __init__(self, group: object, by_gloo: bool | None = None) -> None:
+        has_gloo_alone = dist.get_backend(group) == "gloo"  # type: ignore[arg-type]
+        self._needs_waiter = has_gloo_alone if by_gloo is None else by_gloo
         self._lanes: dict[tuple[str, int], _Lane] = {}
 
     def polled(self, work: object, direction: str, peer: int) -> Ending:
