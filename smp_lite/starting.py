@@ -211,11 +211,6 @@ def _rehearsed(rehearsal: _Rehearsal, given: Any, dialect: str | None, overrides
 
 def _open(session: Session) -> Session:
     """Makes what looks at all parameters at once, in torch's own functions, mean the whole model."""
-    if session.cfg.offload_activations and not devices.is_host(session.device):
-        raise SMPError(
-            f"offload_activations: activations on {session.device} stay there, since files are read and "
-            f"written by the host alone: leave it out, or set {devices.DEVICE_VARIABLE}=cpu"
-        )
     start_intercepting()
     session.overrides.enter_context(norms_of_the_whole_model(session))
     session.overrides.enter_context(overflows_of_the_whole_model(session))

@@ -8,7 +8,7 @@ limit, the thread does with the error what the main thread would with one that n
 job. To abort the group and go on would be to go on with nonsense in the device's memory.
 
 One collective of each group is looked at, since they end in order; a limit passes once or twice before the
-error comes.
+error comes. While the library captures a graph the thread does not look: a capture may forbid it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from ..device_graphs import unless_capturing
 from ..errors import SMPTimeout
 from .device_groups import abort
 from .waiting import WATCHDOG_VARIABLE, watchdog_s
 
-__all__ = ["Watched"]
+__all__ = ["Watched", "first_overdue"]
 
 _LONGEST_PAUSE_S = 1.0
 
@@ -90,12 +91,21 @@ def _look_now_and_then() -> None:
     while True:
         limit = watchdog_s()
         time.sleep(min(_LONGEST_PAUSE_S, limit / 10))
-        with _lock:
-            found = list(_watched)
-        for watched in found:
-            if watched.overdue(time.monotonic(), limit):
-                _end(watched, limit)
-                return
+        watched = first_overdue(limit)
+        if watched is not None:
+            _end(watched, limit)
+            return
+
+
+def first_overdue(limit: float) -> Watched | None:
+    """Looks at all groups, unless that must wait."""
+    with _lock:
+        found = list(_watched)
+    for watched in found:
+        with unless_capturing() as may_look:
+            if may_look and watched.overdue(time.monotonic(), limit):
+                return watched
+    return None
 
 
 def _end(watched: Watched, limit: float) -> None:

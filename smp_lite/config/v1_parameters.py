@@ -93,7 +93,8 @@ class LaterParameters(Parameters):
     offload_activations: Switch = Field(
         False,
         description="Inputs of checkpointed modules leave memory between forward and backward, for a "
-        "nameless file in SMP_LITE_OFFLOAD_FOLDER or the folder for temporary files. Only within @smp.step.",
+        "nameless file in SMP_LITE_OFFLOAD_FOLDER or the folder for temporary files; on a GPU, for pinned "
+        "memory of the host. Only within @smp.step.",
     )
     activation_loading_horizon: Count = Field(
         4,

@@ -26,7 +26,7 @@ from .values.calls import Arguments, ResultMeta
 from .values.placed import TensorMeta
 
 
-def _nothing_around(stage_index: int, commands: Sequence[int]) -> AbstractContextManager[Any]:
+def nothing_around(stage_index: int, commands: Sequence[int]) -> AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
@@ -126,7 +126,7 @@ class Recording:
     commands: list[Command] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     backwards: list[Backward] = field(default_factory=list)
-    around_backward: Callable[[int, Sequence[int]], AbstractContextManager[Any]] = _nothing_around
+    around_backward: Callable[[int, Sequence[int]], AbstractContextManager[Any]] = nothing_around
     needed: set[int] = field(default_factory=set)
     links: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
     parameters: dict[str, int] = field(default_factory=dict)

@@ -29,6 +29,7 @@ from ..record.parameters.placement import Placement
 from ..record.recorder import Recorder
 from ..record.source_line import warn_once_at_user_line
 from .choosing import ScheduleChooser
+from .graphs.stage_graphs import StageGraphs
 from .offloading.offload import ActivationOffload, longest_wait
 from .reduction.reductions import Reductions, broadcast_parameters, rule_of
 from .reduction.replicated_gradients import check_replicated_gradients, check_results
@@ -91,6 +92,7 @@ class ModelRuntime:
             stay in memory.
         waiting: parameters that have no memory yet, of which this stage's get theirs now; None: all have it.
         chooser: takes the schedule from the policy's hands; None: the policy stays.
+        graphs: segments of replayed steps may become graphs of the device.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class ModelRuntime:
         activation_horizon: int | None = None,
         waiting: Waiting | None = None,
         chooser: ScheduleChooser | None = None,
+        graphs: bool = False,
     ) -> None:
         self.placement = placement
         self._chooser = chooser
@@ -180,6 +183,15 @@ class ModelRuntime:
                 sharded=self.sharded,
                 offload=None if activation_horizon is None else ActivationOffload(activation_horizon),
                 weights=weights[stage],
+                graphs=(
+                    StageGraphs(
+                        stage,
+                        placement,
+                        _no_graphs(stage_peers is not None, self.sharded, activation_horizon, weights[stage]),
+                    )
+                    if graphs
+                    else None
+                ),
             )
             for stage, books in self.books.items()
         }
@@ -375,3 +387,14 @@ class ModelRuntime:
     def _on_final(self, parameter: nn.Parameter) -> None:
         if self.reducer is not None and self._reduce_now:
             self.reducer.on_final(parameter)
+
+
+def _no_graphs(share_stage: bool, sharded: object, horizon: int | None, weights: object) -> str:
+    """Why no segment may be a graph; "": some may."""
+    if share_stage:
+        return "several ranks share a stage, and talk to each other within modules"
+    if sharded is not None:
+        return "parameters are sharded"
+    if horizon is not None:
+        return "activations are offloaded"
+    return "" if weights is None else "gradients of weights may come in actions of their own (pipeline)"

@@ -27,6 +27,7 @@ from ..plan.partitioning.partition import ModuleCost, Partition
 from ..record.parameters.placement import Placement
 from ..record.state.ambient import refuse_transformations
 from ..record.values.inputs import inputs_here
+from ..runtime.graphs.stage_graphs import are_wanted
 from ..runtime.model_runtime import ModelRuntime, ReductionOptions
 from ..smp_v1 import cuda_as_cpu
 from ..steps.step_timeline import StepTimeline
@@ -322,6 +323,7 @@ class DistributedModel(ModelWithState):
             session.cfg.activation_loading_horizon if session.cfg.offload_activations else None,
             waiting,
             schedule_chooser(session, self.schedules),
+            graphs=session.cfg.static_mode and are_wanted(),
         )
         group_marked(self._runtime.recorder.runs)
         self.own_parameters.after_partition()

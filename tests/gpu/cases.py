@@ -72,12 +72,15 @@ def _gpt(workload: Workload) -> tuple[Any, Any]:
     return model, step
 
 
-def synchronisations(wire: str) -> tuple[str, list[str]]:
+def synchronisations(wire: str, checkpointed: bool = False) -> tuple[str, list[str]]:
     """The session's device, and what in a step that is known waited for the GPU."""
     os.environ["SMP_LITE_WIRE"] = wire
     smp.init()
     workload = Workload(128, 4, 64, 8, 4)
     model, step = _gpt(workload)
+    if checkpointed:
+        for block in model.module.blocks:
+            smp.set_activation_checkpointing(block)
     tokens, targets = (tensor.to(smp.state.device) for tensor in workload.batch())
     for _ in range(3):
         step(model, tokens, targets)

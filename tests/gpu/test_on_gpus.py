@@ -176,6 +176,61 @@ def test_nothing_in_a_step_waits_for_the_gpu() -> None:
         assert waits == []
 
 
+OFFLOADED = {**TWO, "pipeline": "simple", "offload_activations": True, "activation_loading_horizon": 1}
+
+
+def test_offloaded_activations() -> None:
+    """The same numbers, and less memory of the GPU."""
+    kept, offloaded = (
+        run("tests.transparency.offload_on_device:trained", 2, parameters, microbatches=4)
+        for parameters in ({**TWO, "pipeline": "simple"}, OFFLOADED)
+    )
+    for theirs, ours in zip(kept, offloaded, strict=True):
+        assert ours["left"] > 0
+        assert ours["peak"] < theirs["peak"]
+        assert torch.allclose(torch.tensor(ours["losses"]), torch.tensor(theirs["losses"]), rtol=TOLERANCE)
+        for name, value in ours["state"].items():
+            assert torch.allclose(value, theirs["state"][name], rtol=0, atol=TOLERANCE), name
+
+
+def test_copies_of_stores() -> None:
+    offload = "tests.transparency.offload_on_device"
+    assert run(f"{offload}:store_alone", 1, {}) == [[True, True, True]]
+    assert run(f"{offload}:layouts_come_back", 1, {}) == [[]]
+
+
+def test_offloading_does_not_wait_for_the_gpu() -> None:
+    for _, waits in run("synchronisations", parameters=OFFLOADED, wire="ipc", checkpointed=True):
+        assert waits == []
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt_tied", "unet", "attention_mask"])
+def test_graphs_of_replayed_steps(name: str) -> None:
+    """The same numbers as by their Python."""
+    parameters = {**TWO, **ZIGZAG, "pipeline": "interleaved", "static_mode": True}
+    graphs = "tests.transparency.graphs_on_device"
+    plain = run(f"{graphs}:train_case", 2, parameters, name=name, graphs=False)
+    replayed = run(f"{graphs}:train_case", 2, parameters, name=name, graphs=True)
+    for theirs, ours in zip(plain, replayed, strict=True):
+        assert ours["replayed"] > 0, ours["said"]
+        for a, b in zip(ours["losses"], theirs["losses"], strict=True):
+            assert torch.allclose(a, b, rtol=TOLERANCE)
+        for a, b in zip(ours["parameters"], theirs["parameters"], strict=True):
+            assert torch.allclose(a[1], b[1], rtol=0, atol=TOLERANCE), a[0]
+
+
+@pytest.mark.parametrize(
+    "what", ["attribute", "global", "buffer filled", "buffer moved", "weight moved", "hook"]
+)
+def test_graphs_see_what_is_set_anew(what: str) -> None:
+    graphs = "tests.transparency.graphs_on_device"
+    (plain,) = run(f"{graphs}:train_changing", 1, {}, what=what, graphs=False)
+    (replayed,) = run(f"{graphs}:train_changing", 1, {}, what=what, graphs=True)
+    assert replayed[2] > 0
+    for a, b in zip(replayed[0], plain[0], strict=True):
+        assert abs(a - b) <= TOLERANCE * abs(b)
+
+
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_out_of_memory_is_one_error_and_the_next_step_works(failing_rank: int) -> None:
     found = run("out_of_memory", failing_rank=failing_rank)

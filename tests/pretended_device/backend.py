@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from . import lateness
+from . import graphs, lateness, order, streams
+from .as_torchs import take_over
 from .kernels import register
-from .memory import NAME, USE, Use, resize
+from .memory import NAME, USE, Use, resize_storage
 from .random_numbers import GENERATORS
 
 COUNT_VARIABLE = "SMP_LITE_PRETENDED_DEVICES"
@@ -28,11 +29,12 @@ _is_installed = False
 class _Module:
     """``torch.pretended``, which says what ``torch.cuda`` says."""
 
-    Stream, Event = lateness.Stream, lateness.Event
+    Stream, Event = streams.Stream, streams.Event
+    CUDAGraph, graph = graphs.Graph, staticmethod(graphs.capture)
+    graph_pool_handle = staticmethod(object)
 
     def __init__(self) -> None:
         self._current = 0
-        self._stream: lateness.Stream | None = None
 
     def is_initialized(self) -> bool:
         return True
@@ -66,19 +68,15 @@ class _Module:
 
     def synchronize(self, device: Any = None) -> None:
         for index in range(self.device_count()):
-            lateness.finish(index)
-        lateness.finish_awaited()
+            streams.synchronize(index)
 
-    def current_stream(self, device: Any = None) -> lateness.Stream:
-        return self._stream or lateness.Stream.that_computes(self._index(device))
+    def current_stream(self, device: Any = None) -> streams.Stream:
+        return streams.Stream.of(order.current(self._index(device)))
 
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        before, self._stream = self._stream, stream
-        try:
+        with contextlib.nullcontext() if stream is None else stream:
             yield
-        finally:
-            self._stream = before
 
     def get_device_properties(self, device: Any = None) -> Any:
         """A device of one number is the same one for all processes, unless each is to have its own."""
@@ -169,6 +167,7 @@ def install() -> torch.device:
         hooks, guard = _Hooks(), _Guard()
         _keep.extend([hooks, guard])
         _setup_privateuseone_for_python_backend(NAME, MODULE, hooks, guard)
+        take_over(__package__)
         register()
         for _ in range(max(MODULE.device_count(), 8)):
             GENERATORS.append(torch.Generator())
@@ -190,17 +189,9 @@ def _fill_gaps() -> None:
     torch.Tensor.data_ptr = data_ptr  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lateness.pin_memory  # type: ignore[method-assign, assignment]
     torch.Tensor.is_pinned = lateness.is_pinned  # type: ignore[method-assign, assignment]
+    torch.UntypedStorage.resize_ = resize_storage  # type: ignore[method-assign, assignment]
     # A parameter of the CPU cannot take in data of PrivateUse1, as it can of CUDA, and must stay the object.
     torch.__future__.set_swap_module_params_on_conversion(True)
-    resize_others = torch.UntypedStorage.resize_
-
-    def resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        if self.device.type != NAME:
-            return resize_others(self, size)
-        resize(self, size)
-        return self
-
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
     storage: Any = torch.storage
     move_others = storage._to
 

@@ -14,7 +14,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.models import CASES
 
-__all__ = ["as_torch_knows_it", "differences_of_case", "late_copies", "mixed", "moves", "several"]
+__all__ = [
+    "as_torch_knows_it",
+    "differences_of_case",
+    "graphs",
+    "late_copies",
+    "mixed",
+    "moves",
+    "several",
+    "storages",
+    "streams",
+]
 
 
 def _device() -> torch.device:
@@ -137,6 +147,101 @@ def late_copies() -> list[bool]:
     pageable = torch.empty(3)
     pageable.copy_(there, non_blocking=True)
     return [early, late, polls > 0, host.is_pinned(), torch.equal(pageable, torch.zeros(3))]
+
+
+def graphs() -> list[bool]:
+    """Whether a capture does nothing, and a replay does it on the memory of the capture."""
+    module: Any = torch.get_device_module(_device())
+    x = torch.arange(4.0, device=_device())
+    total = torch.zeros(4, device=_device())
+    linear = nn.Linear(4, 4).to(_device())
+    graph = module.CUDAGraph()
+    with module.graph(graph, pool=module.graph_pool_handle()):
+        y = linear(x).square()
+        total.add_(y[1:].sum())
+        (gradient,) = torch.autograd.grad(y.sum(), linear.weight)
+        read = _error(lambda: y.sum().item())
+    host = nn.Linear(4, 4)
+    host.load_state_dict({name: value.cpu() for name, value in linear.state_dict().items()})
+    right = ["capturing" in read, bool((total.cpu() == 0).all())]
+    for start in (1.0, 2.0):
+        x.copy_(torch.arange(start, start + 4.0))
+        right.append(not torch.equal(y.cpu(), host(x.cpu()).square()))
+        graph.replay()
+        expected = host(x.cpu()).square()
+        right += [
+            torch.equal(y.cpu(), expected),
+            torch.equal(gradient.cpu(), torch.autograd.grad(expected.sum(), host.weight)[0]),
+        ]
+    right.append(bool((total.cpu() > 0).all()))
+    with torch.no_grad():
+        linear.weight.zero_()  # in place: the graph reads what is there
+    host.load_state_dict({name: value.cpu() for name, value in linear.state_dict().items()})
+    graph.replay()
+    right.append(torch.equal(y.cpu(), host(x.cpu()).square()))
+    return right
+
+
+def streams() -> tuple[list[bool], dict[str, str]]:
+    """Whether copies beside the computing stream are right where they are waited for; errors where not."""
+    module: Any = torch.get_device_module(_device())
+    beside = module.Stream()
+    host = torch.empty(4).pin_memory()
+
+    def out(source: torch.Tensor, *, waits: bool = True) -> Any:
+        computed = module.Event()
+        computed.record()
+        with module.stream(beside):
+            if waits:
+                beside.wait_event(computed)
+            host.copy_(source, non_blocking=True)
+            ended = module.Event()
+            ended.record()
+        return ended
+
+    source = torch.arange(4.0, device=_device())
+    ended = out(source)
+    right = [not torch.equal(host, torch.arange(4.0))]
+    module.current_stream().wait_event(ended)
+    right.append(torch.equal(host, torch.arange(4.0)))
+    ended = out(source)
+    source.zero_()  # before the copy, since nothing waits for it
+    module.current_stream().wait_event(ended)
+    right.append(torch.equal(host, torch.zeros(4)))
+    errors = {"not waited": _error(lambda: out(source + 1, waits=False))}
+    module.synchronize()
+    ended = out(source + 1)  # nobody keeps it
+    errors["freed"] = _error(lambda: module.current_stream().wait_event(ended))
+    with module.stream(beside):
+        source.copy_(torch.ones(4).pin_memory(), non_blocking=True)
+        ended = module.Event()
+        ended.record()
+    right.append(not torch.equal(source.cpu(), torch.ones(4)))
+    module.current_stream().wait_event(ended)
+    right.append(torch.equal(source.cpu(), torch.ones(4)))
+    return right, errors
+
+
+def storages() -> tuple[list[bool], str, str]:
+    """Whether memory is counted that a storage gives back and takes again; errors of using it between."""
+    module: Any = torch.get_device_module(_device())
+    beside = module.Stream()
+    host = torch.ones(4).pin_memory()
+    tensor = torch.arange(4.0, device=_device())
+    storage, before = tensor.untyped_storage(), module.memory_allocated()
+    storage.resize_(0)
+    right = [before - module.memory_allocated() == 16]
+    used = _error(lambda: tensor + 1)
+    storage.resize_(16)
+    right += [module.memory_allocated() == before, not torch.equal(tensor.cpu(), torch.arange(4.0))]
+    tensor.copy_(torch.arange(4.0))
+    right.append(torch.equal(tensor.cpu(), torch.arange(4.0)))
+    beside.wait_stream(module.current_stream())
+    with module.stream(beside):
+        host.copy_(tensor, non_blocking=True)
+    storage.resize_(0)
+    storage.resize_(16)
+    return right, used, _error(beside.synchronize)
 
 
 def several() -> tuple[list[str], str, str]:

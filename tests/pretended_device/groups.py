@@ -1,9 +1,9 @@
 """Process groups that carry tensors of the pretended device: over gloo, and as late as NCCL's are.
 
-A collective reads its tensors when it is started, as a device does whose stream has come there, and from then
-on there is nonsense in what it makes. ``wait()`` queues it in the current stream: what it makes is there when
-the stream that computes waits for that one. Memory that is freed before that is an error. Tensors of the host
-go to gloo as they are.
+A collective reads its tensors when it is started, as a device does whose stream has come there; who has made
+them must have been waited for, or it is an error. From then on there is nonsense in what it makes. ``wait()``
+gives it to the current stream (:mod:`.order`): what it makes is there when the stream that computes waits for
+that one. Memory that is freed before that is an error. Tensors of the host go to gloo as they are.
 """
 
 from __future__ import annotations
@@ -11,20 +11,23 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from . import lateness
+from . import lateness, order
 from .backend import OWN_VARIABLE
 from .memory import NAME, is_ours, on_host
 
 __all__ = ["BACKEND", "PretendedGroup", "offered"]
 
 BACKEND = "pretended_groups"
+
+
+_aborted: list[PretendedGroup] = []
+"""They stay: gloo's threads may wait for peers for good, and who deletes a group would wait for them."""
 
 
 class PretendedGroup(dist.ProcessGroup):
@@ -42,6 +45,7 @@ class PretendedGroup(dist.ProcessGroup):
     def abort(self) -> None:
         self.is_aborted = True
         self._gloo.abort()
+        _aborted.append(self)
 
     def shutdown(self) -> None:
         pass
@@ -93,12 +97,14 @@ class PretendedGroup(dist.ProcessGroup):
         """``start`` is given copies on the host: of what is sent and what is got, which may be one."""
         if not is_ours((sent or got)[0]):
             return start(*sent, *got)
+        for tensor in (*sent, *got):
+            lateness.check_waited(tensor)
         with _below():
             copies = [on_host(tensor, {}).clone() for tensor in (*sent, *got)]
             if sent and sent is got:
                 copies[1] = copies[0]
             back = [(tensor, copies[len(sent) + number]) for number, tensor in enumerate(got)]
-            return _Work(self, start(*copies), back, copies)
+            return _Work(self, start(*copies), back, copies, (sent or got)[0].device.index or 0)
 
 
 class _Part:
@@ -116,7 +122,7 @@ class _Part:
 
 
 class _Work(dist.Work):
-    """One collective; see :class:`lateness.Late`."""
+    """One collective; see :class:`order.Late`."""
 
     def __init__(
         self,
@@ -124,35 +130,34 @@ class _Work(dist.Work):
         inner: Any,
         back: list[tuple[torch.Tensor, torch.Tensor]],
         keep: Any,
+        index: int,
     ) -> None:
         super().__init__()
         self._group = group
         self._inner: Any = inner
         self._keep = keep
-        self._back = [
-            (on_host(tensor, {}), copy, weakref.ref(tensor.untyped_storage())) for tensor, copy in back
-        ]
-        for there, _, _ in self._back:
-            if there.is_contiguous() and there.dim():
-                there.view(torch.uint8).fill_(0xA5)
+        self._index = index
+        self._back = [(lateness.Ref(tensor), copy) for tensor, copy in back]
+        self.is_done = False
+        for tensor, _ in back:
+            lateness.spoil(tensor)
 
     def is_completed(self) -> bool:
-        return self._inner is None or self._inner.is_completed()
+        inner = self._inner
+        return inner is None or bool(inner.is_completed())
 
     has_ended = is_completed
 
     def wait(self, timeout: Any = None) -> bool:
-        lateness.follow(self)
+        order.follow(self, self._index)
         return True
 
-    def finish(self) -> None:
+    def do(self) -> None:
         if self._inner is None or not self._comes():
             return
         with _below(), torch.no_grad():
-            for there, copy, memory in self._back:
-                if memory() is None:
-                    raise RuntimeError("memory was freed while a collective between devices had it")
-                there.copy_(copy)
+            for there, copy in self._back:
+                there.host().copy_(copy)
         self._inner = self._keep = None
         self._back = []
 
@@ -161,7 +166,7 @@ class _Work(dist.Work):
         end = None if _patience_s is None else time.monotonic() + _patience_s
         while end is not None and not self._inner.is_completed():
             if time.monotonic() > end or self._group.is_aborted:
-                lateness.wait_in_vain(self._is_over)
+                order.wait_in_vain(self._is_over)
                 return False
             time.sleep(0.001)
         try:
@@ -173,7 +178,7 @@ class _Work(dist.Work):
         return True
 
     def _is_over(self) -> bool:
-        return self._group.is_aborted or self._inner is None or bool(self._inner.is_completed())
+        return self._group.is_aborted or self.is_completed()
 
 
 _patience_s: float | None = None

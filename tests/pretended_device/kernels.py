@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from . import lateness
+from . import graphs, lateness
 from .memory import NAME, Storages, is_ours, on_device, on_host, place, take_form
+from .order import before_reading, catch_up, touch
 from .random_numbers import generators_of
 
 # Of these the second argument, the indices, may be on the CPU, as on CUDA.
@@ -102,7 +103,7 @@ class _Call:
 
 def run_on_host(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The operation, by the CPU's kernel."""
-    lateness.catch_up()
+    catch_up()
     with (
         torch._C.DisableTorchFunction(),
         torch._C._DisableTorchDispatch(),
@@ -114,6 +115,8 @@ def run_on_host(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if (asked := kwargs.get("device")) is not None:
             device = asked if asked.type == NAME else None
         call = _Call(device)
+        if graphs.is_capturing() and op._schema.is_mutable:
+            graphs.before(list(_tensors((*args, *kwargs.values()))))
         host_args = call.to_host(args)
         host_kwargs = {key: call.to_host(value) for key, value in kwargs.items()}
         if torch.Tag.nondeterministic_seeded in op.tags and device is not None:
@@ -124,7 +127,11 @@ def run_on_host(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if op._schema.is_mutable:
             for tensor, host in call.hosts.values():
                 take_form(tensor, host, call.known)
-        return call.to_device(result)
+                touch(tensor.untyped_storage(), tensor.device.index or 0)
+        found = call.to_device(result)
+        if graphs.is_capturing() and device is not None:
+            graphs.note(lambda again, named: op(*again, **named), args, kwargs, found)
+        return found
 
 
 def _kernel_of(op: Any) -> Callable[..., Any]:
@@ -138,22 +145,31 @@ def _kernel_of(op: Any) -> Callable[..., Any]:
 
 
 def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    lateness.catch_up()
     with (
         torch._C.DisableTorchFunction(),
         torch._C._DisableTorchDispatch(),
         torch._C._AutoDispatchBelowAutograd(),
     ):
+        if graphs.is_capturing() and (is_ours(self) or is_ours(src)):
+            _note_copy(self, src)
         known: Storages = {}
         if not is_ours(self) and not non_blocking:
-            lateness.before_reading()
+            before_reading()
         target = on_host(self, known) if is_ours(self) else self
         source = on_host(src, known) if is_ours(src) else src
-        if non_blocking and not is_ours(self) and lateness.is_pinned(self):
-            lateness.copy_late(target, source, src.device.index)
-        else:
+        if not (non_blocking and lateness.copies_late(self, src)):
+            catch_up()
             target.copy_(source)
+            if is_ours(self):
+                touch(self.untyped_storage(), self.device.index or 0)
         return self
+
+
+def _note_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if not (is_ours(target) and is_ours(source)):
+        graphs.refuse_host("a copy from or to the host")
+    graphs.before([target])
+    graphs.note(lambda again, _: again[0].copy_(again[1]), (target, source), {}, None)
 
 
 def _copy_from(self: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -161,7 +177,7 @@ def _copy_from(self: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False
 
 
 def _to_copy(self: torch.Tensor, *, device: Any = None, non_blocking: bool = False, **options: Any) -> Any:
-    lateness.catch_up()
+    catch_up()
     with (
         torch._C.DisableTorchFunction(),
         torch._C._DisableTorchDispatch(),
@@ -169,11 +185,17 @@ def _to_copy(self: torch.Tensor, *, device: Any = None, non_blocking: bool = Fal
     ):
         options.pop("pin_memory", None)
         if device is not None and device.type != NAME and not non_blocking:
-            lateness.before_reading()
+            before_reading()
         source = on_host(self, {}) if is_ours(self) else self
         copy = torch.ops.aten._to_copy.default(source, **options)
         target = self.device if device is None else device
-        return on_device(copy, target.index or 0, {}) if target.type == NAME else copy
+        found = on_device(copy, target.index or 0, {}) if target.type == NAME else copy
+        if graphs.is_capturing() and (is_ours(self) or is_ours(found)):
+            if not (is_ours(self) and is_ours(found)):
+                graphs.refuse_host("a copy from or to the host")
+            op = torch.ops.aten._to_copy.default
+            graphs.note(lambda again, _: op(*again, **options), (self,), {}, found)
+        return found
 
 
 def _resize_(self: torch.Tensor, size: Any, *, memory_format: Any = None) -> torch.Tensor:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from .order import touch
+
 NAME = "pretended"
 
 _EXTENSION_DEVICE = 12  # kDLExtDev, which torch takes for PrivateUse1
@@ -55,6 +57,8 @@ def place(tensor: torch.Tensor, storage: Any, offset: int, size: Any, stride: An
 def on_host(tensor: torch.Tensor, known: Storages) -> torch.Tensor:
     """A CPU tensor over the memory of one of the device."""
     storage = tensor.untyped_storage()
+    if getattr(storage, "pretended_emptied", False):
+        raise RuntimeError(f"a tensor on {tensor.device} has no memory: its storage was resized to 0")
     if not storage.nbytes():  # what it is resized to is new memory
         return torch.empty(0, dtype=tensor.dtype, device="cpu").as_strided(tensor.shape, tensor.stride())
     memory = torch._C._construct_storage_from_data_pointer(
@@ -76,6 +80,7 @@ def on_device(host: torch.Tensor, index: int, known: Storages) -> torch.Tensor:
         row = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (storage.nbytes(),), (1,))
         ours = known[storage._cdata] = _moved(row, index).untyped_storage()
         count(index, ours)
+        touch(ours, index)
     blank = _moved(torch.empty(0, dtype=host.dtype, device="cpu"), index)
     found = place(blank, ours, host.storage_offset(), host.shape, host.stride())
     if host.is_conj():
@@ -117,17 +122,35 @@ def count(index: int, storage: torch.UntypedStorage) -> None:
     weakref.finalize(storage, held.be, 0)
 
 
-def resize(storage: torch.UntypedStorage, num_bytes: int) -> None:
-    """Counts a storage's memory as given back, or taken again; then it is nonsense.
+def life_of(storage: torch.UntypedStorage) -> int:
+    """How often its memory has been given back or taken again: with another number, another memory."""
+    found: int = getattr(storage, "pretended_life", 0)
+    return found
 
-    Really it stays, since torch lets nobody in Python change what a storage has.
+
+_resize = torch.UntypedStorage.resize_
+
+
+def resize_storage(self: torch.UntypedStorage, size: int) -> Any:
+    """A storage's own ``resize_``, which torch leaves to backends in C++; up to what the storage had once.
+
+    Memory that is given back or taken again is counted, and is nonsense then. Really it stays, since torch
+    lets nobody in Python change what a storage has.
     """
-    if num_bytes > storage.nbytes():
+    if self.device.type != NAME:
+        return _resize(self, size)
+    if size > self.nbytes():
         raise NotImplementedError("a storage of the pretended device cannot become larger than it was")
-    row = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    place(row, storage, 0, (storage.nbytes(),), (1,))
-    on_host(row, {}).fill_(0xA5)
-    storage.pretended_held.be(num_bytes)  # type: ignore[attr-defined]
+    ours: Any = self
+    index = self.device.index or 0
+    ours.pretended_emptied = False
+    row = _moved(torch.empty(0, dtype=torch.uint8, device="cpu"), index)
+    on_host(place(row, self, 0, (self.nbytes(),), (1,)), {}).fill_(0xA5)
+    ours.pretended_emptied = not size
+    ours.pretended_life = life_of(self) + 1
+    ours.pretended_held.be(size)
+    touch(self, index)
+    return self
 
 
 def take_form(tensor: torch.Tensor, host: torch.Tensor, known: Storages) -> None:

@@ -15,8 +15,8 @@ import torch
 from smp_lite.comm.wires.sharing import SHARED_BY
 from smp_lite.errors import SMPError
 
-from .lateness import Stream
 from .memory import NAME, on_host
+from .streams import Stream
 
 __all__ = ["PretendedSharing", "offer"]
 

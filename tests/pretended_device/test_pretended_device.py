@@ -39,6 +39,25 @@ def test_a_copy_into_pinned_memory_is_late() -> None:
     assert all(found), found
 
 
+def test_streams_beside_the_computing_one() -> None:
+    right, errors = on_device("streams")
+    assert all(right), right
+    assert "has not waited" in errors["not waited"]
+    assert "was freed" in errors["freed"]
+
+
+def test_storages_give_memory_back() -> None:
+    right, used, freed = on_device("storages")
+    assert all(right), right
+    assert "has no memory" in used
+    assert "was freed" in freed
+
+
+def test_graphs_run_again_on_the_same_memory() -> None:
+    found = on_device("graphs")
+    assert all(found), found
+
+
 def test_several_devices() -> None:
     names, mixed, third = on_device("several", devices=2)
     assert names == ["pretended:0", "pretended:1", "pretended:1", "1"]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import smp_lite as smp
+from smp_lite.runtime.offloading.file_store import FOLDER_VARIABLE, FileStore
 from smp_lite.runtime.offloading.kept_input import KeptInput
 from smp_lite.runtime.offloading.offload import ActivationOffload
-from smp_lite.runtime.offloading.store import FOLDER_VARIABLE, FileStore
 from tests.harness import run_distributed
 from tests.sampling import one_in
 from tests.smp_v1.test_checkpointed_groups import Block, same, trained, unmarked

@@ -29,7 +29,7 @@ PURE_MODULES = [
 FOLDERS = {
     "entrypoints": [".", "hosts", "this_machine", "mpi", "container"],
     "estimator": [".", "request", "local", "quiet"],
-    "runtime": [".", "step", "stage", "weights", "offloading", "reduction", "sharded"],
+    "runtime": [".", "step", "stage", "weights", "graphs", "offloading", "reduction", "sharded"],
 }
 """From the top down; "." stands for the other files beside the folders. One that is not here imports from
 none."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ...comm.waiting import watchdog_s
-from ...devices import CPU, is_host
+from ...devices import home
 from ...errors import SMPError
 from ...record.describe.recomputed import changed_since
-from .store import FileStore, Transfer
+from .store import Store, Transfer
 
 __all__ = ["KeptInput", "can_leave"]
 
@@ -19,11 +20,11 @@ __all__ = ["KeptInput", "can_leave"]
 class KeptInput:
     """An input of a checkpointed call, in memory or in the store."""
 
-    def __init__(self, tensor: torch.Tensor, store: Callable[[], FileStore]) -> None:
+    def __init__(self, tensor: torch.Tensor, store: Callable[[], Store]) -> None:
         self.tensor: torch.Tensor | None = tensor.detach()  # of our own: torch counts it by itself
         self.version = tensor._version
         self.store = store
-        self.place: int | None = None
+        self.place: Any = None
         self.writing: Transfer | None = None
         self.reading: tuple[Transfer, torch.Tensor] | None = None
         start, self._length = _span(tensor)
@@ -45,7 +46,7 @@ class KeptInput:
         """The memory that the tensor lies in, gaps included."""
         size = tensor.element_size()
         start = (tensor.storage_offset() + self._start) * size
-        whole = torch.empty(0, dtype=torch.uint8, device=CPU)
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         return whole.set_(tensor.untyped_storage(), start, (self._length * size,))  # type: ignore[arg-type]
 
     @property
@@ -60,9 +61,13 @@ class KeptInput:
         weakref.finalize(self, store.free, self.place, self.num_bytes)
         self.writing = store.write(self._bytes(self.tensor), self.place)
 
-    def has_left(self) -> bool:
-        """Whether its memory may be let go of; if so, it is."""
-        if self.writing is None or not self.writing.done():
+    def has_left(self, *, must: bool = False) -> bool:
+        """Whether its memory may be let go of; if so, it is.
+
+        Args:
+            must: what is computed next waits for it, where that takes no wait of the host.
+        """
+        if self.writing is None or not (self.writing.followed() if must else self.writing.done()):
             return False
         self.check()
         self.writing = self.tensor = None
@@ -74,12 +79,13 @@ class KeptInput:
             return
         assert self.place is not None
         shape, stride, dtype = self._form
-        memory = torch.empty(self._length, dtype=dtype, device=CPU)
+        memory = torch.empty(self._length, dtype=dtype, device=home())
         tensor = memory.as_strided(shape, stride, -self._start)
         self.reading = self.store().read(memory.view(torch.uint8), self.place), tensor
 
     def is_here(self) -> bool:
-        return self.tensor is not None or (self.reading is not None and self.reading[0].done())
+        """Whether what is computed next finds it."""
+        return self.tensor is not None or (self.reading is not None and self.reading[0].followed())
 
     def check(self) -> None:
         """Raises SMPError if it has changed in place since the call."""
@@ -97,18 +103,18 @@ class KeptInput:
         if not transfer.wait(watchdog_s()):
             raise SMPError(
                 f"waited {watchdog_s():g} s for {self.num_bytes} bytes of offloaded activations from "
-                f"{self.store().folder!r}"
+                f"{self.store().name}"
             )
         return tensor
 
 
 def can_leave(tensor: torch.Tensor) -> bool:
-    """Whether its numbers can be written to a file and read again."""
+    """Whether its numbers can be written to a store and read again."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and not isinstance(tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
-        and is_host(tensor.device)
+        and tensor.device == home()
         and tensor.numel() > 0
         and not tensor.is_inference()
         and not tensor.is_conj()

@@ -13,7 +13,8 @@ which a segment's backward ends: its numbers are never read, so its storage is e
 are given is a view of it, which counts if anybody keeps that.
 
 Reading and writing overlap with the next action; a forward waits for what was written before its predecessor,
-so two actions' inputs at most are in memory beyond those within the horizon.
+so two actions' inputs at most are in memory beyond those within the horizon. On a device it is the stream
+that computes that waits, and the host runs ahead.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from ...comm.waiting import watchdog_s
+from ...devices import home, is_host
 from ...errors import SMPError
 from ...plan.step.actions import Action, ActionKind
 from ...record.describe.recomputed import kept_by
+from .file_store import FileStore
 from .kept_input import KeptInput, can_leave
-from .store import FileStore
+from .pinned_store import PinnedStore
+from .store import Store
 
 __all__ = ["COUNTED_KINDS", "ActivationOffload", "longest_wait"]
 
@@ -71,7 +75,7 @@ class ActivationOffload:
         self.horizon = horizon
         self.bytes_left = 0
         """Bytes that have left memory, over all steps."""
-        self._store: FileStore | None = None
+        self._store: Store | None = None
         self._of: dict[tuple[int, int], list[weakref.ref[KeptInput]]] = {}  # by microbatch and visit
         self._new: list[KeptInput] = []
         self._waiting: list[tuple[weakref.ref[KeptInput], list[torch.Tensor]]] = []  # held by others so far
@@ -81,14 +85,14 @@ class ActivationOffload:
         self._position = 0
         self._looks = 0
 
-    def store(self) -> FileStore:
+    def store(self) -> Store:
         """Made when it is needed first.
 
         Raises:
             SMPError: it cannot be.
         """
         if self._store is None:
-            self._store = FileStore()
+            self._store = FileStore() if is_host(home()) else PinnedStore()
             weakref.finalize(self, self._store.close)
         return self._store
 
@@ -173,6 +177,8 @@ class ActivationOffload:
     def end(self) -> None:
         """The list has ended, or is given up; what is in the store stays there."""
         self._new.clear()
+        if self._store is not None:
+            self._store.settle()
 
     def end_step(self) -> None:
         """The step has ended."""
@@ -225,14 +231,14 @@ class ActivationOffload:
         self._waiting = still
 
     def _settled(self, position: int) -> bool:
-        """Whether all has left that was to leave before that action; lets go of what has been written."""
+        """Whether all has left that was to leave before that action; lets go of what has left."""
         left = []
         late = False
         for at, reference, leaf in self._leaving:
             kept = reference()
             if kept is None:
                 continue
-            if kept.has_left():
+            if kept.has_left(must=at < position):
                 self.bytes_left += kept.num_bytes
                 if leaf is not None:
                     storage = leaf.untyped_storage()
@@ -254,7 +260,7 @@ class ActivationOffload:
         start = time.monotonic()
         while not test():
             waited = time.monotonic() - start
-            reason = f"the store in {self.store().folder!r} has not {what}"
+            reason = f"{self.store().name} has not {what}"
             if not self.store().is_working():
                 raise SMPError(f"offload_activations: {reason}, and its thread has ended")
             if waited > watchdog_s():

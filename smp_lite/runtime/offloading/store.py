@@ -1,154 +1,66 @@
-"""Where activations lie while they are not in memory: a file that has no name.
+"""Where activations lie while they are not in memory: what a store is to those that offload.
 
-A store takes the bytes of a tensor and gives them back, both in a background thread, so that the stage goes
-on computing. The file is unlinked as soon as it is open: nothing is left behind however the process ends.
-Space in it is used again. For another device a store of another kind takes this one's place, with pinned host
-memory instead of a file and a stream instead of the thread; what offloads knows only the methods.
+On a host it is a file (:mod:`.file_store`); for another device, memory of the host (:mod:`.pinned_store`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
-import queue
-import tempfile
-import threading
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from ...errors import SMPError
-
-__all__ = ["FOLDER_VARIABLE", "FileStore", "Transfer"]
-
-FOLDER_VARIABLE = "SMP_LITE_OFFLOAD_FOLDER"
+__all__ = ["Store", "Transfer"]
 
 
-class Transfer:
+class Transfer(Protocol):
     """Bytes that are on their way to the store or from it."""
 
-    def __init__(self) -> None:
-        self._ended = threading.Event()
-        self.error: BaseException | None = None
-
     def done(self) -> bool:
-        """Whether it has ended.
+        """Polls: whether it has ended.
 
         Raises:
             SMPError: it failed.
         """
-        if self._ended.is_set() and self.error is not None:
-            raise SMPError(f"{self.error}") from self.error
-        return self._ended.is_set()
+
+    def followed(self) -> bool:
+        """Whether all that the process computes from now on comes after its end.
+
+        On a device the stream that computes is made to wait for it, so the answer is yes, and no host waits.
+
+        Raises:
+            SMPError: it failed.
+        """
 
     def wait(self, seconds: float) -> bool:
-        """Waits until it has ended, or so long; whether it has.
-
-        Raises:
-            SMPError: it failed.
-        """
-        self._ended.wait(seconds)
-        return self.done()
-
-    def end(self, error: BaseException | None = None) -> None:
-        """It has ended; called once."""
-        self.error = error
-        self._ended.set()
+        """As :meth:`followed`; a host may wait for it so long."""
 
 
-class FileStore:
-    """A file in ``SMP_LITE_OFFLOAD_FOLDER``, else in the folder for temporary files.
+class Store(Protocol):
+    """Takes the bytes of tensors, and gives them back.
 
-    Raises:
-        SMPError: no file can be made there.
+    Attributes:
+        name: for errors.
     """
 
-    def __init__(self) -> None:
-        self.folder = os.environ.get(FOLDER_VARIABLE) or tempfile.gettempdir()
-        try:
-            self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115
-        except OSError as error:
-            raise SMPError(
-                f"offload_activations: no file can be made in {self.folder!r}, where activations would wait "
-                f"for their backward ({error}): set {FOLDER_VARIABLE} to a folder that can be written to"
-            ) from error
-        self._end = 0
-        self._free: dict[int, list[int]] = {}  # places in the file by size
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Transfer] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._work, name="smp-offload", daemon=True)
-        self._thread.start()
-        self.bytes_written = 0
+    name: str
 
     def is_working(self) -> bool:
-        """Whether the thread is there."""
-        return self._thread.is_alive()
+        """Whether transfers end by themselves."""
 
-    def place(self, num_bytes: int) -> int:
+    def place(self, num_bytes: int) -> Any:
         """Space for so many bytes."""
-        with self._lock:
-            free = self._free.get(num_bytes)
-            if free:
-                return free.pop()
-            self._end += num_bytes
-            return self._end - num_bytes
 
-    def free(self, place: int, num_bytes: int) -> None:
+    def free(self, place: Any, num_bytes: int) -> None:
         """The space may be used again."""
-        with self._lock:
-            self._free.setdefault(num_bytes, []).append(place)
 
-    def write(self, tensor: torch.Tensor, place: int) -> Transfer:
+    def write(self, tensor: torch.Tensor, place: Any) -> Transfer:
         """Begins to write a one-dimensional tensor of bytes, which must stay until that has ended."""
-        return self._begin(lambda: self._move(os.pwrite, tensor, place, "written"))
 
-    def read(self, tensor: torch.Tensor, place: int) -> Transfer:
+    def read(self, tensor: torch.Tensor, place: Any) -> Transfer:
         """Begins to read into a one-dimensional tensor of bytes."""
-        return self._begin(lambda: self._move(_read_into, tensor, place, "read"))
+
+    def settle(self) -> None:
+        """What the process computes from now on comes after all transfers that have begun."""
 
     def close(self) -> None:
-        """Ends the thread, when it has done what it was told."""
-        self._jobs.put(None)
-
-    def _begin(self, job: Callable[[], None]) -> Transfer:
-        transfer = Transfer()
-        self._jobs.put((job, transfer))
-        return transfer
-
-    def _work(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            job, transfer = item
-            error: BaseException | None = None
-            try:
-                job()
-            except BaseException as found:
-                error = found
-            del job, item
-            transfer.end(error)
-        with contextlib.suppress(OSError):
-            self._file.close()
-
-    def _move(self, call: Callable[..., int], tensor: torch.Tensor, place: int, what: str) -> None:
-        num_bytes = tensor.numel()
-        memory = memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
-        done = 0
-        try:
-            while done < num_bytes:
-                moved = call(self._file.fileno(), memory[done:], place + done)
-                if moved <= 0:
-                    raise OSError("the file is shorter than what was written to it")
-                done += moved
-        except OSError as error:
-            raise SMPError(
-                f"offload_activations: {num_bytes} bytes of activations could not be {what} in "
-                f"{self.folder!r} ({error}): set {FOLDER_VARIABLE} to a folder with more space, or write "
-                "offload_activations: False"
-            ) from error
-        if call is os.pwrite:
-            self.bytes_written += num_bytes
-
-
-def _read_into(descriptor: int, memory: Any, place: int) -> int:
-    return os.preadv(descriptor, [memory], place)
+        """Lets go of what it has, when it has done what it was told."""

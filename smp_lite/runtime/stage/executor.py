@@ -24,8 +24,9 @@ from ...errors import SMPError
 from ...plan.step.actions import COMPUTE_KINDS, RECV_KINDS, Action, ActionKind
 from ...plan.step.segments import Segment
 from ...record.parameters.placement import Placement
-from ...record.recording import Command
+from ...record.recording import Command, Recording
 from ...record.values.placed import TensorMeta
+from ..graphs.stage_graphs import StageGraphs
 from ..offloading.offload import COUNTED_KINDS, ActivationOffload
 from ..sharded.parameters import ShardedParameters
 from ..weights.deferral import WeightGradients
@@ -55,6 +56,7 @@ class StageExecutor:
         sharded: parameters that must be brought together before an action; None: all are here.
         offload: takes what checkpointed calls keep out of memory; None: it stays.
         weights: gives gradients of parameters in actions of their own, where the list has them.
+        graphs: runs segments of replayed steps without their Python; None: it always runs.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class StageExecutor:
         sharded: ShardedParameters | None = None,
         offload: ActivationOffload | None = None,
         weights: WeightGradients | None = None,
+        graphs: StageGraphs | None = None,
     ) -> None:
         self.stage_index = stage_index
         self.wire = wire
@@ -83,6 +86,7 @@ class StageExecutor:
         self._commands.sharded = self._sharded = sharded
         self.offload = offload
         self.weights = weights
+        self.graphs = graphs
         self._placement = placement
         self._before_backward = before_backward
         self._before_weights = before_weights
@@ -265,6 +269,8 @@ class StageExecutor:
         self._let_go()  # a list that was given up halfway
         if self.offload is not None:
             self.offload.end_step()
+        if self.graphs is not None:
+            self.graphs.end_step()
         self.failure = self.error = None
         self._sends.clear()
         self.states.clear()
@@ -312,7 +318,10 @@ class StageExecutor:
         for value in segment.imports:
             local[value] = self._imported(state, value)
         leaves = {value: local[value] for value in segment.imports}
-        if self.offload is None:
+        replayed = self._replayed(recording, segment, leaves, state)
+        if replayed is not None:
+            local |= replayed
+        elif self.offload is None:
             with self._splitting(action, segment, state):
                 self._commands.run_segment(recording, segment, local, state.data)
         else:
@@ -329,6 +338,18 @@ class StageExecutor:
         self._keep_exports(state, segment, local)
         for value in segment.imports:
             state.used(value)
+
+    def _replayed(
+        self, recording: Recording, segment: Segment, leaves: dict[int, torch.Tensor], state: MicrobatchState
+    ) -> dict[int, torch.Tensor] | None:
+        """What a graph of the segment makes for others; None: there is none."""
+        if self.graphs is None or self._commands.observer is not None:
+            return None
+
+        def run(local: dict[int, torch.Tensor]) -> None:
+            self._commands.run_segment(recording, segment, local, state.data)
+
+        return self.graphs.forward(recording, segment, leaves, run)
 
     def _imported(self, state: MicrobatchState, value: int) -> torch.Tensor:
         """The segment's own leaf of a value made elsewhere."""
@@ -364,6 +385,8 @@ class StageExecutor:
         starts, gradients = self._starts(state, segment)
         leaves = state.leaves.pop(key)
         cut = CutGradients({value: leaves[value] for value in segment.gradient_imports})
+        if self.graphs is not None:
+            self.graphs.before_backward(state.recording, segment, starts, gradients)
         if self._before_backward is not None:
             self._before_backward(m, segment)
         with state.recording.around_backward(self.stage_index, segment.commands):

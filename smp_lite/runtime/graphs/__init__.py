@@ -1,0 +1,1 @@
+"""Segments of a replayed step (``static_mode``) that a device runs as graphs, without their Python."""
