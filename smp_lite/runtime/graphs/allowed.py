@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ...devices import home
-from ...plan.segments import Segment
+from ...plan.step.segments import Segment
 from ...record.describe.checkpointed_calls import CheckpointedRun, is_marked
 from ...record.recording import Command, Recording, nothing_around
 from ...record.state.places import PLAIN

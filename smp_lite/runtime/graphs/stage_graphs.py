@@ -20,7 +20,7 @@ from torch import Tensor
 from ...device_graphs import can_capture
 from ...devices import home, synchronize
 from ...errors import SMPError
-from ...plan.segments import Segment
+from ...plan.step.segments import Segment
 from ...record.parameters.placement import Placement
 from ...record.recording import Command, Recording
 from .allowed import modules_of, why_not
