@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,14 @@ NUMBER = ctypes.c_double(1.0)
 EVENT = threading.Event()
 
 
+def offset() -> float:
+    return OFFSET
+
+
+def _other_offset() -> float:
+    return 3.0
+
+
 class Part(nn.Module):
     """One layer whose code reads attributes, of itself and of what it is given, and globals of many kinds."""
 
@@ -40,8 +50,10 @@ class Part(nn.Module):
 
     def forward(self, x: Tensor, more: Any = 0.0) -> Tensor:
         x = x[: self.length] * getattr(x, "factor", 1.0)
-        given = FACTORS["of"] * SCRIPT.factor * NUMBER.value * (2.0 if EVENT.is_set() else 1.0)
-        return self.inner(self.layer(x)) * self.scale * given + OFFSET + more
+        given = (
+            math.sqrt(4.0) * FACTORS["of"] * SCRIPT.factor * NUMBER.value * (2.0 if EVENT.is_set() else 1.0)
+        )
+        return self.inner(self.layer(x)) * self.scale * given + offset() + more
 
 
 class Model(nn.Module):
@@ -105,6 +117,36 @@ def _event(model: Any, x: Tensor, m: int) -> Tensor:
     result = model(x)
     EVENT.clear()
     return result
+
+
+def _function(model: Any, x: Tensor, m: int) -> Tensor:
+    with mock.patch.dict(globals(), {"offset": _other_offset} if m > 1 else {}):
+        return model(x)
+
+
+def _function_of_torch(model: Any, x: Tensor, m: int) -> Tensor:
+    own = F.linear
+    with contextlib.ExitStack() as stack:
+        if m > 1:
+            other = mock.patch.object(F, "linear", lambda *args: own(*args) * 2.0)
+            stack.enter_context(other)
+        return model(x)
+
+
+def _class_of_torch(model: Any, x: Tensor, m: int) -> Tensor:
+    own = nn.Tanh.forward
+    with contextlib.ExitStack() as stack:
+        if m > 1:
+            other = mock.patch.object(nn.Tanh, "forward", lambda self, x: own(self, x) * 2.0)
+            stack.enter_context(other)
+        return model(x)
+
+
+def _function_of_python(model: Any, x: Tensor, m: int) -> Tensor:
+    with contextlib.ExitStack() as stack:
+        if m > 1:
+            stack.enter_context(mock.patch.object(math, "sqrt", math.exp))
+        return model(x)
 
 
 def _number(model: Any, x: Tensor, m: int) -> Tensor:
@@ -247,6 +289,10 @@ STEPS: dict[str, Step] = {
         _script_argument,
         _shared_number,
         _event,
+        _function,
+        _function_of_torch,
+        _class_of_torch,
+        _function_of_python,
         _number,
         _type_of_number,
         _sign_of_zero,

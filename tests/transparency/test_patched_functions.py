@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import smp_lite as smp
+from smp_lite.errors import SMPError
 from tests.models.layers import WIDTH, Chain, MLPBlock
 from tests.transparency.conftest import OpenSession
 from tests.transparency.rounds import Round, assert_rounds_equal
-from tests.transparency.weight_gradients import BATCH, Around, Check, train
+from tests.transparency.weight_gradients import BATCH, Around, Check, train, zigzag_step
 
 
 class Normed(Chain):
@@ -65,3 +67,20 @@ def _turned_on(model: nn.Module) -> None:
 def test_within_a_layer_that_has_been_split(check: Check) -> None:
     plain = Round(train, BATCH)
     check(lambda: Around(Quantized), plain, plain, Round(train, BATCH, before=_turned_on), plain)
+
+
+def test_a_method_of_tensors_for_the_time_of_a_call(open_session: OpenSession) -> None:
+    open_session(2, "zigzag")
+    _, step = zigzag_step(Around(MLPBlock))
+    step(BATCH)
+
+    def patched(model: Any, batch: Any) -> Any:
+        with mock.patch.object(torch.Tensor, "square", torch.Tensor.abs):
+            return model(batch["x"])
+
+    @smp.step
+    def once(model: Any, batch: Any) -> Any:
+        return model(batch["x"]), patched(model, batch)
+
+    with pytest.raises(SMPError, match=r"exchanges methods of torch\.Tensor"):
+        once(smp.state.model, BATCH)

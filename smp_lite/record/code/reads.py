@@ -43,6 +43,7 @@ from ..state.places import (
 )
 from .bytecode import constant_keys, reads_computed_names, with_nested
 from .stored import stored_in
+from .torch_names import CODE, of_torch_module
 from .watch import Names
 
 __all__ = ["places_of_class", "places_of_functions", "places_read"]
@@ -68,6 +69,8 @@ def places_read(module: nn.Module, names: Names) -> PlacesRead:
         for kind in type(part).__mro__:
             if finder.is_users(kind):
                 finder.klass(kind)
+            elif kind not in nn.Module.__mro__:
+                finder.calls(of_torch_module(kind))
         for key, value in part.__dict__.items():
             if key in names.attributes and not isinstance(value, PLAIN) and key not in _TABLES:
                 finder.into(value, f"{label}.{key}", 1)
@@ -145,9 +148,9 @@ class _Finder:
         value = holder[key]
         if key.startswith("__"):
             pass
-        elif isinstance(value, PLAIN) or depth > 0:
+        elif isinstance(value, (*PLAIN, *CODE)) or depth > 0:
             self.places.append(Item(holder, key, name))
-        else:  # functions and classes at the top of a module hardly ever change
+        else:
             self.bound.append((holder, key))
         if not isinstance(value, PLAIN):
             self.into(value, name, depth)
@@ -232,6 +235,13 @@ class _Finder:
                     self.klass(kind)
             self.members(value, name, depth)
 
+    def calls(self, places: Iterable[Place]) -> None:
+        """Places of functions that the code calls."""
+        for place in places:
+            if place.identity not in self._seen:
+                self._seen[place.identity] = place
+                self.places.append(place)
+
     def found_in(self, behind: Iterable[tuple[Any, Any, str]], name: str, depth: int) -> None:
         """What an object of torch's or of Python's own stores, under names that the code does not mention."""
         for holder, key, text in behind:
@@ -256,6 +266,11 @@ class _Finder:
         is_module = isinstance(value, types.ModuleType)
         first = value.__name__.partition(".")[0] if is_module else ""
         if is_module and (first == "torch" or first in sys.stdlib_module_names):
+            for key in sorted(self.names.attributes & vars(value).keys()):
+                if isinstance(vars(value)[key], CODE):
+                    self.item(vars(value), key, f"{name}.{key}", depth + 1)
+                elif isinstance(vars(value)[key], types.ModuleType):
+                    self.into(vars(value)[key], f"{name}.{key}", depth + 1)
             return
         namespace = getattr(value, "__dict__", None)
         if not is_module and (not isinstance(namespace, dict) or depth >= _MAX_DEPTH):

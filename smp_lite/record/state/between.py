@@ -17,6 +17,9 @@ from .python_state import PythonState
 
 __all__ = ["ReadBetween"]
 
+_METHODS = vars(torch.Tensor)
+_OF_PYTHON = frozenset(_METHODS)
+_OF_C = frozenset(dir(torch.Tensor)) - _OF_PYTHON
 _PASSED_OVER = (nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader, nn.Parameter)
 
 
@@ -27,16 +30,26 @@ class ReadBetween:
         self._known: dict[int, PlacesRead] = {}  # by id
         self._copies: dict[int, tuple[Any, PythonState]] = {}  # by id of the object
         self._bindings: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+        self._rebound: str | None = None  # what another call found other than before
+        self._patched = patched_methods()
 
     def clear(self) -> None:
         """What was recorded has run, or never will."""
         self._known.clear()
         self._copies.clear()
         self._bindings.clear()
+        self._rebound = None
 
     def look(self, places: PlacesRead) -> None:
         """A call is recorded that reads this."""
+        if not self._known:
+            self._patched = patched_methods()
+        elif patched_methods() != self._patched:
+            self._rebound = "exchanges methods of torch.Tensor"
         if id(places) in self._known:
+            for namespace, name in places.functions:
+                if namespace.get(name, MISSING) is not self._bindings[id(namespace), name][2]:
+                    self._rebound = f"sets {name}"
             return
         self._known[id(places)] = places
         for value, name in places.objects:
@@ -49,8 +62,19 @@ class ReadBetween:
 
     def changed(self) -> str | None:
         """The first thing that is no longer as it was, in words."""
+        if self._rebound is not None:
+            return self._rebound
+        if self._known and patched_methods() != self._patched:
+            return "exchanges methods of torch.Tensor"
         for namespace, name, old in self._bindings.values():
             if namespace.get(name, MISSING) is not old:
                 return f"sets {name}"
         texts = (state.changed() for _, state in self._copies.values())
         return next((text for text in texts if text is not None), None)
+
+
+def patched_methods() -> dict[str, Any]:
+    """Methods of tensors that a script has put in the places of those that are written in C."""
+    if len(_METHODS) == len(_OF_PYTHON):
+        return {}
+    return {key: _METHODS[key] for key in _METHODS.keys() - _OF_PYTHON if key in _OF_C}
