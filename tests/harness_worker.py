@@ -86,6 +86,8 @@ def _reset(environment: dict[str, str]) -> None:
     # Only what was imported can have left something behind.
     if (starting := sys.modules.get("smp_lite.starting")) is not None:
         starting.reset()
+    if (order := sys.modules.get("tests.pretended_device.order")) is not None:
+        order.forget()
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)

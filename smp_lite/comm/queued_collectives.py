@@ -12,7 +12,9 @@ and rounded once, as on MPI.
 
 **Failures.** A member that never comes leaves the others' devices waiting, not their hosts, which notice when
 they look at a result. One that does not end within the watchdog's limit ends the job by a named error
-(:mod:`.device_watch`). Those of members that know of a failure are aborted (:meth:`QueuedCollectives.abort`).
+(:mod:`.device_watch`). What nobody asks for any more, since a step has failed meanwhile, keeps its memory all
+the same: the device may still write there. Those of members that know of a failure are aborted
+(:meth:`QueuedCollectives.abort`).
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ class QueuedCollectives:
         self._group: Any = None
         self._stream = side_stream()
         self._watched = Watched(ranks)
+        self._unread: list[Queued] = []
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Pending:
         kind = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
@@ -117,6 +120,7 @@ class QueuedCollectives:
         if self._group is not None:
             abort(self._group)
         self._watched.forget()
+        self._unread.clear()
 
     def _queue(self, run: Callable[[Any], None], *tensors: torch.Tensor) -> Pending:
         """``run`` queues on the stream of collectives, after what the current stream has computed."""
@@ -133,7 +137,9 @@ class QueuedCollectives:
                 f"{self._watched.name} could not be started: {str(error).splitlines()[0]}"
             ) from error
         self._watched.note(computed, ended)
-        return Queued(ended, tensors)
+        queued = Queued(ended, tensors)
+        self._unread = [*[each for each in self._unread if not each.is_read], queued]
+        return queued
 
     def _connect(self) -> None:
         """The first collective connects the members, which takes all of them at the same time."""
@@ -153,6 +159,11 @@ class Queued:
     def __init__(self, ended: Any, memory: Sequence[torch.Tensor]) -> None:
         self._ended = ended
         self._memory: Sequence[torch.Tensor] | None = memory
+
+    @property
+    def is_read(self) -> bool:
+        """Whether what computes has been told to wait."""
+        return self._memory is None
 
     def done(self) -> bool:
         if self._memory is not None:

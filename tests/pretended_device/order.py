@@ -138,6 +138,12 @@ def finish(index: int) -> None:
             queue.finish()
 
 
+def forget() -> None:
+    """What a session has left queued is nobody's when it has ended."""
+    _queues.clear()
+    _in_vain.clear()
+
+
 def follow(late: Late, index: int) -> None:
     """The current stream goes on after it. The one that computes cannot, here, without the host."""
     queue = current(index)

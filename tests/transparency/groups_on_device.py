@@ -26,6 +26,7 @@ __all__ = [
     "every_collective",
     "fails_in_one_rank",
     "failure_of_one_rank",
+    "forgotten",
 ]
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.uint8]
@@ -71,6 +72,20 @@ def every_collective(kind: str) -> list[str]:
     """Those that give something else than they should, on pretended devices."""
     with offered():
         return collectives_that_are_wrong(kind)
+
+
+def forgotten() -> list[float]:
+    """A sum that nobody asks for, since something else has failed, and what the device has in the end."""
+    with offered():
+        smp.init()
+        session = current()
+        collectives = session._collectives(["dp"])
+        collectives.all_reduce(torch.ones(3, device=session.device)).done()
+        collectives.all_reduce(torch.ones(5, device=session.device))
+        torch.get_device_module(session.device).synchronize()
+        kept = torch.ones(3, device=session.device)
+        collectives.all_reduce(kept).done()
+        return kept.tolist()
 
 
 def collectives_that_are_wrong(kind: str) -> list[str]:

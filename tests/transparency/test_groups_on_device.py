@@ -28,10 +28,15 @@ def between_devices(function: str, ranks: int, parameters: dict[str, Any], **kwa
     return [result for result, _ in found]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kind", ["own", "shared with scripts"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_collective(ranks: int, kind: str) -> None:
     assert run(f"{OWN}:every_collective", ranks, kwargs={"kind": kind}, parameters=REPLICAS) == [[]] * ranks
+
+
+def test_memory_stays_of_what_nobody_asks_for() -> None:
+    assert run(f"{OWN}:forgotten", parameters=REPLICAS) == [[2.0, 2.0, 2.0]] * 2
 
 
 @pytest.mark.parametrize(
@@ -50,7 +55,7 @@ def test_each_rank_needs_a_device_of_its_own(own: bool, parameters: dict[str, An
         assert found.startswith(said)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "gpt_tied", "batchnorm", "unused", "data_branch", "complex64"])
 def test_replicas(name: str) -> None:
     parameters = {"partitions": 2, "microbatches": NUM_MICROBATCHES, "ddp": True}
