@@ -3,9 +3,9 @@
 `run_distributed("tests.transparency.cases:gpt", world_size=2)` calls that function in every rank
 and returns what the ranks returned. The ranks of one world size stay alive between calls, because
 importing torch costs seconds; a rank that fails, dies or hangs costs its whole pool, and the next
-call starts a new one. Each rank talks to the test over its own Unix socket and writes into its own
-log, so a failure shows the first cause and who said what; after a timeout the logs hold the Python
-stack of every rank.
+call starts a new one. Only those used last stay, or they would fill the machine's memory. Each
+rank talks to the test over its own Unix socket and writes into its own log, so a failure shows the
+first cause and who said what; after a timeout the logs hold the Python stack of every rank.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ _PEERS_GRACE_S = 0.5
 """How long to wait for an earlier failure of another rank once one rank has failed."""
 _STOP_GRACE_S = 5.0
 _TAIL_LINES = 40
+_MOST_RANKS = 12
+"""How many ranks may stay alive between calls: each holds a few hundred MB."""
 
 DEVICES_VARIABLE = "SMP_LITE_PRETENDED_DEVICES"
 """How many pretended devices (`tests.pretended_device`) a process finds; unset: there is no such device."""
@@ -46,7 +48,7 @@ DEVICES_VARIABLE = "SMP_LITE_PRETENDED_DEVICES"
 REAL = -1
 """Instead of a number of pretended devices: whatever accelerator the machine has."""
 
-_pools: dict[tuple[int, int], WorldPool] = {}
+_pools: dict[tuple[int, int], WorldPool] = {}  # the last used comes last
 
 
 def run_distributed(
@@ -73,9 +75,12 @@ def run_distributed(
             return pool.run(function, kwargs, parameters, timeout_s)
         finally:
             pool.close()
-    pool = _pools.get((world_size, devices))
+    pool = _pools.pop((world_size, devices), None)
     if pool is None or not pool.alive:
-        pool = _pools[world_size, devices] = WorldPool(world_size, devices=devices)
+        while _pools and sum(other.world_size for other in _pools.values()) + world_size > _MOST_RANKS:
+            _pools.pop(next(iter(_pools))).close()
+        pool = WorldPool(world_size, devices=devices)
+    _pools[world_size, devices] = pool
     return pool.run(function, kwargs, parameters, timeout_s)
 
 

@@ -68,7 +68,7 @@ class Likeness:
                 (
                     s.visit,
                     [place[i] for i in s.commands],
-                    *[self._values(recording, v) for v in _values_of(s)],
+                    *[self._values(recording, v) for v in _values_of(graph, s)],
                 )
                 for s in graph.segments
                 if s.stage_index == self.stage
@@ -172,8 +172,9 @@ class Likeness:
         return "one object", id(value)
 
 
-def _values_of(segment: Segment) -> tuple[tuple[int, ...], ...]:
+def _values_of(graph: SegmentGraph, segment: Segment) -> tuple[tuple[int, ...], ...]:
     return (
+        graph.sums_taken(segment),
         segment.imports,
         segment.exports,
         segment.gradient_exports,

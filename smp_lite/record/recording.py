@@ -198,7 +198,13 @@ class Recording:
                 )
             )
         sizes = {value.index: value.meta.num_bytes for value in self.values}
-        return build_graph(nodes, roots=self.roots(), needed=self.needed, value_bytes=sizes)
+        return build_graph(
+            nodes,
+            roots=self.roots(),
+            needed=self.needed,
+            value_bytes=sizes,
+            may_grow=self._may_grow(),
+        )
 
     def _reached(self) -> list[int]:
         """Of each command the bits of the backwards that reach it, where there are several.
@@ -233,12 +239,16 @@ class Recording:
     def _keeps_apart(self) -> bool:
         return self.complete and len(self.backwards) > 1
 
+    def _may_grow(self) -> bool:
+        """Whether commands will follow, or did after some had run."""
+        return not self.complete or self.epoch > 0
+
     def plan_key(self) -> tuple[int, ...]:
         """Recordings with equal keys have equal graphs."""
         apart = [backward.values for backward in self.backwards] if self._keeps_apart() else self.roots()
         return (
             self.structure_digest,
-            hash((tuple(apart), self._keeps_apart() and self.epoch)),
+            hash((tuple(apart), self._keeps_apart() and self.epoch, self._may_grow())),
             hash(tuple(sorted(self.needed))),
         )
 

@@ -54,8 +54,7 @@ class Case:
         forward_loss: (model, batch) -> what the step function returns: the scalar loss, or a
             structure that holds it.
         loss_of: picks the scalar loss out of that.
-        exact: the sums happen in one order only, so results must agree to the bit. False where
-            three or more gradients meet in one tensor, whose order of summing a split may change.
+        exact: results must agree to the bit; False where a split changes the order of a sum.
         random_in_blocks: blocks draw random numbers, which a split cannot draw in the plain
             model's order: runs with one seed are to be compared with each other instead.
         unused_parameters: trainable parameters that get no gradient.

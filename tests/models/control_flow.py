@@ -183,7 +183,7 @@ def pooled_batch(num_samples: int) -> Batch:
 
 
 CASES = (
-    Case("reuse", Reuse, regression_batch, "one module called three times", exact=False),
+    Case("reuse", Reuse, regression_batch, "one module called three times"),
     Case("branches", Branches, regression_batch, "two branches that join"),
     Case("data_branch", DataBranch, signed_batch, "`if tensor:` on an activation"),
     Case(

@@ -163,7 +163,6 @@ CASES = (
         build_t5,
         translation_batch,
         "encoder-decoder, shared embeddings, position biases that later blocks reuse",
-        exact=False,
     ),
     _case("vit", build_vit, image_batch, "patch embedding, class token held by the embeddings"),
 )

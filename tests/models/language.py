@@ -196,7 +196,6 @@ CASES = (
         translation_batch,
         "cross attention: one value with consumers on several stages",
         translation_loss,
-        exact=False,
     ),
     Case(
         "lstm",
@@ -212,6 +211,5 @@ CASES = (
         "a mutable list collects values of all stages, is passed to a module and returned",
         hidden_list_loss,
         loss_of=lambda output: output[0],
-        exact=False,
     ),
 )

@@ -29,8 +29,8 @@ class Program:
         parameters: further SMP parameters.
         pipelines: schedules to try.
         static: also with ``static_mode``.
-        tolerance: largest relative difference; 0 is to the bit. More only where several gradients of one
-            value meet, which may be summed in another order.
+        tolerance: largest relative difference; 0 is to the bit. More only where what is summed differs,
+            as the function's docstring says.
         refused: part of the error by which the library refuses it, where it does; else it must be equal.
         refused_static: the same for ``static_mode`` alone.
         refused_on_ranks: the same for real processes alone.

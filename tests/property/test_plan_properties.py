@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -74,8 +74,18 @@ def pending_transfers(works: Sequence[Work]) -> Iterator[tuple[ActionKind, int, 
             for stage in work.graph.remote_stages(value):
                 yield ActionKind.SEND_FORWARD, work.microbatch_index, value, stage
             if producer in running:
-                for stage in work.graph.gradient_stages(value):
+                for stage in gradient_senders(work.graph, value):
                     yield ActionKind.SEND_BACKWARD, work.microbatch_index, value, stage
+
+
+def gradient_senders(graph: SegmentGraph, value: int) -> Iterable[int]:
+    """The stages that send a gradient of the value, as often as they do."""
+    consumers = [segment for segment in graph.segments if value in segment.gradient_imports]
+    route = [graph.segments[graph.producer[value]], *consumers]
+    if value not in graph.summed_in_turn:
+        return {s.stage_index for s in consumers} - {route[0].stage_index}
+    steps = zip([s.stage_index for s in route], [s.stage_index for s in consumers], strict=False)
+    return [stage for target, stage in steps if stage != target]
 
 
 def transfers(planned: Planned) -> Iterator[tuple[ActionKind, int, int, int]]:

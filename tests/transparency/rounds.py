@@ -43,7 +43,7 @@ class Round:
 def assert_rounds_equal(
     build: Callable[[], nn.Module],
     rounds: Sequence[Round],
-    placement: str = "zigzag",
+    placement: str | dict[str, int] = "zigzag",
     *,
     tolerance: float = 0.0,
 ) -> None:
@@ -59,6 +59,8 @@ def assert_rounds_equal(
     model = smp.DistributedModel(module)
     if placement == "zigzag":
         place(module, zigzag_stages(module, smp.state.num_stages))
+    elif isinstance(placement, dict):
+        place(module, placement)
     for index, part in enumerate(rounds):
         results = []
         for run, owner in ((_plain_round, plain), (_smp_round, model)):

@@ -30,14 +30,29 @@ def test_value_between_two_segments_of_one_stage_does_not_travel() -> None:
 def test_value_travels_once_to_each_stage_and_its_gradient_once_back() -> None:
     """Two segments of stage 1 use value 0: the gradient leaves after the second one's backward."""
     graph = build_graph(
+        [command(0, [], 0), command(1, [0], 1), command(2, [1], 2), command(1, [0, 2], 3)],
+        roots=[3],
+    )
+    assert plan(graph, 1).lists() == [
+        "0F0 0SEND_F0:v0>1 0RECV_B0:v0<1 0B0",
+        "1RECV_F0:v0<0 1F0 1SEND_F0:v1>2 1RECV_F0:v2<2 1F0.1 1B0.1 1SEND_B0.1:v2>2 "
+        "1RECV_B0:v1<2 1B0 1SEND_B0:v0>0",
+        "2RECV_F0:v1<1 2F0 2SEND_F0:v2>1 2RECV_B0:v2<1 2B0 2SEND_B0:v1>1",
+    ]
+
+
+def test_gradient_that_is_summed_in_turn_goes_from_consumer_to_consumer() -> None:
+    """Stages 1, 2 and again 1 use value 0: in one process stage 2's part is added before stage 1's second."""
+    graph = build_graph(
         [command(0, [], 0), command(1, [0], 1), command(2, [0, 1], 2), command(1, [0, 2], 3)],
         roots=[3],
     )
     assert plan(graph, 1).lists() == [
-        "0F0 0SEND_F0:v0>1 0SEND_F0:v0>2 0RECV_B0:v0<2 0RECV_B0:v0<1 0B0",
-        "1RECV_F0:v0<0 1F0 1SEND_F0:v1>2 1RECV_F0:v2<2 1F0.1 1B0.1 1SEND_B0.1:v2>2 "
-        "1RECV_B0:v1<2 1B0 1SEND_B0:v0>0",
-        "2RECV_F0:v0<0 2RECV_F0:v1<1 2F0 2SEND_F0:v2>1 2RECV_B0:v2<1 2B0 2SEND_B0:v0>0 2SEND_B0:v1>1",
+        "0F0 0SEND_F0:v0>1 0SEND_F0:v0>2 0RECV_B0:v0<1 0B0",
+        "1RECV_F0:v0<0 1F0 1SEND_F0:v1>2 1RECV_F0:v2<2 1F0.1 1B0.1 1SEND_B0.1:v0>2 1SEND_B0.1:v2>2 "
+        "1RECV_B0:v0<2 1RECV_B0:v1<2 1B0 1SEND_B0:v0>0",
+        "2RECV_F0:v0<0 2RECV_F0:v1<1 2F0 2SEND_F0:v2>1 2RECV_B0:v0<1 2RECV_B0:v2<1 2B0 "
+        "2SEND_B0:v0>1 2SEND_B0:v1>1",
     ]
 
 

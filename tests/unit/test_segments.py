@@ -61,7 +61,7 @@ def test_branches_on_two_stages_join_on_a_third() -> None:
     join, source = segment_at(graph, 3), segment_at(graph, 0)
     assert [graph.segments[i].stage_index for i in graph.forward_inputs(join)] == [1, 2]
     assert [graph.segments[i].stage_index for i in graph.backward_inputs(source)] == [1, 2]
-    assert graph.remote_stages(0) == graph.gradient_stages(0) == (1, 2)
+    assert graph.remote_stages(0) == (1, 2)
 
 
 def test_branch_and_join_on_one_stage_are_one_segment() -> None:
@@ -100,9 +100,14 @@ def test_gradients_of_a_value_come_back_from_its_latest_consumer_first() -> None
         [command(0, [], 0), command(1, [0], 1), command(0, [0, 1], 2), command(1, [0, 2], 3)],
         roots=[3],
     )
-    consumers = [graph.segments[i] for i in graph.gradient_consumers(0)]
-    assert [(s.stage_index, s.visit) for s in consumers] == [(1, 1), (0, 1), (1, 0)]
-    assert graph.gradient_stages(0) == (1,)
+    latest, between, first = segment_at(graph, 1, 1), segment_at(graph, 0, 1), segment_at(graph, 1)
+    assert graph.summed_in_turn == {0}  # stage 1 would add its own two up first
+    assert graph.gradient_sources(segment_at(graph, 0), 0) == (first.index,)
+    assert graph.gradient_sources(first, 0) == (between.index,)
+    assert graph.gradient_sources(between, 0) == (latest.index,)
+    assert graph.gradient_target(latest, 0) == between
+    assert graph.gradient_target(first, 0) == segment_at(graph, 0)
+    assert [graph.sums_taken(s) for s in (latest, between, first)] == [(), (0,), (0,)]
 
 
 def test_frozen_part_has_no_backward() -> None:
@@ -113,7 +118,7 @@ def test_frozen_part_has_no_backward() -> None:
     )
     assert [s.has_backward for s in graph.segments] == [False, True, True]
     assert segment_at(graph, 1).gradient_imports == ()
-    assert graph.gradient_stages(0) == ()
+    assert graph.backward_inputs(segment_at(graph, 0)) == ()
     assert graph.remote_stages(0) == (1,)
 
 

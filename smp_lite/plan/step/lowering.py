@@ -7,7 +7,8 @@ for each other, whatever the wire does (the argument of ``torch.distributed.pipe
 pass). A receive only *posts* the transfer; the consumer waits for it when it runs.
 
 Each cut value travels once to each stage that needs it, and its gradient once back from each such stage,
-after the last of that stage's consumers has run backward. A ``W`` sends nothing.
+after the last of that stage's consumers has run backward; where it is summed in turn (:mod:`.segments`), from
+consumer to consumer, as often as that is a step to another stage. A ``W`` sends nothing.
 """
 
 from __future__ import annotations
@@ -69,15 +70,15 @@ def lower(
                 append[here](new_action((here, send_forward, m, visit, value, stage)))
                 append[stage](new_action((stage, recv_forward, m, 0, value, here)))
         elif action_kind is backward:
-            for value, (home, home_visit), num_consumers in by_microbatch[m].backward[here, visit]:
+            for value, (target, target_visit), num_consumers in by_microbatch[m].backward[here, visit]:
                 if num_consumers > 1:
                     key = (m, value, here)
                     left = backward_left.pop(key, num_consumers) - 1
                     if left:
                         backward_left[key] = left
                         continue
-                append[here](new_action((here, send_backward, m, visit, value, home)))
-                append[home](new_action((home, recv_backward, m, home_visit, value, here)))
+                append[here](new_action((here, send_backward, m, visit, value, target)))
+                append[target](new_action((target, recv_backward, m, target_visit, value, here)))
     return tuple(map(tuple, lists))
 
 
@@ -87,8 +88,9 @@ class _Travels:
     Attributes:
         left_over: (segment, value, stage): values of segments that ran in an earlier batch, for other stages.
         forward: for each (stage, visit) the (value, stage) that leave after its forward.
-        backward: for each (stage, visit) the values of other stages for which its backward makes a gradient,
-            with (stage, visit) of their producer and the number of this stage's segments that do so.
+        backward: for each (stage, visit) the values for which its backward makes a gradient for another
+            stage, with (stage, visit) of the segment that takes it in and the number of this stage's segments
+            whose gradients leave together.
     """
 
     def __init__(self, work: Work) -> None:
@@ -100,6 +102,9 @@ class _Travels:
         pending = work.pending_backwards()
         for segment in pending:
             num_consumers.update((value, segment.stage_index) for value in segment.gradient_imports)
+        num_consumers.update(
+            {key: 1 - number for key, number in num_consumers.items() if key[0] in graph.summed_in_turn}
+        )
         for segment in graph.segments:
             sends = [(value, stage) for value in segment.exports for stage in graph.remote_stages(value)]
             self.forward[segment.stage_index, segment.visit] = sends
@@ -109,7 +114,7 @@ class _Travels:
             here = segment.stage_index
             sends_back = self.backward[here, segment.visit] = []
             for value in segment.gradient_imports:
-                producer = graph.segments[graph.producer[value]]
-                if producer.stage_index != here:
-                    home = (producer.stage_index, producer.visit)
-                    sends_back.append((value, home, num_consumers[value, here]))
+                target = graph.gradient_target(segment, value)
+                if target.stage_index != here:
+                    place = (target.stage_index, target.visit)
+                    sends_back.append((value, place, num_consumers[value, here]))

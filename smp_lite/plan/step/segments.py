@@ -14,13 +14,22 @@ from which input reaches which output differentiably, where gradients will flow:
 backward at all, and which cut values carry a gradient back. Both ends of every transfer know this in
 advance, so no message has to say "there is no gradient".
 
+In one process autograd adds up the gradients of a value one by one, that of its latest use first, and the
+bits of a sum depend on how it is grouped. So the segments that use a value of more than two uses follow each
+other as the uses do: a command that uses it after a later segment has opens a new one. Where a segment other
+than the latest one may add several gradients, or a stage would add up its own first, the value is *summed in
+turn*: each segment's backward takes in what the later ones have found, adds its own to it, use by use, and
+hands the sum on to the segment before it, the first one to the producer. Other gradients go to the producer
+at once, which adds them up. A stage's segments, which may share parameters, run backward in reverse too.
+
 Legend: a *value* is an integer, numbered in recorded order within the microbatch.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 
@@ -32,7 +41,8 @@ class CommandNode:
         stage_index: the stage that executes it.
         inputs: values consumed.
         outputs: values produced.
-        links: for each output, the inputs that a gradient of that output would reach.
+        links: for each output, the inputs that a gradient of that output would reach, each as often as it
+            would be added to there.
         cost: its forward's cost, in any one unit.
         epoch: how often execution had been forced before it was recorded. Commands of different
             epochs never share a segment, since the earlier ones have run already.
@@ -80,6 +90,9 @@ class Segment:
     forward_cost: float
     epoch: int
     after: tuple[int, ...] = ()  # segments that change state which this one changes too
+    backward_after: tuple[
+        int, ...
+    ] = ()  # segments of its stage whose backward comes first, whatever needs it
     weight_cost: float = 0.0  # of its backward, what may run later
     backwards: int = 0  # as its commands'
 
@@ -97,6 +110,7 @@ class SegmentGraph:
     consumers: dict[int, tuple[int, ...]]  # value -> segments that import it
     value_bytes: dict[int, int] = field(default_factory=dict)  # size of each cut value
     ordered: frozenset[int] = frozenset()  # stages where several segments change the same state
+    summed_in_turn: frozenset[int] = frozenset()  # values, see the module
 
     def forward_inputs(self, segment: Segment) -> tuple[int, ...]:
         """Segments that must have run forward before this one."""
@@ -104,22 +118,42 @@ class SegmentGraph:
 
     def backward_inputs(self, segment: Segment) -> tuple[int, ...]:
         """Segments whose backward must have run before this one's."""
-        return tuple(
-            sorted(
-                {
-                    consumer
-                    for value in segment.gradient_exports
-                    for consumer in self.gradient_consumers(value)
-                }
-            )
-        )
+        sources = [self.gradient_sources(segment, value) for value in self.gradients_taken(segment)]
+        return tuple(sorted({*segment.backward_after, *[source for found in sources for source in found]}))
 
-    def gradient_consumers(self, value: int) -> tuple[int, ...]:
-        """Segments that hand back a gradient for this value, the latest first.
+    def gradients_taken(self, segment: Segment) -> tuple[int, ...]:
+        """Values of which the segment's backward takes in a gradient: those that it has made, and those that
+        are summed in turn and have later consumers."""
+        if not self.summed_in_turn:
+            return segment.gradient_exports
+        return (*segment.gradient_exports, *self.sums_taken(segment))
+
+    def sums_taken(self, segment: Segment) -> tuple[int, ...]:
+        """Values that other segments have made of whose gradient the segment's backward takes in a part."""
+        in_turn = [value for value in segment.gradient_imports if value in self.summed_in_turn]
+        return tuple([value for value in in_turn if self._gradient_consumers[value][0] != segment.index])
+
+    def gradient_sources(self, segment: Segment, value: int) -> tuple[int, ...]:
+        """Segments that hand the segment a gradient of the value, the latest first.
 
         Autograd adds gradients in that order in one process; keeping it keeps the bits.
         """
-        return self._gradient_consumers.get(value, ())
+        consumers = self._gradient_consumers.get(value, ())
+        if value not in self.summed_in_turn:
+            return consumers
+        if self.producer[value] == segment.index:
+            return consumers[-1:]
+        place = consumers.index(segment.index)
+        return consumers[place - 1 : place] if place else ()
+
+    def gradient_target(self, segment: Segment, value: int) -> Segment:
+        """To whom the segment hands the gradient that it makes of a value of another segment."""
+        if value in self.summed_in_turn:
+            consumers = self._gradient_consumers[value]
+            following = consumers[consumers.index(segment.index) + 1 :]
+            if following:
+                return self.segments[following[0]]
+        return self.segments[self.producer[value]]
 
     @cached_property
     def _gradient_consumers(self) -> dict[int, tuple[int, ...]]:
@@ -135,12 +169,6 @@ class SegmentGraph:
         stages = {self.segments[consumer].stage_index for consumer in self.consumers.get(value, ())}
         return tuple(sorted(stages - {home}))
 
-    def gradient_stages(self, value: int) -> tuple[int, ...]:
-        """Stages other than the producer's that send back a gradient for the value."""
-        home = self.segments[self.producer[value]].stage_index
-        stages = {self.segments[segment].stage_index for segment in self.gradient_consumers(value)}
-        return tuple(sorted(stages - {home}))
-
 
 def build_graph(
     commands: Sequence[CommandNode],
@@ -148,6 +176,7 @@ def build_graph(
     roots: Iterable[int] = (),
     needed: Iterable[int] = (),
     value_bytes: dict[int, int] | None = None,
+    may_grow: bool = False,
 ) -> SegmentGraph:
     """Groups commands into segments and finds where gradients flow.
 
@@ -156,12 +185,17 @@ def build_graph(
         roots: values that ``model.backward`` named.
         needed: further values wanted after the step (outputs) or already fetched by everybody.
         value_bytes: bytes of each value, kept for the cut ones.
+        may_grow: commands are still being recorded, or were when some ran: how those are grouped must not
+            depend on what came after them.
     """
     earlier = _earlier_touches(commands)
-    groups, group_of_command = _group(commands, earlier)
+    roots, needed = set(roots), set(needed)
+    added = _gradients_added(commands, roots)
+    total = sum(added, Counter())
+    several = None if may_grow else {value for value, number in total.items() if number > 2}
+    groups, group_of_command = _group(commands, earlier, several)
     produced_by = {value: i for i, command in enumerate(commands) for value in command.outputs}
     producer = {value: group_of_command[i] for value, i in produced_by.items()}
-    roots, needed = set(roots), set(needed)
 
     imports: list[dict[int, None]] = [{} for _ in groups]
     consumers: dict[int, dict[int, None]] = {}
@@ -172,7 +206,13 @@ def build_graph(
                 imports[group][value] = None
                 consumers.setdefault(value, {})[group] = None
 
-    gradients = _gradient_flow(commands, groups, producer, roots)
+    returned: Counter[tuple[int, int]] = Counter()  # (value, consumer): how many gradients it adds up
+    for i, numbers in enumerate(added):
+        group = group_of_command[i]
+        for value, number in numbers.items():
+            if producer[value] != group:
+                returned[value, group] += number
+    cut = {value for value, _ in returned}
     visits: dict[int, int] = {}
     segments = []
     for index, (stage_index, members) in enumerate(groups):
@@ -187,8 +227,8 @@ def build_graph(
                 commands=tuple(members),
                 imports=tuple(imports[index]),
                 exports=tuple(v for v in outputs if v in consumers or v in needed),
-                gradient_exports=tuple(v for v in outputs if v in gradients.cut),
-                gradient_imports=tuple(v for v in imports[index] if (v, index) in gradients.returned),
+                gradient_exports=tuple(v for v in outputs if v in cut),
+                gradient_imports=tuple(v for v in imports[index] if (v, index) in returned),
                 roots=tuple(v for v in outputs if v in roots),
                 forward_cost=sum(commands[i].cost for i in members),
                 epoch=commands[members[0]].epoch,
@@ -198,13 +238,68 @@ def build_graph(
             )
         )
     sizes = value_bytes or {}
-    return SegmentGraph(
+    in_turn = _summed_in_turn(segments, producer, returned)
+    graph = SegmentGraph(
         segments=tuple(segments),
         producer={value: producer[value] for value in producer if value in consumers or value in needed},
         consumers={value: tuple(sorted(found)) for value, found in consumers.items()},
         value_bytes={value: sizes[value] for value in consumers if value in sizes},
         ordered=frozenset(segment.stage_index for segment in segments if segment.after),
+        summed_in_turn=in_turn,
     )
+    latest_first = _latest_first(graph)
+    return replace(graph, segments=latest_first) if latest_first != graph.segments else graph
+
+
+def _latest_first(graph: SegmentGraph) -> tuple[Segment, ...]:
+    """The segments, each after the next one of its stage and backwards where no gradient says so."""
+    earlier = [0] * len(graph.segments)  # bits of those whose backward comes before
+    following: dict[tuple[int, int], int] = {}
+    found = []
+    for segment in reversed(graph.segments):
+        if segment.has_backward:
+            for index in graph.backward_inputs(segment):
+                earlier[segment.index] |= earlier[index] | 1 << index
+            place = segment.stage_index, segment.backwards
+            after = following.get(place)
+            if after is not None and not earlier[segment.index] >> after & 1:
+                earlier[segment.index] |= earlier[after] | 1 << after
+                segment = replace(segment, backward_after=(after,))
+            following[place] = segment.index
+        found.append(segment)
+    return tuple(reversed(found))
+
+
+def _gradients_added(commands: Sequence[CommandNode], roots: set[int]) -> list[Counter[int]]:
+    """For each command, how many gradients at most its backward adds to each value's."""
+    wanted = set(roots)
+    added: list[Counter[int]] = []
+    for command in reversed(commands):
+        reached = [
+            linked for output, linked in zip(command.outputs, command.links, strict=True) if output in wanted
+        ]
+        added.append(Counter([value for linked in reached for value in linked]))
+        wanted.update(added[-1])
+    added.reverse()
+    return added
+
+
+def _summed_in_turn(
+    segments: Sequence[Segment], producer: dict[int, int], returned: Counter[tuple[int, int]]
+) -> frozenset[int]:
+    consumers: dict[int, list[int]] = {}
+    for value, group in sorted(returned):
+        consumers.setdefault(value, []).append(group)
+    found = set()
+    for value, groups in consumers.items():
+        if len(groups) < 2:
+            continue
+        home = segments[producer[value]].stage_index
+        abroad = [stage for stage in [segments[group].stage_index for group in groups] if stage != home]
+        adds_own_first = len(groups) > 2 and len(set(abroad)) < len(abroad)
+        if adds_own_first or any(returned[value, group] > 1 for group in groups[:-1]):
+            found.add(value)
+    return frozenset(found)
 
 
 def _earlier_touches(commands: Sequence[CommandNode]) -> list[tuple[int, ...]]:
@@ -218,30 +313,38 @@ def _earlier_touches(commands: Sequence[CommandNode]) -> list[tuple[int, ...]]:
 
 
 def _group(
-    commands: Sequence[CommandNode], earlier: Sequence[tuple[int, ...]]
+    commands: Sequence[CommandNode], earlier: Sequence[tuple[int, ...]], several: set[int] | None
 ) -> tuple[list[tuple[int, list[int]]], list[int]]:
     """Greedy grouping; returns (stage, command indices) of each group, and each command's group.
 
     Ancestor sets are bit masks over groups. Joining a command to its stage's open group is allowed if no
-    input comes from a descendant of that group.
+    input comes from a descendant of that group, and none of those whose uses must follow each other
+    (``several``; None: of all) has been used by one before.
     """
     groups: list[tuple[int, list[int]]] = []
     ancestors: list[int] = []
     followers: list[dict[int, None]] = []  # of each group, those that need it directly
     group_of_command: list[int] = []
     producer: dict[int, int] = {}
-    open_group: dict[tuple[int, int, int, int], int] = {}
+    last_user: dict[int, int] = {}
+    open_group: dict[tuple[int, int], tuple[int, int, int]] = {}
     for i, command in enumerate(commands):
         sources = {producer[value] for value in command.inputs}
         sources.update([group_of_command[e] for e in earlier[i]])
-        key = (command.stage_index, command.epoch, command.unit, command.backwards)
-        group = open_group.get(key)
-        if group is None or any(s != group and ancestors[s] >> group & 1 for s in sources):
+        used = {value for linked in command.links for value in linked if several is None or value in several}
+        sources.update([last_user[value] for value in used if value in last_user])
+        # A stage's groups follow each other, since they may use the same parameters.
+        place = command.stage_index, command.backwards
+        epoch, unit, group = open_group.get(place, (-1, -1, -1))
+        is_open = (epoch, unit) == (command.epoch, command.unit)
+        if not is_open or any(s != group and ancestors[s] >> group & 1 for s in sources):
+            if group >= 0:
+                sources.add(group)
             group = len(groups)
             groups.append((command.stage_index, []))
             ancestors.append(0)
             followers.append({})
-            open_group[key] = group
+            open_group[place] = command.epoch, command.unit, group
         for source in sources - {group}:
             if group not in followers[source]:
                 followers[source][group] = None
@@ -250,6 +353,7 @@ def _group(
         group_of_command.append(group)
         for value in command.outputs:
             producer[value] = group
+        last_user.update(dict.fromkeys(used, group))
     return _in_dependency_order(groups, ancestors, group_of_command)
 
 
@@ -274,35 +378,3 @@ def _in_dependency_order(
     # An ancestor of g has strictly fewer ancestors than g, so this order is topological.
     position = {group: index for index, group in enumerate(order)}
     return [groups[g] for g in order], [position[g] for g in group_of_command]
-
-
-@dataclass(frozen=True)
-class _GradientFlow:
-    cut: set[int]  # cut values for which at least one consumer hands back a gradient
-    returned: set[tuple[int, int]]  # (value, consumer group)
-
-
-def _gradient_flow(
-    commands: Sequence[CommandNode],
-    groups: Sequence[tuple[int, list[int]]],
-    producer: dict[int, int],
-    roots: set[int],
-) -> _GradientFlow:
-    flow = _GradientFlow(set(), set())
-    for group in reversed(range(len(groups))):
-        made = [value for i in groups[group][1] for value in commands[i].outputs]
-        reached = {value for value in made if value in roots or value in flow.cut}
-        if not reached:
-            continue
-        for i in reversed(groups[group][1]):
-            command = commands[i]
-            for output, inputs in zip(command.outputs, command.links, strict=True):
-                if output not in reached:
-                    continue
-                for value in inputs:
-                    if producer[value] == group:
-                        reached.add(value)
-                    else:
-                        flow.cut.add(value)
-                        flow.returned.add((value, group))
-    return flow

@@ -20,8 +20,9 @@ from .recorded_cost import RecordedCost
 from .segments import Segment, SegmentGraph
 from .work import Work
 
-_Arrival = tuple[ActionKind, int | None, int | None]
-"""A receive's kind, the value, the stage that imports the value."""
+_Arrival = tuple[ActionKind, int | None, int | None, int]
+"""A receive's kind and value; of a value the stage that imports it, and 0; of a gradient the stage that sends
+it, and which of its visits does."""
 
 
 class ScheduleDeadlock(RuntimeError):
@@ -119,7 +120,7 @@ class _Events:
         number: of events.
         needs: for each forward, backward and ``W``, by (kind, stage, visit): its event, its segment, and what
             it waits for.
-        arrivals: by stage and value, of a value that it imports, or whose gradient it sends: the event.
+        arrivals: of values and gradients: the event.
         value_bytes: of the graph.
     """
 
@@ -137,16 +138,19 @@ class _Events:
                 source = graph.segments[graph.producer[value]]
                 arrival = source.index
                 if source.stage_index != stage:
-                    arrival = self._arrival(ActionKind.RECV_FORWARD, value, stage)
+                    arrival = self._arrival((ActionKind.RECV_FORWARD, value, stage, 0))
                 needs.append((arrival, source.index))
             self.needs[ActionKind.FORWARD, stage, segment.visit] = (index, segment, needs)
             needs = [(index, index)]
-            for value in segment.gradient_exports:
-                for consumer in graph.gradient_consumers(value):
-                    home = graph.segments[consumer].stage_index
-                    event = num_segments + consumer
-                    if home != stage:
-                        event = self._arrival(ActionKind.RECV_BACKWARD, value, home)
+            for value in graph.gradients_taken(segment):
+                together: dict[int, int] = {}  # by stage: one message, with whichever of its segments is last
+                for source in [graph.segments[i] for i in graph.gradient_sources(segment, value)]:
+                    event = num_segments + source.index
+                    if source.stage_index != stage:
+                        arrival = (ActionKind.RECV_BACKWARD, value, source.stage_index, source.visit)
+                        if source.stage_index not in together:
+                            together[source.stage_index] = self._arrival(arrival)
+                        event = self.arrivals[arrival] = together[source.stage_index]
                     needs.append((event, event))
             backward = num_segments + index
             self.needs[ActionKind.BACKWARD, stage, segment.visit] = (backward, segment, needs)
@@ -154,8 +158,8 @@ class _Events:
             self.needs[ActionKind.WEIGHT, stage, segment.visit] = (num_segments + backward, segment, needs)
         self.fresh = self.runs(None)
 
-    def _arrival(self, kind: ActionKind, value: int, stage: int) -> int:
-        event = self.arrivals.setdefault((kind, value, stage), self.number)
+    def _arrival(self, arrival: _Arrival) -> int:
+        event = self.arrivals.setdefault(arrival, self.number)
         self.number += event == self.number
         return event
 
@@ -261,9 +265,9 @@ class _Replay:
                     blocked.setdefault(first + need, []).append(here)
                     break
                 if kind is send_forward:
-                    arrival = (recv_forward, value, peer)
+                    arrival = (recv_forward, value, peer, 0)
                 elif kind is send_backward:
-                    arrival = (recv_backward, value, stage)
+                    arrival = (recv_backward, value, stage, visit)
                 else:
                     continue
                 first, events, _ = works[m]
@@ -284,5 +288,5 @@ def _travelling(schedule: Schedule, works: Sequence[Work]) -> dict[int, set[_Arr
     for actions in schedule if found else ():
         for stage, kind, m, _, value, _ in actions:
             if kind is ActionKind.RECV_FORWARD and m in found:
-                found[m].add((kind, value, stage))
+                found[m].add((kind, value, stage, 0))
     return found

@@ -295,6 +295,7 @@ class _Describer:
     def __init__(self, fakes: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self.by_identity = {id(given): i for i, (_, given) in enumerate(fakes)}
         self.by_leaf = {id(leaf): i for i, (leaf, _) in enumerate(fakes) if leaf.requires_grad}
+        self.copied = {i for i, (leaf, given) in enumerate(fakes) if leaf is not given}
         self.by_storage: dict[int, int] = {}
         for i, (_, given) in enumerate(fakes):
             if given.layout is torch.strided:
@@ -318,20 +319,26 @@ class _Describer:
         return NewTensor(TensorMeta.of(leaf), self.links(leaf), aliases)
 
     def links(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Tensor arguments that the autograd graph of ``tensor`` ends in."""
+        """Tensor arguments that the autograd graph of ``tensor`` ends in, each as often as it adds to its
+        gradient."""
         if not tensor.requires_grad or tensor.grad_fn is None:
             return ()
-        found, pending, visited = set(), [tensor.grad_fn], {tensor.grad_fn}
+        found: dict[int, Any] = {}  # by argument, the node that its gradients are added up for
+        pending, uses = [tensor.grad_fn], {tensor.grad_fn: 1}
         while pending:
             node = pending.pop()
-            variable = getattr(node, "variable", None)
-            if variable is not None and id(variable) in self.by_leaf:
-                found.add(self.by_leaf[id(variable)])
             for following, _ in node.next_functions:
-                if following is not None and following not in visited:
-                    visited.add(following)
+                if following is None:
+                    continue
+                argument = self.by_leaf.get(id(getattr(following, "variable", None)))
+                if argument is not None:
+                    found[argument] = node if argument in self.copied else following
+                if following in uses:
+                    uses[following] += 1
+                else:
+                    uses[following] = 1
                     pending.append(following)
-        return tuple(sorted(found))
+        return tuple([argument for argument in sorted(found) for _ in range(uses[found[argument]])])
 
 
 class _Watch(TorchDispatchMode):

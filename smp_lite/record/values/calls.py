@@ -61,8 +61,9 @@ class Arguments:
 class NewTensor:
     """A result leaf that is a new tensor.
 
-    ``links`` are the tensor arguments that a gradient of it would reach; ``aliases`` one whose memory it
-    shares (a view), or None. Arguments are numbered among the tensor arguments.
+    ``links`` are the tensor arguments that a gradient of it would reach, each as often as it would be added
+    to there; ``aliases`` one whose memory it shares (a view), or None. Arguments are numbered among the
+    tensor arguments.
     """
 
     meta: TensorMeta

@@ -26,6 +26,7 @@ from ...record.values.memory import storage_of
 from ...record.values.placed import TensorMeta, has_attributes
 from ...record.values.structure import LEAF, flatten
 from ..sharded.parameters import ShardedParameters
+from .microbatch import edge_of
 from .random_streams import RandomStreams
 
 _NO_SEEDS = contextlib.nullcontext()
@@ -38,6 +39,7 @@ class CommandRunner:
         self.placement = placement
         self.streams = streams
         self.undescribed: dict[int, RealRun] = {}  # by command
+        self.copied: dict[int, Any] = {}  # values that the segment's calls got copies of: where those begin
         self.doing = ""  # the command that runs, for errors
         self.observer: Any = None
         self.sharded: ShardedParameters | None = None
@@ -58,6 +60,7 @@ class CommandRunner:
         ambient = Ambient.current()
         cut = frozenset(segment.imports)
         wanted = frozenset((*segment.exports, *segment.roots))
+        self.copied.clear()
         recorded, is_same = None, False
         for index in segment.commands:
             command = recording.commands[index]
@@ -96,7 +99,9 @@ class CommandRunner:
         ]
         if command.meta is None:
             # Copies: whether the call changes its arguments in place is not known yet.
-            tensors = [t.clone() if s >= 0 else t for t, s in zip(tensors, command.sources)]
+            copies = {s: t.clone() for t, s in zip(tensors, command.sources) if s >= 0}
+            tensors = [copies.get(s, t) for t, s in zip(tensors, command.sources)]
+            self.copied.update({s: edge_of(t) for s, t in copies.items() if t.requires_grad})
         args, kwargs = command.arguments.build(tensors)
         m = recording.microbatch_index
         if command.seed_key is not None:

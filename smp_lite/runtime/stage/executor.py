@@ -13,7 +13,7 @@ ever blocks inside autograd.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,8 @@ class StageExecutor:
         wire: to the other stages.
         streams: random seeds.
         before_backward, before_weights, after_backward: called around each backward, and around what it has
-            left for later, with (microbatch, segment); gradient reduction listens here.
+            left for later, with (microbatch, segment); gradient reduction listens here. The first returns
+            further leaves at which the backward begins, and their gradients.
         on_failure: called when an action has failed.
         sharded: parameters that must be brought together before an action; None: all are here.
         offload: takes what checkpointed calls keep out of memory; None: it stays.
@@ -66,7 +67,7 @@ class StageExecutor:
         wire: Wire,
         streams: RandomStreams,
         *,
-        before_backward: Callable[[int, Segment], None] | None = None,
+        before_backward: Callable[[int, Segment], Iterable[tuple[Any, torch.Tensor]]] | None = None,
         before_weights: Callable[[int, Segment], None] | None = None,
         after_backward: Callable[[int, Segment], None] | None = None,
         on_failure: Callable[[], None] | None = None,
@@ -305,8 +306,8 @@ class StageExecutor:
             return [(arriving[v], v, home) for v, home in part.arrivals[action.visit] if v in arriving]
         return [
             (state.arriving_gradients[value, stage], value, stage)
-            for value in part.by_visit[action.visit].gradient_exports
-            for stage, _ in part.gradient_arrivals[value]
+            for value, sources in part.gradients_taken[action.visit]
+            for stage, _ in sources
         ]
 
     # Actions ----------------------------------------------------------------------------------------------
@@ -318,6 +319,7 @@ class StageExecutor:
         for value in segment.imports:
             local[value] = self._imported(state, value)
         leaves = {value: local[value] for value in segment.imports}
+        begin: dict[int, Any] = {}
         replayed = self._replayed(recording, segment, leaves, state)
         if replayed is not None:
             local |= replayed
@@ -326,6 +328,7 @@ class StageExecutor:
                 self._commands.run_segment(recording, segment, local, state.data)
         else:
             local = {value: self.offload.leaf_for(leaf) for value, leaf in leaves.items()}
+            begin.update({value: edge_of(tensor) for value, tensor in local.items() if tensor.requires_grad})
             with self.offload.during(action):
                 self._commands.run_segment(recording, segment, local, state.data)
         key = segment.commands[0]
@@ -335,6 +338,10 @@ class StageExecutor:
         state.forward_done.add(key)
         if segment.has_backward or not recording.complete:
             state.leaves[key] = leaves
+            if replayed is None:
+                begin.update(self._commands.copied)
+            if begin:
+                state.sums_begin[key] = begin
         self._keep_exports(state, segment, local)
         for value in segment.imports:
             state.used(value)
@@ -345,6 +352,8 @@ class StageExecutor:
         """What a graph of the segment makes for others; None: there is none."""
         if self.graphs is None or self._commands.observer is not None:
             return None
+        if state.part.sums_taken[segment.visit]:
+            return None  # a graph adds up its own gradients first
 
         def run(local: dict[int, torch.Tensor]) -> None:
             self._commands.run_segment(recording, segment, local, state.data)
@@ -382,13 +391,20 @@ class StageExecutor:
         segment = state.by_visit[action.visit]
         key = segment.commands[0]
         m = action.microbatch_index
-        starts, gradients = self._starts(state, segment)
+        starts, gradients, sums = self._starts(state, segment)
         leaves = state.leaves.pop(key)
+        begin = state.sums_begin.pop(key, leaves)
         cut = CutGradients({value: leaves[value] for value in segment.gradient_imports})
         if self.graphs is not None:
             self.graphs.before_backward(state.recording, segment, starts, gradients)
+        # What a backward is given for a leaf is there before it adds its own, use by use.
+        for value, total in sums.items():
+            starts.append(begin[value] if value in begin else leaves[value])
+            gradients.append(total)
         if self._before_backward is not None:
-            self._before_backward(m, segment)
+            for parameter, gradient in self._before_backward(m, segment):
+                starts.append(parameter)
+                gradients.append(gradient)
         with state.recording.around_backward(self.stage_index, segment.commands):
             try:
                 if self.weights is None:
@@ -408,8 +424,8 @@ class StageExecutor:
             self._after_backward(m, segment)
         state.backward_done.add(key)
         for value, gradient in cut.taken():
-            home = state.graph.segments[state.graph.producer[value]].stage_index
-            waiting = state.gradients if home == self.stage_index else state.outgoing
+            target = state.graph.gradient_target(segment, value).stage_index
+            waiting = state.gradients if target == self.stage_index else state.outgoing
             waiting.setdefault(value, {})[segment.index] = gradient
 
     def _splitting(
@@ -432,15 +448,17 @@ class StageExecutor:
 
     def _starts(
         self, state: MicrobatchState, segment: Segment
-    ) -> tuple[list[Any], list[torch.Tensor | None]]:
-        """Where the backward begins, and with which gradients."""
+    ) -> tuple[list[Any], list[torch.Tensor | None], dict[int, torch.Tensor]]:
+        """Where the backward begins, and with which gradients; and what later consumers have found of the
+        gradients that it makes."""
         found: dict[int, torch.Tensor] = {}
-        for value in segment.gradient_exports:
+        for value, sources in state.part.gradients_taken[segment.visit]:
             parts = state.gradients.pop(value, {})
             # A stage's sum counts where its latest consumer would have.
-            for stage, last in state.part.gradient_arrivals[value]:
+            for stage, last in sources:
                 parts[last] = state.arriving_gradients.pop((value, stage)).tensor()
             found[value] = _sum_latest_first(parts)
+        sums = {value: found.pop(value) for value in state.part.sums_taken[segment.visit]}
         for backward in state.recording.backwards:
             for value, gradient in zip(backward.values, backward.gradients, strict=True):
                 if value not in segment.roots:
@@ -455,7 +473,7 @@ class StageExecutor:
                     seed = gradient * self.gradient_scale
                 found[value] = seed + found[value] if value in found else seed
         starts = [state.edges.pop(value) for value in found]
-        return starts, list(found.values())
+        return starts, list(found.values()), sums
 
     def _send_forward(self, action: Action, state: MicrobatchState) -> None:
         value, peer = action.value, action.peer

@@ -2,7 +2,8 @@
 
 Autograd adds to ``parameter.grad`` as each segment's backward runs. Where one microbatch uses a parameter
 in several segments (tied embeddings, a module called three times across stages), their gradients are first
-summed by themselves and then added, as one backward over the whole graph would: that keeps the bits. What
+summed by themselves and then added, as one backward over the whole graph would: that keeps the bits. So a
+segment's backward is given what later ones have found, and adds its own to that use by use. What
 several ``model.backward`` calls give is added call by call, in their order, whichever segment ran first. This
 module also knows which backward is a parameter's last one in the step, which is when its reduction over
 the data-parallel group may start.
@@ -113,16 +114,24 @@ class GradientBooks:
                 found[id(parameter)] = parameter
         return [parameter for parameter in found.values() if parameter.requires_grad]
 
-    def before(self, microbatch_index: int, segment: Segment) -> None:
+    def before(self, microbatch_index: int, segment: Segment) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Returns at which parameters the backward must begin too, and with which gradients."""
         key = (microbatch_index, segment.commands[0])
+        begun: list[tuple[nn.Parameter, torch.Tensor]] = []
         for parameter in self._shared.get(key, ()):
             self._aside.append((parameter, parameter.grad))
-            partial = self._partial.get((microbatch_index, id(parameter)), {})
-            parameter.grad = partial.pop(segment.backwards, None)
+            partials = self._partial.get((microbatch_index, id(parameter)), {})
+            partial = partials.pop(segment.backwards, None)
+            if partial is None or parameter._backward_hooks:  # those have seen it
+                parameter.grad = partial
+            else:
+                parameter.grad = None
+                begun.append((parameter, partial))
         if key in self._final:
             shared = {id(parameter) for parameter, _ in self._aside}
             others = self._deferred() | shared
             self._listen([p for p in self._final[key] if id(p) not in others])
+        return begun
 
     def before_weights(self, microbatch_index: int, segment: Segment) -> None:
         """What the segment's backward has left for later comes now; :meth:`after` follows."""

@@ -18,8 +18,10 @@ class StagePart:
     Attributes:
         by_visit: the stage's segments.
         arrivals: for each of their visits the values that come from other stages: (value, stage).
-        gradient_arrivals: for each value of theirs where gradients of it come from: (stage, the latest
-            consumer there, whose part of it autograd would add first).
+        gradients_taken: for each of their visits the values of which its backward takes in a gradient, and
+            where from: (value, [(other stage, the latest consumer there, whose part of it autograd would add
+            first)]).
+        sums_taken: for each of their visits those of these values that others have made.
         uses: of the values of a microbatch of which nothing has run: how often each is used here.
     """
 
@@ -27,18 +29,21 @@ class StagePart:
         self.graph = graph
         self.by_visit = {s.visit: s for s in graph.segments if s.stage_index == stage_index}
         self.arrivals: dict[int, list[tuple[int, int]]] = {}
-        self.gradient_arrivals: dict[int, list[tuple[int, int]]] = {}
+        self.gradients_taken: dict[int, list[tuple[int, list[tuple[int, int]]]]] = {}
+        self.sums_taken: dict[int, tuple[int, ...]] = {}
         self.uses: dict[int, int] | None = None
         stage_of = [s.stage_index for s in graph.segments]
         for visit, segment in self.by_visit.items():
             homes = [(value, stage_of[graph.producer[value]]) for value in segment.imports]
             self.arrivals[visit] = [(value, home) for value, home in homes if home != stage_index]
-            for value in segment.gradient_exports:
-                consumers = graph.gradient_consumers(value)  # the latest first
-                self.gradient_arrivals[value] = [
-                    (stage, next(c for c in consumers if stage_of[c] == stage))
-                    for stage in graph.gradient_stages(value)
-                ]
+            self.sums_taken[visit] = graph.sums_taken(segment)
+            taken = self.gradients_taken[visit] = []
+            for value in graph.gradients_taken(segment):
+                latest: dict[int, int] = {}
+                for source in graph.gradient_sources(segment, value):  # the latest first
+                    if stage_of[source] != stage_index:
+                        latest.setdefault(stage_of[source], source)
+                taken.append((value, list(latest.items())))
 
 
 @dataclass
@@ -49,6 +54,8 @@ class MicrobatchState:
         data: values made here that somebody still needs.
         remaining: how many uses of each of them are left (consumers here, sends, the step's outputs).
         leaves: the cut inputs of each segment that has run, by the segment's first command.
+        sums_begin: of those of them of which its commands used something made of the leaf: where their
+            gradients are added up, by the segment's first command.
         edges: where the backward of a value that was cut starts.
         arriving: posted receives of values.
         gradients: gradients of cut values by value and consumer segment, waiting to be summed.
@@ -64,6 +71,7 @@ class MicrobatchState:
     data: dict[int, torch.Tensor] = field(default_factory=dict)
     remaining: dict[int, int] = field(default_factory=dict)
     leaves: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+    sums_begin: dict[int, dict[int, Any]] = field(default_factory=dict)
     edges: dict[int, Any] = field(default_factory=dict)
     arriving: dict[int, Transfer] = field(default_factory=dict)
     gradients: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
@@ -117,6 +125,7 @@ class MicrobatchState:
                         self.edges[value] = edge_of(self.data[value])
                 if not segment.has_backward:
                     self.leaves.pop(key, None)
+                    self.sums_begin.pop(key, None)
         for value in [v for v in self.data if not self.remaining.get(v)]:
             del self.data[value]
 

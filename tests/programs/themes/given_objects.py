@@ -258,7 +258,10 @@ def tagged(net: nn.Module) -> nn.Module:
 
 @program(stages=(2,), ranks=(2,), tolerance=1e-6)
 def parameters_with_attributes(smp: Any, out: Any) -> None:
-    """The step function weighs its penalty by what the script has set on each parameter."""
+    """The step function weighs its penalty by what the script has set on each parameter.
+
+    The tolerance: in the first step its gradients are added when those of all microbatches are there.
+    """
     net = tagged(nn.Sequential(*(TanhBlock() for _ in range(4))))
 
     def step(model: Any, x: Tensor) -> Tensor:

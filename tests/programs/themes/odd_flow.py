@@ -255,7 +255,7 @@ def dispatch_by_name(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def recursion_over_trees(smp: Any, out: Any) -> None:
     """A tree network: the model calls its cell for nested tuples of words, recursively (gradients meet)."""
 
@@ -307,7 +307,7 @@ def repr_free(tree: Any) -> Shape:
     return Shape(tree)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def equilibrium_model(smp: Any, out: Any) -> None:
     """DEQ: a fixed point is sought under no_grad till the residual is small, then one step with gradient."""
 

@@ -164,7 +164,7 @@ def parameters_of_another_module(smp: Any, out: Any) -> None:
     fit(smp, out, Tied(), loss)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def lazy_modules(smp: Any, out: Any) -> None:
     """LazyLinear and LazyBatchNorm1d, made real by a dry run before wrapping, as the docs tell."""
     net = nn.Sequential(
@@ -542,7 +542,7 @@ def layouts_kept(smp: Any, out: Any) -> None:
     fit(smp, out, net)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def einsum_everywhere(smp: Any, out: Any) -> None:
     """Container code in einsum, between blocks of bare parameters (four gradients of each x meet)."""
 
@@ -642,7 +642,9 @@ def weights_set_to_data(smp: Any, out: Any) -> None:
 
 
 @program(
-    stages=(2, 4), ranks=(2,), parameters={"auto_partition": False, "default_partition": 0}, tolerance=1e-6
+    stages=(2, 4),
+    ranks=(2,),
+    parameters={"auto_partition": False, "default_partition": 0},
 )
 def one_module_at_many_places(smp: Any, out: Any) -> None:
     """Universal transformer: a block for all depths, told its depth, between placed ones (gradients meet)."""

@@ -123,7 +123,7 @@ def two_modes_in_each_microbatch(smp: Any, out: Any) -> None:
     trained(smp, out, net, consistent(net))
 
 
-@program(stages=(2,), ranks=(2,), microbatches=1, tolerance=1e-6)
+@program(stages=(2,), ranks=(2,), microbatches=1)
 def two_modes_in_one_microbatch(smp: Any, out: Any) -> None:
     """Weights get their gradient in two parts."""
     net = blocks(Normed)

@@ -79,13 +79,13 @@ class CollectingBody(Body):
         return self.head(x + sum(hidden_states)), len(hidden_states)
 
 
-@program(stages=(2,), ranks=(2,), parameters=MANUAL, tolerance=1e-6)
+@program(stages=(2,), ranks=(2,), parameters=MANUAL)
 def list_filled_by_blocks(smp: Any, out: Any) -> None:
     """Each block appends its hidden state to a list that it is given; the container sums them."""
     train(smp, out, CollectingBody(smp, Collecting))
 
 
-@program(stages=(2, 3), tolerance=1e-6)
+@program(stages=(2, 3))
 def list_filled_by_blocks_auto(smp: Any, out: Any) -> None:
     """The same, cut by the library."""
     train(smp, out, CollectingBody(smp, Collecting))
@@ -106,7 +106,7 @@ class WritingBody(Body):
         return self.head(x + cache["residual"]), None
 
 
-@program(stages=(2,), ranks=(2,), parameters=MANUAL, tolerance=1e-6)
+@program(stages=(2,), ranks=(2,), parameters=MANUAL)
 def dict_filled_by_blocks(smp: Any, out: Any) -> None:
     """Each block adds its input to an entry of a dict that it is given."""
     train(smp, out, WritingBody(smp, Writing))
@@ -176,7 +176,7 @@ class SummingBody(Body):
         return self.head(x), None
 
 
-@program(stages=(2,), ranks=(2,), parameters=MANUAL, tolerance=1e-6)
+@program(stages=(2,), ranks=(2,), parameters=MANUAL)
 def generator_into_block(smp: Any, out: Any) -> None:
     """A generator expression is the argument of a block."""
     train(smp, out, SummingBody(smp, Summing))
@@ -202,7 +202,7 @@ class PublishingBody(Body):
         return self.head(x), None
 
 
-@program(stages=(2,), ranks=(2,), parameters=MANUAL, tolerance=1e-6)
+@program(stages=(2,), ranks=(2,), parameters=MANUAL)
 def skips_through_a_global(smp: Any, out: Any) -> None:
     """Blocks hand a skip to the next by a global dict, emptied at the start of each forward."""
     SHARED.clear()
@@ -230,7 +230,7 @@ class MeasuringBody(Body):
         return self.head(x), None
 
 
-@program(stages=(2,), parameters=MANUAL, tolerance=1e-6)
+@program(stages=(2,), parameters=MANUAL)
 def blocks_measure_into_a_class(smp: Any, out: Any) -> None:
     """Blocks count their calls and sum the size of their inputs in class attributes of a global."""
     Sums.total, Sums.calls = 0.0, 0
@@ -297,7 +297,7 @@ class GCN(nn.Module):
         return F.log_softmax(self.gc3(F.relu(self.gc2(x, adj)), adj), dim=1)
 
 
-@program(stages=(2, 3), ranks=(2,), microbatches=1, tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,), microbatches=1)
 def gcn_sparse(smp: Any, out: Any) -> None:
     """Kipf's GCN on the whole graph as one batch: a sparse adjacency matrix, torch.spmm in the blocks."""
     model = smp.DistributedModel(GCN())
@@ -335,7 +335,7 @@ class InplaceBody(Body):
         return self.head(x + first), first.min()
 
 
-@program(stages=(2,), ranks=(2,), parameters=MANUAL, tolerance=1e-6)
+@program(stages=(2,), ranks=(2,), parameters=MANUAL)
 def inplace_across_stages(smp: Any, out: Any) -> None:
     """A block changes its argument in place (relu_), and the container uses that tensor again later."""
     train(smp, out, InplaceBody(smp, SkippingLayer))

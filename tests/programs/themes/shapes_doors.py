@@ -84,7 +84,7 @@ class VAE(nn.Module):
         return torch.sigmoid(self.fc4(F.relu(self.fc3(z)))), mu, logvar
 
 
-@program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,))
 def vae_randn_like(smp: Any, out: Any) -> None:
     """PyTorch's example VAE: eps = torch.randn_like(std) in a method of the model."""
     model = smp.DistributedModel(VAE())
@@ -184,7 +184,7 @@ def augmentation_in_model(smp: Any, out: Any) -> None:
 # Modules that change while a step runs ----------------------------------------------------------------------
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def pseudo_labels(smp: Any, out: Any) -> None:
     """model.eval() for the pseudo-labels and model.train() again, both inside the step; batch norm tells
     them apart.
@@ -239,7 +239,7 @@ def frozen_batch_norm(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,))
 def preference_with_adapters_off(smp: Any, out: Any) -> None:
     """DPO as peft does it: the reference is the same model with the adapters' scaling set to 0 for one
     call.
@@ -383,7 +383,7 @@ def buffers_read_in_step(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2, 3), ranks=(2,), tolerance=1e-05)
+@program(stages=(2, 3), ranks=(2,))
 def feature_matching(smp: Any, out: Any) -> None:
     """Forward hooks collect the blocks' outputs into a dict, and the loss uses them: distillation,
     perceptual loss.
@@ -534,7 +534,7 @@ def whole_loop_in_step(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,))
 def gradients_like_outputs(smp: Any, out: Any) -> None:
     """model.backward(outputs, torch.ones_like(outputs)), as tensor.backward(gradient) is often called."""
     model = smp.DistributedModel(Net())
@@ -556,7 +556,7 @@ def gradients_like_outputs(smp: Any, out: Any) -> None:
 # Targets, queues, buffers -----------------------------------------------------------------------------------
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6, refused_on_ranks="lives on stage")
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def byol_target(smp: Any, out: Any) -> None:
     """A target network outside the model, called in the step, moved after each step by zip(parameters(),
     ...).
@@ -616,7 +616,7 @@ class MoCo(nn.Module):
         return logits, torch.zeros(logits.shape[0], dtype=torch.long)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6, refused="cannot be recorded")
+@program(stages=(2,), ranks=(2,), refused="cannot be recorded")
 def moco(smp: Any, out: Any) -> None:
     """MoCo's reference code: the key encoder's .data is moved in forward, keys go into a queue buffer."""
     model = smp.DistributedModel(MoCo())

@@ -77,7 +77,7 @@ class Seq2Seq(nn.Module):
         return outputs
 
 
-@program(stages=(2, 3), ranks=(2,), tolerance=1e-05)
+@program(stages=(2, 3), ranks=(2,))
 def seq2seq(smp: Any, out: Any) -> None:
     """Bahdanau attention; outputs are written into a zero tensor; random() in the container chooses
     teacher forcing.
@@ -126,7 +126,7 @@ class PackedTagger(nn.Module):
         return self.out(self.mid(output)), h_n
 
 
-@program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,))
 def packed_lstm(smp: Any, out: Any) -> None:
     """pack_padded_sequence in the container around a two-layer bidirectional LSTM; lengths differ each
     step.
@@ -191,7 +191,9 @@ class ConvLSTM(nn.Module):
 
 
 @program(
-    stages=(2, 3), microbatches=4, parameters={"optimize": "speed", "active_microbatches": 1}, tolerance=1e-6
+    stages=(2, 3),
+    microbatches=4,
+    parameters={"optimize": "speed", "active_microbatches": 1},
 )
 def convlstm(smp: Any, out: Any) -> None:
     """ConvLSTM cells over video, layer by layer, (h, c) as a tuple argument; the dtype of a weight is
@@ -251,7 +253,7 @@ class SSM(nn.Module):
         return self.head(x.mean(1))
 
 
-@program(stages=(2, 3), ranks=(2,), static=True, tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,), static=True)
 def state_space(smp: Any, out: Any) -> None:
     """Complex diagonal state spaces, scanned in Python; the blocks are spread over three lists."""
     model = smp.DistributedModel(SSM())
@@ -315,7 +317,7 @@ def noam(step: int) -> float:
     return min((step + 1) ** -0.5, (step + 1) * 2**-1.5)
 
 
-@program(stages=(2, 3), ranks=(2,), static=True, tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,), static=True)
 def translation(smp: Any, out: Any) -> None:
     """torch.nn.Transformer with all its masks, split inside; greedy decoding by a growing sequence,
     train/eval.
@@ -373,7 +375,7 @@ class DecoderLM(nn.Module):
         return self.head(x)
 
 
-@program(stages=(2, 3), ranks=(2,), replicas=(1, 2), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,), replicas=(1, 2))
 def decoder_batch_second(smp: Any, out: Any) -> None:
     """Time first, batch second (input_split_axes); tied head; a learnt memory parameter of the container."""
     model = smp.DistributedModel(DecoderLM())
@@ -461,7 +463,7 @@ class Llama(nn.Module):
         return F.linear(self.norm(x), self.embed.weight)
 
 
-@program(stages=(2, 3, 4), ranks=(2,), pipelines=("interleaved", "simple"), static=True, tolerance=1e-6)
+@program(stages=(2, 3, 4), ranks=(2,), pipelines=("interleaved", "simple"), static=True)
 def rotary_gqa(smp: Any, out: Any) -> None:
     """RoPE buffers, a relative bias shared over layers, keyword-only tensors, F.linear with embed.weight
     as the head.
@@ -526,7 +528,7 @@ class Albert(nn.Module):
         }
 
 
-@program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,))
 def albert(smp: Any, out: Any) -> None:
     """One layer used at every depth, a factored embedding used again transposed, two heads, masked
     positions picked.
@@ -586,7 +588,7 @@ class UniversalTransformer(nn.Module):
         return self.head(previous.mean(1)), remainders, updates
 
 
-@program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,))
 def universal_transformer(smp: Any, out: Any) -> None:
     """Adaptive computation time: `while ... .any()` on halting probabilities in the container."""
     model = smp.DistributedModel(UniversalTransformer())
@@ -651,7 +653,7 @@ class SwitchNet(nn.Module):
         return self.head(x)
 
 
-@program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,))
 def switch_top1(smp: Any, out: Any) -> None:
     """Tokens dispatched to experts by index_add_, some expert gets none; the aux loss is stored on the
     layers.
@@ -713,7 +715,7 @@ class MoEStack(nn.Module):
         return x, losses
 
 
-@program(stages=(2, 3), ranks=(2,), replicas=(1, 2), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,), replicas=(1, 2))
 def noisy_top2(smp: Any, out: Any) -> None:
     """Noisy top-2 gating with the noise passed in, an integer buffer of loads, a list of losses in the
     result.
@@ -864,7 +866,7 @@ class GIN(nn.Module):
         return self.lin(pooled)
 
 
-@program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,))
 def graphs(smp: Any, out: Any) -> None:
     """GIN over graphs of different sizes that split themselves by smp_slice into a dataclass;
     scatter_reduce pools.
@@ -957,7 +959,7 @@ class PointerNet(nn.Module):
         return torch.stack(logs, 1), torch.stack(chosen, 1)
 
 
-@program(stages=(2, 3), tolerance=1e-6)
+@program(stages=(2, 3))
 def pointer_network(smp: Any, out: Any) -> None:
     """The decoder's own choice is gathered from the input and fed back; an LSTM gives its state to an
     LSTMCell.
@@ -1004,7 +1006,7 @@ class MemN2N(nn.Module):
         return u[-1] @ getattr(self, f"C_{self.hops}").weight.t()
 
 
-@program(stages=(2, 3, 4), ranks=(2,), microbatches=4, tolerance=1e-6)
+@program(stages=(2, 3, 4), ranks=(2,), microbatches=4)
 def memory_network(smp: Any, out: Any) -> None:
     """End-to-end memory: adjacent hops share tables, found by getattr; the null word's gradient is zeroed
     outside.
@@ -1055,7 +1057,7 @@ class StackRNN(nn.Module):
         return torch.stack(logits, 1), (hidden, stack)
 
 
-@program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,))
 def stack_rnn(smp: Any, out: Any) -> None:
     """A differentiable stack, trained by truncated backpropagation: the state goes out of one step into
     the next.

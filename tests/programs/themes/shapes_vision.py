@@ -134,7 +134,7 @@ class DenseNet(nn.Module):
         return self.classifier(torch.flatten(F.adaptive_avg_pool2d(x, (1, 1)), 1))
 
 
-@program(stages=(2, 3), tolerance=1e-6)
+@program(stages=(2, 3))
 def densenet(smp: Any, out: Any) -> None:
     """A DenseNet as in torchvision: a list of features is the argument. (Each feature has several
     consumers.)
@@ -205,7 +205,7 @@ class ManyNorms(nn.Module):
         return self.up(self.lrn(x)).clamp(-2, 2)
 
 
-@program(stages=(2, 3), ranks=(2,), static=True, tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,), static=True)
 def super_resolution(smp: Any, out: Any) -> None:
     """Weight-standardised, depthwise and sub-pixel convolutions, every norm; x + f(x) in the container
     code.
@@ -288,7 +288,7 @@ class Siamese(nn.Module):
         return a, b, self.head(torch.abs(a - b)).squeeze(-1)
 
 
-@program(stages=(2, 3), ranks=(2,), replicas=(1, 2), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,), replicas=(1, 2))
 def siamese(smp: Any, out: Any) -> None:
     """Twin towers of shared weights: the encoder is called twice, its two gradients meet."""
     model = smp.DistributedModel(Siamese())
@@ -316,7 +316,7 @@ def siamese(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), tolerance=1e-6)
+@program(stages=(2,))
 def triplets(smp: Any, out: Any) -> None:
     """The wrapped model itself is called three times in the step, and the hardest negative mined by
     argmin.
@@ -360,7 +360,7 @@ class Clip(nn.Module):
         )
 
 
-@program(stages=(2, 3), ranks=(2,), pipelines=("interleaved", "simple"), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,), pipelines=("interleaved", "simple"))
 def clip(smp: Any, out: Any) -> None:
     """In-batch negatives over the microbatch; the temperature is a parameter of the container, clamped
     after each step.
@@ -430,7 +430,7 @@ class PointNet(nn.Module):
         return self.head(x), t6, critical
 
 
-@program(stages=(2, 3, 4), tolerance=1e-6)
+@program(stages=(2, 3, 4))
 def pointnet(smp: Any, out: Any) -> None:
     """Learnt 3x3 matrices multiply the points in the container; their orthogonality is a second loss term."""
     model = smp.DistributedModel(PointNet())
@@ -499,7 +499,7 @@ class RealNVP(nn.Module):
         return self.log_prob(x)
 
 
-@program(stages=(2, 4), ranks=(2,), tolerance=1e-6)
+@program(stages=(2, 4), ranks=(2,))
 def realnvp(smp: Any, out: Any) -> None:
     """log-dets are added in place over the stages; samples go backwards by a second method of each block."""
     model = smp.DistributedModel(RealNVP())
@@ -604,7 +604,7 @@ class NeuralODE(nn.Module):
         return self.decoder(torch.stack(path, 1))
 
 
-@program(stages=(2, 3), ranks=(2,), tolerance=1e-6, parameters={"optimize": "speed"})
+@program(stages=(2, 3), ranks=(2,), parameters={"optimize": "speed"})
 def neural_ode(smp: Any, out: Any) -> None:
     """A midpoint loop calls one block many times; it counts its own calls in an integer buffer."""
     model = smp.DistributedModel(NeuralODE())
@@ -740,7 +740,7 @@ class FNO1d(nn.Module):
         return self.fc1(x.permute(0, 2, 1))
 
 
-@program(stages=(2, 3), ranks=(2,), static=True, tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,), static=True)
 def fourier_operator(smp: Any, out: Any) -> None:
     """A Fourier neural operator: complex parameters, rfft in the blocks, two branches into one sum."""
     model = smp.DistributedModel(FNO1d())
@@ -933,7 +933,7 @@ class Capsules(nn.Module):
         return lengths, self.decoder(masked.flatten(1))
 
 
-@program(stages=(2, 3), tolerance=1e-6)
+@program(stages=(2, 3))
 def capsules(smp: Any, out: Any) -> None:
     """Dynamic routing between a container's own parameter and a decoder; evaluation leaves an argument
     out.
@@ -988,7 +988,7 @@ class GAN(nn.Module):
         return self.generator(x).tanh() if part == "g" else self.discriminator(x).view(-1)
 
 
-@program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,))
 def dcgan(smp: Any, out: Any) -> None:
     """Alternating training of two parts with an optimizer each; the discriminator's step uses
     fake.detach().
@@ -1046,7 +1046,7 @@ class StochasticDepth(nn.Module):
         return self.head(x)
 
 
-@program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,))
 def stochastic_depth(smp: Any, out: Any) -> None:
     """The step draws which blocks to skip with Python's random; a frozen stem, a part that nothing uses."""
     import random

@@ -69,7 +69,7 @@ def batch_norms_of_three_kinds(smp: Any, out: Any) -> None:
         out.model(model)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def siamese_batch_norm(smp: Any, out: Any) -> None:
     """SimSiam: the same encoder with batch norms is called twice a microbatch (two gradients meet)."""
 

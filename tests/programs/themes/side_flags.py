@@ -47,7 +47,7 @@ def two_passes(smp: Any, out: Any, net: nn.Module, strong: Callable[[], Any]) ->
 _SCALE = 1.0
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def global_flag_by_context(smp: Any, out: Any) -> None:
     """A module-level global that a context manager sets round one of three passes (three gradients)."""
 
@@ -69,7 +69,7 @@ def global_flag_by_context(smp: Any, out: Any) -> None:
 _VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def contextvar_flag(smp: Any, out: Any) -> None:
     """The same by a context variable (sums of three gradients)."""
 
@@ -88,7 +88,7 @@ def contextvar_flag(smp: Any, out: Any) -> None:
 _LOCAL = threading.local()
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def thread_local_flag(smp: Any, out: Any) -> None:
     """The same by an attribute of a threading.local (sums of three gradients)."""
 
@@ -104,7 +104,7 @@ def thread_local_flag(smp: Any, out: Any) -> None:
     two_passes(smp, out, Stack(Local), scaled)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def class_attribute_flag(smp: Any, out: Any) -> None:
     """The same by an attribute of the class (sums of three gradients)."""
 
@@ -124,7 +124,7 @@ def class_attribute_flag(smp: Any, out: Any) -> None:
     two_passes(smp, out, Stack(Switched), causal)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def config_object_flag(smp: Any, out: Any) -> None:
     """All blocks share one config, a field of which is changed between two passes (sums of gradients)."""
     config = SimpleNamespace(temperature=1.0, act=F.gelu)
@@ -188,7 +188,7 @@ def adapters_switched_between_passes(smp: Any, out: Any) -> None:
     fit(smp, out, net, loss)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def mode_set_between_two_calls_of_a_block(smp: Any, out: Any) -> None:
     """The container sets block.direction before each of two calls of it (two gradients meet)."""
 

@@ -37,7 +37,7 @@ def cross_entropy_step(smp: Any, after: Any = None) -> Any:
 # Forward hooks ------------------------------------------------------------------------------------------
 
 
-@program(stages=(2, 3), ranks=(2,), static=True, refused_static="static_mode: True", tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,), static=True, refused_static="static_mode: True")
 def features_for_a_loss(smp: Any, out: Any) -> None:
     """Hooks put on before training keep the features of two blocks; the step adds a loss on them."""
     net = Stack()
@@ -102,7 +102,7 @@ def steering_between_steps(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def hook_on_and_off_within_the_step(smp: Any, out: Any) -> None:
     """Within the step a with-statement puts an ablating hook on for a second pass (two gradients meet)."""
     net = Stack()
@@ -264,7 +264,7 @@ def gradient_norms_by_backward_hook(smp: Any, out: Any) -> None:
     out.value("norms", [norms[i] for i in range(4)])
 
 
-@program(stages=(2,), tolerance=1e-6)
+@program(stages=(2,))
 def grad_cam(smp: Any, out: Any) -> None:
     """Grad-CAM: a forward hook keeps activations, a tensor hook on them keeps gradients; read outside."""
     net = nn.Sequential(
@@ -395,7 +395,7 @@ def forward_patched_on_a_class(smp: Any, out: Any) -> None:
     out.value("flops", flops)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def class_patched_within_the_step(smp: Any, out: Any) -> None:
     """A with-statement in the step swaps the block class' activation for one pass (two gradients meet)."""
 
@@ -477,7 +477,10 @@ def parametrized_weights(smp: Any, out: Any) -> None:
 
 @program(stages=(2,), ranks=(2,), tolerance=1e-6)
 def parametrizations_cached_over_two_calls(smp: Any, out: Any) -> None:
-    """with parametrize.cached(): in the step, so that both passes share the weights (gradients meet)."""
+    """with parametrize.cached(): in the step, so that both passes share the weights.
+
+    The tolerance: each call makes its own weight, so gradients are added behind it instead of before.
+    """
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 4))
     for i in range(4):
         parametrizations.orthogonal(net[i])
@@ -497,7 +500,7 @@ def old_weight_norm(smp: Any, out: Any) -> None:
     fit(smp, out, net)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-06)
+@program(stages=(2,), ranks=(2,))
 def spectral_norms(smp: Any, out: Any) -> None:
     """A discriminator with the old spectral_norm, and one with the new: power iteration in each forward."""
 

@@ -286,7 +286,7 @@ def optimizer_of_shuffled_parameters(smp: Any, out: Any) -> None:
 # Replicas -------------------------------------------------------------------------------------------------
 
 
-@program(stages=(2,), ranks=(2,), replicas=(1, 2), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,), replicas=(1, 2))
 def nothing_learnt_on_one_replica(smp: Any, out: Any) -> None:
     """The second replica's batch is masked out in every second step; clipping sees the mean of both."""
     model = smp.DistributedModel(Net())
@@ -379,12 +379,9 @@ class PairBlock(nn.Module):
         return pair._replace(hidden=hidden, scale=pair.scale * 0.9)
 
 
-@program(stages=(2, 3), ranks=(2,), static=True, tolerance=1e-6, refused_static="sets Recipe.looked")
+@program(stages=(2, 3), ranks=(2,), static=True, refused_static="sets Recipe.looked")
 def recipes_and_pairs(smp: Any, out: Any) -> None:
-    """NamedTuples through blocks, a dict with its own look-up, a context variable set in the forward.
-
-    The tolerance: each hidden value has three consumers, whose gradients are summed in another order.
-    """
+    """NamedTuples through blocks, a dict with its own look-up, a context variable set in the forward."""
     PairBlock.made = Recipe.looked = 0
 
     class Model(nn.Module):

@@ -72,7 +72,7 @@ def _draw_program(name: str, text: str, draw: Callable[[Tensor], Tensor], in_ste
     where = "the step function" if in_step else "the container's forward"
     function.__name__ = f"{name}_in_{'step' if in_step else 'forward'}"
     function.__doc__ = f"{text}, in {where}."
-    program(stages=(2,), ranks=(2,), tolerance=1e-6)(function)
+    program(stages=(2,), ranks=(2,))(function)
 
 
 for _name, (_text, _draw) in DRAWS.items():
@@ -137,7 +137,7 @@ def shifted_with_ellipsis(smp: Any, out: Any) -> None:
     _train_words(smp, out, Words(), loss_of)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def class_axis_second(smp: Any, out: Any) -> None:
     """logits.transpose(1, 2) for cross_entropy over (N, C, L), then a contiguous view of it by class."""
 
@@ -188,12 +188,9 @@ class HeadsByHand(nn.Module):
         return self.head(self.attend(x, self.qkv2, self.proj2))
 
 
-@program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,))
 def heads_by_hand(smp: Any, out: Any) -> None:
-    """minGPT's attention in the container itself: split, view, transpose, contiguous, view.
-
-    The tolerance: gradients of x and of the residual meet.
-    """
+    """minGPT's attention in the container itself: split, view, transpose, contiguous, view."""
     _train_words(
         smp, out, HeadsByHand(), lambda y, t: F.cross_entropy(y[:, :-1].flatten(0, 1), t[:, 1:].flatten())
     )
@@ -230,12 +227,9 @@ class Patches(nn.Module):
         return self.head(x.mean(1))
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def patches_by_hand(smp: Any, out: Any) -> None:
-    """Patches cut by view, permute, contiguous, view in the container, from images in channels_last.
-
-    The tolerance: mix and the residual meet.
-    """
+    """Patches cut by view, permute, contiguous, view in the container, from images in channels_last."""
     model = smp.DistributedModel(Patches())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 

@@ -266,12 +266,9 @@ def queue_of_keys(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2, 3), ranks=(2,), replicas=(1, 2), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,), replicas=(1, 2))
 def simsiam(smp: Any, out: Any) -> None:
-    """Both views go through the same encoder, with a stop of the gradient on one side; BatchNorm throughout.
-
-    The tolerance: each weight has gradients of two views, summed in another order.
-    """
+    """Both views go through the same encoder, with a stop of the gradient on one side; BatchNorm."""
 
     class SimSiam(nn.Module):
         def __init__(self) -> None:
@@ -355,12 +352,9 @@ class GAN(nn.Module):
         return self.generator(x) if which == "g" else self.discriminator(x)
 
 
-@program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,))
 def gan(smp: Any, out: Any) -> None:
-    """The DCGAN tutorial: two step functions, two optimizers over parts, noise drawn in the loop.
-
-    The tolerance: the discriminator's gradient is a sum of real and fake.
-    """
+    """The DCGAN tutorial: two step functions, two optimizers over parts, noise drawn in the loop."""
     net = GAN()
     model = smp.DistributedModel(net)
     opt_d = smp.DistributedOptimizer(
@@ -685,12 +679,9 @@ class TwoHeads(nn.Module):
         return self.classify(h), self.regress(h).squeeze(-1)
 
 
-@program(stages=(2, 3), ranks=(2,), replicas=(1, 2), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,), replicas=(1, 2))
 def uncertainty_inside(smp: Any, out: Any) -> None:
-    """Kendall's learned weights of losses are a parameter of the model, used in the step function.
-
-    The tolerance: the body's gradient comes from two heads.
-    """
+    """Kendall's learned weights of losses are a parameter of the model, used in the step function."""
     net = TwoHeads()
     model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.02))
@@ -712,7 +703,7 @@ def uncertainty_inside(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def uncertainty_outside(smp: Any, out: Any) -> None:
     """The weights of the losses are parameters outside of the model, with a plain optimizer of their own."""
     log_vars = nn.ParameterList([nn.Parameter(torch.zeros(())) for _ in range(2)])
@@ -864,12 +855,9 @@ def _batch_first(hidden: Any) -> Any:
     return tuple(_batch_first(h) for h in hidden)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def truncated_bptt(smp: Any, out: Any) -> None:
-    """Hidden states are returned by the step, detached, and passed to the next; tied weights.
-
-    The tolerance is for the tied weights.
-    """
+    """Hidden states are returned by the step, detached, and passed to the next; tied weights."""
     net = LanguageModel(tied=True)
     hidden = _batch_first(net.init_hidden(4))
     model = smp.DistributedModel(net)
@@ -951,7 +939,7 @@ class TinyGPT(nn.Module):
         return self.head(self.norm(x))
 
 
-@program(stages=(2, 3), ranks=(2,), replicas=(1, 2), tolerance=1e-06)
+@program(stages=(2, 3), ranks=(2,), replicas=(1, 2))
 def decoding(smp: Any, out: Any) -> None:
     """Greedy decoding, sampling and a beam of two between epochs, through a step function."""
     torch.manual_seed(60)

@@ -220,12 +220,9 @@ def adaptive_clipping(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,), replicas=(1, 2), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,), replicas=(1, 2))
 def total_norm_helpers(smp: Any, out: Any) -> None:
-    """get_total_norm and clip_grads_with_norm_, the two halves of clip_grad_norm_ of newer torch.
-
-    The tolerance is for replicas: the averages of accumulated gradients are sums in another order.
-    """
+    """get_total_norm and clip_grads_with_norm_, the two halves of clip_grad_norm_ of newer torch."""
     model = smp.DistributedModel(Net())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     step = make_step(smp)
@@ -957,7 +954,7 @@ def weight_logging(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def l2_in_the_step(smp: Any, out: Any) -> None:
     """An L1 and an L2 penalty from model.parameters() within the step function.
 
@@ -984,7 +981,7 @@ def l2_in_the_step(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6, refused_on_ranks="lives on stage")
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def l2_after_the_step(smp: Any, out: Any) -> None:
     """The penalty has a backward of its own between the step function and optimizer.step()."""
     net = Net()
@@ -1001,7 +998,7 @@ def l2_after_the_step(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def orthogonal_penalty(smp: Any, out: Any) -> None:
     """||W'W - I|| of the weights of some modules within the step, picked by isinstance."""
     net = Net()

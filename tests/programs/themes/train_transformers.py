@@ -93,21 +93,21 @@ def train(
 # Causal language models -----------------------------------------------------------------------------------
 
 
-@program(stages=(2,), ranks=(2,), replicas=(1, 2), static=True, tolerance=1e-6)
+@program(stages=(2,), ranks=(2,), replicas=(1, 2), static=True)
 def gpt2_labels(smp: Any, out: Any) -> None:
-    """GPT-2 with labels and use_cache=False. The tolerance is for its tied weights."""
+    """GPT-2 with labels and use_cache=False."""
     batches = [{"input_ids": t, "labels": t.masked_fill(t < 6, -100)} for t in tokens_for(smp, (4, 8))]
     train(smp, out, gpt2(), batches, lambda model, b: model(**b, use_cache=False).loss)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def gpt2_default_cache(smp: Any, out: Any) -> None:
     """use_cache is left at its default, as in most scripts; the loss is outputs[0]. Tied weights."""
     batches = [{"input_ids": t, "labels": t.clone()} for t in tokens_for(smp, (4, 8))]
     train(smp, out, gpt2(), batches, lambda model, b: model(**b)[0])
 
 
-@program(stages=(2,), ranks=(2,), tolerance=0.001)
+@program(stages=(2,), ranks=(2,))
 def gpt2_hidden_states(smp: Any, out: Any) -> None:
     """output_hidden_states=True and a penalty on every hidden state, whose gradients meet."""
 
@@ -119,7 +119,7 @@ def gpt2_hidden_states(smp: Any, out: Any) -> None:
     train(smp, out, gpt2(), batches, loss_of)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def probed_layers(smp: Any, out: Any) -> None:
     """The size of every hidden state is logged in training, detached: a dashboard, not a loss."""
     net = llama()
@@ -143,7 +143,7 @@ def probed_layers(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,))
 def mixtral_alone(smp: Any, out: Any) -> None:
     """Mixtral without the auxiliary loss: experts chosen by data inside the blocks."""
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -156,7 +156,7 @@ def mixtral_alone(smp: Any, out: Any) -> None:
     train(smp, out, net, batches, lambda model, b: model(**b).loss)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def llama_attentions(smp: Any, out: Any) -> None:
     """The entropy of the first layer's attention is part of the loss; gradients of residuals are summed."""
 
@@ -169,7 +169,7 @@ def llama_attentions(smp: Any, out: Any) -> None:
     train(smp, out, llama(attn_implementation="eager"), batches, loss_of)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def weighted_layers(smp: Any, out: Any) -> None:
     """ELMo's way with BERT: a learned mix of all hidden states feeds a tagger, inside one module."""
     from transformers import BertModel
@@ -191,7 +191,7 @@ def weighted_layers(smp: Any, out: Any) -> None:
     train(smp, out, Tagger(), [{"input_ids": t} for t in tokens_for(smp, (4, 6))], loss_of)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def gpt2_shifted(smp: Any, out: Any) -> None:
     """The loss is shifted by hand with contiguous().view(), padded positions masked. Tied weights."""
 
@@ -214,9 +214,9 @@ def gpt2_shifted(smp: Any, out: Any) -> None:
     train(smp, out, gpt2(), batches, loss_of)
 
 
-@program(stages=(2, 3), ranks=(2,), replicas=(1, 2), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,), replicas=(1, 2))
 def llama_padded(smp: Any, out: Any) -> None:
-    """Llama with left padding and an attention mask. The tolerance: gradients of residuals are summed."""
+    """Llama with left padding and an attention mask."""
     batches = []
     for t in tokens_for(smp, (4, 8)):
         mask = torch.ones_like(t)
@@ -227,7 +227,7 @@ def llama_padded(smp: Any, out: Any) -> None:
     train(smp, out, llama(), batches, lambda model, b: model(**b, use_cache=False).loss)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def llama_default_cache(smp: Any, out: Any) -> None:
     """Llama without use_cache=False, with a z-loss. Residuals are summed."""
 
@@ -238,7 +238,7 @@ def llama_default_cache(smp: Any, out: Any) -> None:
     train(smp, out, llama(), [{"input_ids": t, "labels": t} for t in tokens_for(smp, (4, 8))], loss_of)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def llama_gradient_checkpointing(smp: Any, out: Any) -> None:
     """gradient_checkpointing_enable() with use_reentrant False, and enable_input_require_grads."""
     net = llama()
@@ -249,7 +249,7 @@ def llama_gradient_checkpointing(smp: Any, out: Any) -> None:
     train(smp, out, net, batches, lambda model, b: model(**b).loss)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def gpt2_gradient_checkpointing(smp: Any, out: Any) -> None:
     """GPT-2 with gradient_checkpointing_enable() as it is by default."""
     net = gpt2()
@@ -258,7 +258,7 @@ def gpt2_gradient_checkpointing(smp: Any, out: Any) -> None:
     train(smp, out, net, batches, lambda model, b: model(**b, use_cache=False).loss)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def mixtral(smp: Any, out: Any) -> None:
     """Mixtral with its router's auxiliary loss; the experts are chosen by data."""
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -283,7 +283,7 @@ def mixtral(smp: Any, out: Any) -> None:
     train(smp, out, net, batches, lambda model, b: model(**b).loss)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def preference_pairs(smp: Any, out: Any) -> None:
     """DPO: chosen and rejected in one batch by chunk, a frozen plain copy as reference."""
     net = gpt2()
@@ -307,7 +307,7 @@ def preference_pairs(smp: Any, out: Any) -> None:
 # Surgery and saving ---------------------------------------------------------------------------------------
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def resized_embeddings(smp: Any, out: Any) -> None:
     """resize_token_embeddings and a mean for the new rows, before wrapping; tied weights stay tied."""
     net = gpt2()
@@ -321,7 +321,7 @@ def resized_embeddings(smp: Any, out: Any) -> None:
     out.value("tied", "lm_head.weight" in dict(model.named_parameters()))
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def embeddings_passed_in(smp: Any, out: Any) -> None:
     """Soft prompts: get_input_embeddings() is called by the step function, and inputs_embeds passed."""
     net = llama()
@@ -337,7 +337,7 @@ def embeddings_passed_in(smp: Any, out: Any) -> None:
     train(smp, out, net, [{"input_ids": t} for t in tokens_for(smp, (4, 6))], loss_of, lr=0.1)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def save_pretrained(smp: Any, out: Any) -> None:
     """save_pretrained with the gathered state dict, from_pretrained, generate() by the plain copy."""
     from transformers import LlamaForCausalLM
@@ -352,7 +352,7 @@ def save_pretrained(smp: Any, out: Any) -> None:
     out.value("generated", loaded.generate(torch.tensor([[1, 5, 6]]), max_new_tokens=4, do_sample=False))
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6, refused_on_ranks="lives on stage")
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def save_pretrained_directly(smp: Any, out: Any) -> None:
     """net.save_pretrained(folder) without a state dict, as every script of transformers does."""
     from transformers import LlamaForCausalLM
@@ -367,7 +367,7 @@ def save_pretrained_directly(smp: Any, out: Any) -> None:
         out.value("logits", loaded(batches[0]["input_ids"]).logits)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6, refused_on_ranks="lives on stage")
+@program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def generate_between(smp: Any, out: Any) -> None:
     """model.module.generate() on the trained network itself, between steps, outside of a step function."""
     net = gpt2()
@@ -398,7 +398,7 @@ def generate_between(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def evaluation_loop(smp: Any, out: Any) -> None:
     """Perplexity and accuracy of a held-out batch in a second step function."""
     net = llama()
@@ -433,7 +433,7 @@ def evaluation_loop(smp: Any, out: Any) -> None:
 # Others -----------------------------------------------------------------------------------------------------
 
 
-@program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,))
 def bert_classifier(smp: Any, out: Any) -> None:
     """A sequence classifier with token types and a mask; layer-wise groups; a schedule of transformers."""
     from transformers import BertForSequenceClassification, get_linear_schedule_with_warmup
@@ -471,7 +471,7 @@ def bert_classifier(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def bert_masked(smp: Any, out: Any) -> None:
     """Masked language modelling with the masking drawn in the step function. Tied weights."""
     from transformers import BertForMaskedLM
@@ -489,7 +489,7 @@ def bert_masked(smp: Any, out: Any) -> None:
     )
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def bert_frozen_body(smp: Any, out: Any) -> None:
     """A plain module around a frozen BertModel: mean pooling under no_grad, a new head, [CLS] too."""
     from transformers import BertModel
@@ -521,7 +521,7 @@ def bert_frozen_body(smp: Any, out: Any) -> None:
     train(smp, out, Classifier(), batches, loss_of)
 
 
-@program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,))
 def t5(smp: Any, out: Any) -> None:
     """An encoder-decoder: T5 with labels, shared embeddings and relative biases."""
     from transformers import T5Config, T5ForConditionalGeneration
@@ -549,7 +549,7 @@ def t5(smp: Any, out: Any) -> None:
     train(smp, out, net, batches, lambda model, b: model(**b, use_cache=False).loss)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def t5_default_cache(smp: Any, out: Any) -> None:
     """T5 with the cache as it is by default, the loss by hand with label smoothing."""
     from transformers import T5Config, T5ForConditionalGeneration
@@ -577,7 +577,7 @@ def t5_default_cache(smp: Any, out: Any) -> None:
     train(smp, out, net, batches, loss_of)
 
 
-@program(stages=(2, 3), ranks=(2,), tolerance=1e-6)
+@program(stages=(2, 3), ranks=(2,))
 def vit(smp: Any, out: Any) -> None:
     """ViT for images, with its position embeddings interpolated for a second size."""
     from transformers import ViTConfig, ViTForImageClassification
@@ -607,7 +607,7 @@ def vit(smp: Any, out: Any) -> None:
     train(smp, out, net, batches, lambda model, b: model(**b, interpolate_pos_encoding=True).loss)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def whisper(smp: Any, out: Any) -> None:
     """Whisper: spectrograms in, decoder tokens by labels. Its projection is tied."""
     from transformers import WhisperConfig, WhisperForConditionalGeneration
@@ -641,7 +641,7 @@ def whisper(smp: Any, out: Any) -> None:
     train(smp, out, net, batches, lambda model, b: model(**b).loss)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def clip(smp: Any, out: Any) -> None:
     """CLIP with return_loss=True: two towers and logit_scale; the text's end is found by argmax."""
     from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
@@ -658,7 +658,7 @@ def clip(smp: Any, out: Any) -> None:
     train(smp, out, net, batches, lambda model, b: model(**b, return_loss=True).loss)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def lora_on_llama(smp: Any, out: Any) -> None:
     """peft by hand: q_proj and v_proj replaced by name through get_submodule, merged after."""
 
@@ -696,7 +696,7 @@ def lora_on_llama(smp: Any, out: Any) -> None:
         out.value("logits", plain.eval()(batches[0]["input_ids"]).logits)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def distil_gpt2(smp: Any, out: Any) -> None:
     """DistilGPT2's recipe in one module: a teacher, a student, cosine of hidden states."""
 

@@ -52,7 +52,7 @@ def blocks_hook_what_they_are_given(smp: Any, out: Any) -> None:
     trained(smp, out, Net(Kind))
 
 
-@program(stages=(2, 4), ranks=(2,), tolerance=1e-6)
+@program(stages=(2, 4), ranks=(2,))
 def a_hook_comes_after_the_consumers(smp: Any, out: Any) -> None:
     """Three gradients of one value meet before the hook."""
 
@@ -204,7 +204,7 @@ def two_backwards_through_one_function(smp: Any, out: Any) -> None:
     trained(smp, out, net, step)
 
 
-@program(stages=(2,), ranks=(2,), tolerance=1e-6)
+@program(stages=(2,), ranks=(2,))
 def two_backwards_through_two_forwards(smp: Any, out: Any) -> None:
     """Each call of the function belongs to one of them."""
     net = Blocks(ClampedBlock)

@@ -38,6 +38,8 @@ def lower(
             for value in segment.gradient_imports:
                 key = (work.microbatch_index, value, segment.stage_index)
                 backward_left[key] = backward_left.get(key, 0) + 1
+                if value in work.graph.summed_in_turn:
+                    backward_left[key] = 1
 
     for action in order:
         lists[action.stage_index].append(action)
@@ -51,8 +53,8 @@ def lower(
         else:
             for value in segment.gradient_imports:
                 key = (m, value, segment.stage_index)
-                backward_left[key] -= 1
-                if not backward_left[key]:
+                backward_left[key] -= value not in graph.summed_in_turn
+                if not backward_left[key] or value in graph.summed_in_turn:
                     _send_backward(lists, graph, segment, m, value)
     return tuple(tuple(actions) for actions in lists)
 
@@ -77,8 +79,8 @@ def _send_forward(lists: list[list[Action]], segment: Segment, m: int, value: in
 def _send_backward(
     lists: list[list[Action]], graph: SegmentGraph, segment: Segment, m: int, value: int
 ) -> None:
-    producer = graph.segments[graph.producer[value]]
-    here, home = segment.stage_index, producer.stage_index
-    if here != home:
-        lists[here].append(Action(here, ActionKind.SEND_BACKWARD, m, segment.visit, value, home))
-        lists[home].append(Action(home, ActionKind.RECV_BACKWARD, m, producer.visit, value, here))
+    target = graph.gradient_target(segment, value)
+    here, there = segment.stage_index, target.stage_index
+    if here != there:
+        lists[here].append(Action(here, ActionKind.SEND_BACKWARD, m, segment.visit, value, there))
+        lists[there].append(Action(there, ActionKind.RECV_BACKWARD, m, target.visit, value, here))

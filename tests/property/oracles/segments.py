@@ -14,6 +14,7 @@ def build_graph(
     roots: Iterable[int] = (),
     needed: Iterable[int] = (),
     value_bytes: dict[int, int] | None = None,
+    may_grow: bool = False,
 ) -> SegmentGraph:
     """Groups commands into segments and finds where gradients flow.
 
@@ -24,7 +25,7 @@ def build_graph(
         value_bytes: bytes of each value, kept for the cut ones.
     """
     earlier = _earlier_touches(commands)
-    groups, group_of_command = _group(commands, earlier)
+    groups, group_of_command = _group(commands, _earlier_uses(commands, earlier, set(roots), may_grow))
     produced_by = {value: i for i, command in enumerate(commands) for value in command.outputs}
     producer = {value: group_of_command[i] for value, i in produced_by.items()}
     roots, needed = set(roots), set(needed)
@@ -82,6 +83,29 @@ def _earlier_touches(commands: Sequence[CommandNode]) -> list[tuple[int, ...]]:
     return found
 
 
+def _earlier_uses(
+    commands: Sequence[CommandNode], earlier: Sequence[tuple[int, ...]], roots: set[int], may_grow: bool
+) -> list[tuple[int, ...]]:
+    """Those, and the last uses of what the command uses, if several uses of it follow each other."""
+    uses = [[v for linked in command.links for v in linked] for command in commands]
+    wanted = set(roots)
+    number: dict[int, int] = {}
+    for command in reversed(commands):
+        for output, linked in zip(command.outputs, command.links, strict=True):
+            for value in linked if output in wanted else ():
+                number[value] = number.get(value, 0) + 1
+                wanted.add(value)
+    found = []
+    for i in range(len(commands)):
+        before = [
+            max((e for e in range(i) if value in uses[e]), default=i)
+            for value in uses[i]
+            if may_grow or number.get(value, 0) >= 3
+        ]
+        found.append((*earlier[i], *[e for e in before if e < i]))
+    return found
+
+
 def _group(
     commands: Sequence[CommandNode], earlier: Sequence[tuple[int, ...]]
 ) -> tuple[list[tuple[int, list[int]]], list[int]]:
@@ -94,17 +118,18 @@ def _group(
     ancestors: list[int] = []
     group_of_command: list[int] = []
     producer: dict[int, int] = {}
-    open_group: dict[tuple[int, int, int], int] = {}
+    open_group: dict[int, tuple[int, int, int]] = {}
     for i, command in enumerate(commands):
         sources = {producer[value] for value in command.inputs}
         sources.update([group_of_command[e] for e in earlier[i]])
-        key = (command.stage_index, command.epoch, command.unit)
-        group = open_group.get(key)
-        if group is None or any(s != group and ancestors[s] >> group & 1 for s in sources):
+        *key, group = open_group.get(command.stage_index, (-1, -1, -1))
+        joins = key == [command.epoch, command.unit]
+        if not joins or any(s != group and ancestors[s] >> group & 1 for s in sources):
+            sources |= {group} - {-1}
             group = len(groups)
             groups.append((command.stage_index, []))
             ancestors.append(0)
-            open_group[key] = group
+            open_group[command.stage_index] = command.epoch, command.unit, group
         reached = 0
         for source in sources - {group}:
             reached |= ancestors[source] | 1 << source

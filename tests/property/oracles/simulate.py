@@ -106,13 +106,15 @@ class _Replay:
                     times.append(self.arrived.get(key))
         else:
             times.append(self.done.get((ActionKind.FORWARD, m, segment.index)))
-            for value in segment.gradient_exports:
-                for consumer in graph.gradient_consumers(value):
+            for value in graph.gradients_taken(segment):
+                for consumer in graph.gradient_sources(segment, value):
                     home = graph.segments[consumer].stage_index
                     if home == stage:
                         times.append(self.done.get((ActionKind.BACKWARD, m, consumer)))
+                    elif value in graph.summed_in_turn:
+                        times.append(self.arrived.get((ActionKind.RECV_BACKWARD, m, value, consumer)))
                     else:
-                        times.append(self.arrived.get((ActionKind.RECV_BACKWARD, m, value, home)))
+                        times.append(self.arrived.get((ActionKind.RECV_BACKWARD, m, value, -1 - home)))
         known = [time for time in times if time is not None]
         return max(known, default=0.0) if len(known) == len(times) else None
 
@@ -124,7 +126,10 @@ class _Replay:
         if action.kind is ActionKind.SEND_FORWARD:
             self.arrived[ActionKind.RECV_FORWARD, m, value, peer] = arrival
         elif action.kind is ActionKind.SEND_BACKWARD:
-            self.arrived[ActionKind.RECV_BACKWARD, m, value, action.stage_index] = arrival
+            sender = -1 - action.stage_index
+            if value in self.graphs[m].summed_in_turn:
+                sender = self.segment(action)[0].index
+            self.arrived[ActionKind.RECV_BACKWARD, m, value, sender] = arrival
 
     def finished(self, action: Action, end: float) -> None:
         segment, _ = self.segment(action)

@@ -1,0 +1,107 @@
+"""What the ranks run for the tests of values that calls on several stages use, some more than once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import smp_lite as smp
+from tests.models import Batch
+from tests.models.layers import regression_batch
+from tests.transparency.rounds import Round, assert_rounds_equal
+
+__all__ = ["MODELS", "train"]
+
+_WIDTH = 16
+
+
+class Twice(nn.Module):
+    """Uses what it is given two times, so that its gradient is a sum already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + self.linear(x))
+
+
+class _Four(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (Twice() for _ in range(4))
+
+
+class SkipsOverStages(_Four):
+    """As in a U-Net: what the first block makes is used by the next one and by the last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        k = self.b(h)
+        return self.d(self.c(k) + k) + h
+
+
+class OneSource(_Four):
+    """As in cross attention: all later blocks use it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        source = self.a(x)
+        y = self.b(source)
+        y = self.c(y * source)
+        return self.d(y * source + source)
+
+
+class Branches(_Four):
+    """Blocks of several stages that do not need each other, in turn."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h) + self.c(h) + self.d(h) + self.b(h * 2) + self.c(h)
+
+
+class SharedBlock(_Four):
+    """A block, and with it its parameters, between those of other stages again and again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (self.b, self.c, self.d):
+            x = self.a(self.a(block(self.a(x))))
+        return x
+
+
+class SharedAcrossADecision(_Four):
+    """Its own parts, run at once since Python asks for their numbers, have nothing to do with each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = []
+        for part in x.chunk(3, dim=-1):
+            parts.append(self.a(F.pad(part, (0, _WIDTH - part.shape[-1]))))
+            assert float(parts[-1].detach().abs().sum()) > 0
+        return self.d(self.c(self.b(torch.stack(parts).sum(0)) + parts[1]))
+
+
+MODELS = {
+    model.__name__: model
+    for model in (SkipsOverStages, OneSource, Branches, SharedBlock, SharedAcrossADecision)
+}
+
+
+def loss_of(model: Any, batch: Batch, backward: Callable[..., None]) -> Any:
+    loss = F.mse_loss(model(batch["x"]), batch["target"])
+    backward(loss)
+    return loss
+
+
+def train(name: str, homes: str) -> None:
+    """Raises AssertionError where what this rank holds is not that of one process.
+
+    Args:
+        name: of the model.
+        homes: the stage of each of its blocks, a digit each.
+    """
+    smp.init()
+    rounds = [Round(loss_of, regression_batch(8))] * 3
+    assert_rounds_equal(MODELS[name], rounds, dict(zip("abcd", map(int, homes), strict=True)))
