@@ -31,6 +31,7 @@ from torch.nn.modules import module as torch_module
 from ..errors import SMPError
 from .backward.checkpoints import is_inside_checkpoint, refuse_effect
 from .describe.checkpointed_calls import CheckpointedRun, call_in_runs, is_marked
+from .fused_layers import look_at_opened
 from .parameters.placement import FOREIGN, SPLIT
 from .recording import Command
 from .replay import refuse
@@ -193,6 +194,7 @@ class ModuleCalls:
         self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self._refuse_backward_hooks(module, "is split over stages")
+        look_at_opened(self.placement.name(module), module, args, kwargs)
         with self.at(None):
             return call_in_runs(call, module, args, kwargs)
 
@@ -203,6 +205,7 @@ class ModuleCalls:
             raise refuse(f"calls {subtree.name}, which {reason}")
         self._refuse_backward_hooks(subtree.module, reason)
         refuse_effect(subtree.name, reason)
+        look_at_opened(subtree.name, subtree.module, args, kwargs)
         if is_marked(subtree.module) and torch.is_grad_enabled():
             is_run = type(subtree.module) is CheckpointedRun
             what = "its parts are each for themselves" if is_run else "it runs without"

@@ -939,9 +939,12 @@ class TinyGPT(nn.Module):
         return self.head(self.norm(x))
 
 
-@program(stages=(2, 3), ranks=(2,), replicas=(1, 2))
+@program(stages=(2, 3), ranks=(2,), replicas=(1, 2), tolerance=1e-6)
 def decoding(smp: Any, out: Any) -> None:
-    """Greedy decoding, sampling and a beam of two between epochs, through a step function."""
+    """Greedy decoding, sampling and a beam of two between epochs, through a step function.
+
+    The tolerance: in evaluation torch computes a layer by one kernel, but not one that is split over stages.
+    """
     torch.manual_seed(60)
     model = smp.DistributedModel(TinyGPT())
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.02))
