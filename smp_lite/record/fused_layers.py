@@ -3,8 +3,8 @@
 In evaluation ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention`` leave their Python for one fused
 kernel, and ``nn.TransformerEncoder`` takes the padding out of its input (a nested tensor) and gives zeros
 there. They do not where they meet a tensor with ``__torch_function__``, as placed ones are. A layer that lies
-whole on a stage is called there with ordinary tensors and does what it does in one process; one that is opened
-does not. The kernel's other rounding is a warning, other numbers at the padding are an error.
+whole on a stage is called there with ordinary tensors and does what it does in one process; an opened one is
+not. The kernel's other rounding is a warning, other numbers at the padding are an error.
 
 Source: ``torch/nn/modules/transformer.py`` and ``activation.py``, "fast path".
 """
