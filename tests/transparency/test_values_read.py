@@ -204,6 +204,45 @@ def test_zeros_have_signs(kind: Any, open_session: OpenSession) -> None:
         assert [float(loss) for loss in step(model, x).outputs] == expected
 
 
+class _HandsBack(_Block):
+    """Another value of an argument comes back as it is."""
+
+    def forward(self, x: Tensor, sign: float | complex) -> tuple[Tensor, float | complex]:
+        return self.linear(x), sign
+
+
+class _AsksTwice(nn.Module):
+    def __init__(self, zero: float | complex) -> None:
+        super().__init__()
+        self.block, self.last, self.zero = _HandsBack(), _Block().linear, zero
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, plus = self.block(x, self.zero)
+        z, minus = self.block(x, -self.zero)
+        parts = [complex(plus).real, complex(minus).real]
+        return self.last(y + z) * sum(k * math.copysign(1.0, part) for k, part in enumerate(parts, 1))
+
+
+@pytest.mark.parametrize("zero", [0.0, complex(0.0, 0.0)])
+def test_arguments_that_are_zeros_have_signs(zero: float | complex, open_session: OpenSession) -> None:
+    torch.manual_seed(0)
+    module = _AsksTwice(zero)
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    expected = [float(module(row).mean()) for row in x.split(1)]
+    open_session(2, auto_partition=False, default_partition=0)
+    model = smp.DistributedModel(module)
+    smp.set_partition(module.last, 1)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).mean()
+        model.backward(loss)
+        return loss
+
+    for _ in range(2):
+        assert [float(loss) for loss in step(model, x).outputs] == expected
+
+
 class _Both(nn.Module):
     """Sets something anew between the calls of two blocks."""
 

@@ -35,6 +35,8 @@ _MODULE_TABLES = frozenset(nn.Module().__dict__) - {"training"}
 def plain_key(value: Any) -> Hashable:
     """A hashable stand-in for any attribute or argument that is no tensor."""
     kind = type(value)
+    if kind is float or kind is complex:
+        return (kind, repr(value))  # 0.0 is not -0.0
     if kind in _PLAIN_SET:
         return (kind, value)
     if isinstance(value, tuple | list) and len(value) < 64:
