@@ -192,6 +192,7 @@ class ModelRuntime:
                     if graphs
                     else None
                 ),
+                goes_on=books.goes_on,
             )
             for stage, books in self.books.items()
         }

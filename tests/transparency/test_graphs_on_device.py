@@ -7,6 +7,7 @@ into it, and what Python would have done otherwise, shows in the numbers.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -20,6 +21,10 @@ from tests.transparency.graphs_on_device import CHANGES
 OWN = "tests.transparency.graphs_on_device"
 MEMORY = {"partitions": 2, "pipeline": "interleaved"}
 ZIGZAG = {"auto_partition": False, "default_partition": 0}
+
+
+_ADDS_TO_OTHERS = frozenset({"reuse"})
+"""Where segments add to gradients that others have begun, those run their Python."""
 
 
 def run(function: str, ranks: int = 1, parameters: dict[str, Any] | None = None, **kwargs: Any) -> list[Any]:
@@ -48,7 +53,8 @@ def test_replayed_graphs_equal_their_python(name: str, pipeline: str) -> None:
     (found,) = run("train_case", name=name, graphs=True, in_memory=shape)
     assert same(found, expected)
     assert found["replayed"] >= 2 * 4 * 7  # in training and evaluation, of each stage and microbatch
-    assert all("8 of 8 segments" in text or "16 of 16" in text for text in found["said"])
+    all_of = [r"\b(\d+) of \1 segments"] if name in _ADDS_TO_OTHERS else ["8 of 8 segments", "16 of 16"]
+    assert all(any(re.search(each, text) for each in all_of) for text in found["said"])
 
 
 @pytest.mark.slow(keep=1)

@@ -58,6 +58,8 @@ class StageExecutor:
         offload: takes what checkpointed calls keep out of memory; None: it stays.
         weights: gives gradients of parameters in actions of their own, where the list has them.
         graphs: runs segments of replayed steps without their Python; None: it always runs.
+        goes_on: says of (microbatch, segment) whether its backward adds to what others have found, which a
+            graph of it cannot: it adds up its own gradients first.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class StageExecutor:
         offload: ActivationOffload | None = None,
         weights: WeightGradients | None = None,
         graphs: StageGraphs | None = None,
+        goes_on: Callable[[int, Segment], bool] | None = None,
     ) -> None:
         self.stage_index = stage_index
         self.wire = wire
@@ -88,6 +91,7 @@ class StageExecutor:
         self.offload = offload
         self.weights = weights
         self.graphs = graphs
+        self._goes_on = goes_on
         self._placement = placement
         self._before_backward = before_backward
         self._before_weights = before_weights
@@ -352,8 +356,9 @@ class StageExecutor:
         """What a graph of the segment makes for others; None: there is none."""
         if self.graphs is None or self._commands.observer is not None:
             return None
-        if state.part.sums_taken[segment.visit]:
-            return None  # a graph adds up its own gradients first
+        goes_on = self._goes_on is not None and self._goes_on(recording.microbatch_index, segment)
+        if goes_on or state.part.sums_taken[segment.visit]:
+            return None
 
         def run(local: dict[int, torch.Tensor]) -> None:
             self._commands.run_segment(recording, segment, local, state.data)

@@ -44,6 +44,7 @@ class GradientBooks:
         self._deferred = deferred
         self._module_parameters: dict[int, list[nn.Parameter]] = {}
         self._shared: dict[tuple[int, int], list[nn.Parameter]] = {}
+        self._goes_on: set[tuple[int, int]] = set()
         self._final: dict[tuple[int, int], list[nn.Parameter]] = {}
         self._left: dict[tuple[int, int], int] = {}  # (microbatch, parameter) -> segments to come
         self._partial: dict[tuple[int, int], dict[int, torch.Tensor | None]] = {}  # by backwards
@@ -85,10 +86,15 @@ class GradientBooks:
                 for parameter in parameters:
                     use = (m, id(parameter))
                     self._left[use] = self._left.get(use, 0) + 1
+        begun: set[tuple[int, int]] = set()
         for key, parameters in touched.items():
             shared = [p for p in parameters if self._left.get((key[0], id(p)), 0) > 1]
             if shared:
                 self._shared[key] = shared
+                uses = {(key[0], id(p)) for p in shared}
+                if not begun.isdisjoint(uses):
+                    self._goes_on.add(key)
+                begun |= uses
         if last_batch and self.on_final is not None:
             seen: set[int] = set()
             for key, parameters in reversed(touched.items()):
@@ -113,6 +119,10 @@ class GradientBooks:
                 assert isinstance(parameter, nn.Parameter)
                 found[id(parameter)] = parameter
         return [parameter for parameter in found.values() if parameter.requires_grad]
+
+    def goes_on(self, microbatch_index: int, segment: Segment) -> bool:
+        """Whether the segment's backward adds to what backwards of others have found of the microbatch."""
+        return (microbatch_index, segment.commands[0]) in self._goes_on
 
     def before(self, microbatch_index: int, segment: Segment) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Returns at which parameters the backward must begin too, and with which gradients."""
@@ -177,11 +187,13 @@ class GradientBooks:
         self._final.clear()
         self._left = {use: n for use, n in self._left.items() if use[0] < microbatch_index}
         self._shared = {key: found for key, found in self._shared.items() if key[0] < microbatch_index}
+        self._goes_on = {key for key in self._goes_on if key[0] < microbatch_index}
 
     def end_step(self) -> None:
         self._listen_no_more()  # a backward that failed has no end
         self._aside = []
         self._shared.clear()
+        self._goes_on.clear()
         self._final.clear()
         self._left.clear()
         self._partial.clear()
