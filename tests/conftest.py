@@ -62,6 +62,16 @@ def _fixed_seed() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _environment_stays() -> Iterator[None]:
+    """No test finds the environment of another, nor do the processes that it starts."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def _session_ends() -> Iterator[None]:
     """No test finds the session of another: which tests share a process changes from run to run."""
     yield

@@ -73,6 +73,15 @@ def run_check(args: argparse.Namespace, overrides: Sequence[str] = ()) -> int:
     """
     if args.steps < 1:
         raise ValueError(f"--steps {args.steps}: compare at least one step")
+    before = dict(os.environ)
+    try:
+        return _run_check(args, overrides)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _run_check(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if (device := os.environ.setdefault(DEVICE_VARIABLE, CPU.type)) != CPU.type:
         raise ValueError(
             f"{DEVICE_VARIABLE}={device!r}: check compares on the CPU, since it forks: leave it out, and "
