@@ -41,7 +41,9 @@ class CutGradients:
         stride = leaf.stride() if leaf.layout is torch.strided else ()
         weak = weakref.ref(leaf)
 
-        def note(gradient: torch.Tensor) -> torch.Tensor | None:
+        def note(gradient: torch.Tensor | None) -> torch.Tensor | None:
+            if gradient is None:  # an autograd function's backward gave none
+                return None
             if value not in others:
                 # Of a fake one the leaf makes a copy, as large as the one here: memory is planned with that.
                 is_other = gradient.layout is torch.strided and gradient.stride() != stride

@@ -475,7 +475,7 @@ class StageExecutor:
                     seed = torch.full(meta.shape, self.gradient_scale, dtype=wide, device=meta.device)
                     seed = seed.to(meta.dtype)
                 else:
-                    seed = gradient * self.gradient_scale
+                    seed = _scaled(gradient, self.gradient_scale)
                 found[value] = seed + found[value] if value in found else seed
         starts = [state.edges.pop(value) for value in found]
         return starts, list(found.values()), sums
@@ -528,6 +528,12 @@ def _profiler_span(action: Action) -> contextlib.AbstractContextManager[object]:
     if torch.autograd._profiler_enabled():
         return torch.profiler.record_function(str(action))
     return _NO_SPAN
+
+
+def _scaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
+    """Divided by the number of microbatches, where that is the scale: as dividing the output by it would."""
+    divisor = round(1 / scale) if scale else 0
+    return gradient / divisor if divisor and 1 / divisor == scale else gradient * scale
 
 
 def _sum_latest_first(parts: dict[int, torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,61 @@
+"""Gradients that the user's code gives, or gives none of, as in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smp_lite as smp
+from tests.models.layers import WIDTH
+from tests.transparency.conftest import OpenSession
+
+
+class _NoneForTheFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x * 0.5 + y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+        return None, gradient
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _NoneForTheFirst.apply(x, self.linear(x.detach()))
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 3, 7])
+@pytest.mark.parametrize("block", [lambda: nn.Linear(WIDTH, WIDTH), _Block], ids=["linear", "none"])
+def test_backward_of_an_output_with_its_gradient(
+    block: Any, num_microbatches: int, open_session: OpenSession
+) -> None:
+    """One process divides the output by the number of microbatches."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), block())
+    plain = copy.deepcopy(module)
+    x, gradient = torch.randn(2 * num_microbatches, WIDTH), torch.randn(2, WIDTH)
+    for part in x.chunk(num_microbatches):
+        (plain(part) / num_microbatches).backward(gradient)
+    open_session(2, microbatches=num_microbatches, auto_partition=False, default_partition=0)
+    model = smp.DistributedModel(module)
+    smp.set_partition(module[1], 1)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Tensor:
+        output = model(x)
+        model.backward(output, gradient)
+        return output
+
+    step(model, x)
+    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        wanted = torch.zeros_like(ours) if theirs.grad is None else theirs.grad
+        assert torch.equal(torch.zeros_like(ours) if ours.grad is None else ours.grad, wanted)
