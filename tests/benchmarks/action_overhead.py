@@ -4,14 +4,12 @@ A chain of modules that multiply one number alternates between two stages, so ev
 forward and one backward action, with a transfer between each two. The time is that of execution
 alone, recording left out. Over MPI, waiting for the other rank is part of it, and each rank runs
 half of the actions. The same multiplications in plain torch show how little of it is the work
-itself; the same list of actions with nothing but torch's and MPI's own calls, what no library can
-go below: a detached leaf, the module, a backward, a send or a receive.
+itself.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 import smp_lite as smp
-from smp_lite.plan.step.actions import COMPUTE_KINDS, Action, ActionKind
+from smp_lite.plan.step.actions import COMPUTE_KINDS
 from tests.benchmarks.chain import Chain, distributed_chain, parameters
 from tests.benchmarks.measuring import recorded_first
 from tests.benchmarks.spread import Spread, slowest_rank
@@ -63,24 +61,14 @@ def table(quick: bool) -> Table:
             Spread.of([s / compute for s in executed_s]).text(1e-6),
             Spread.of([s / (compute + transfers) for s in executed_s]).text(1e-6),
         )
-        if world_size > 1:
-            by_hand_s = slowest_rank([rank.by_hand_s for rank in ranks])
-            result.add_row(
-                f"{where}, by hand",
-                str(compute),
-                str(transfers),
-                Spread.of([s / compute for s in by_hand_s]).text(1e-6),
-                Spread.of([s / (compute + transfers) for s in by_hand_s]).text(1e-6),
-            )
     return result
 
 
 @dataclass(frozen=True)
 class RankRun:
-    """Execution times of one rank's steps, by the library and by hand, and how many actions each ran."""
+    """Execution times of one rank's steps, and how many actions each ran."""
 
     executed_s: list[float]
-    by_hand_s: list[float]
     num_compute: int
     num_transfers: int
 
@@ -101,7 +89,7 @@ def measure_in_ranks(num_steps: int) -> RankRun:
         recorded = time.perf_counter()
         return loss
 
-    executed_s, by_hand_s = [], []
+    executed_s = []
     x = torch.ones(_NUM_MICROBATCHES)
     for _ in range(_WARM_UP_STEPS + num_steps):
         model.zero_grad()
@@ -109,68 +97,12 @@ def measure_in_ranks(num_steps: int) -> RankRun:
         with recorded_first():
             step(model, x)
         executed_s.append(time.perf_counter() - recorded)
-        assert model.runtime is not None
-        batch = model.runtime.runner.last_batch
-        assert batch is not None
-        if not in_memory:
-            gradients = [parameter.grad for parameter in model.local_parameters()]
-            model.zero_grad()
-            (here,) = model.runtime.executors
-            by_hand_s.append(_by_hand(batch.schedule[here], model, x))
-            assert gradients == [parameter.grad for parameter in model.local_parameters()]
+    assert model.runtime is not None
+    batch = model.runtime.runner.last_batch
+    assert batch is not None
     actions = [action for stage in model.runtime.executors for action in batch.schedule[stage]]
     num_compute = sum(action.kind in COMPUTE_KINDS for action in actions)
-    return RankRun(
-        executed_s[_WARM_UP_STEPS:], by_hand_s[_WARM_UP_STEPS:], num_compute, len(actions) - num_compute
-    )
-
-
-def _by_hand(actions: Sequence[Action], model: smp.DistributedModel, x: Tensor) -> float:
-    """Runs this rank's list with torch's and MPI's own calls; returns the seconds.
-
-    A value is known by its microbatch and the module that makes it.
-    """
-    comm, modules = MPI.COMM_WORLD, list(model.module.links)
-    pieces = x.split(1)
-    leaves: dict[tuple[int, int], Tensor] = {}
-    values: dict[tuple[int, int], Tensor] = {}
-    arriving: dict[tuple[int, int], tuple[Tensor, MPI.Request]] = {}
-    sent: list[tuple[Tensor, MPI.Request]] = []
-    next_visit: dict[int, int] = {}
-    least = torch.tensor([1 / _NUM_MICROBATCHES])
-
-    def arrived(key: tuple[int, int]) -> Tensor:
-        tensor, request = arriving.pop(key)
-        while not request.Test():
-            pass
-        return tensor
-
-    comm.Barrier()
-    begun = time.perf_counter()
-    for stage, kind, m, visit, _, peer in actions:
-        number = 2 * visit + stage
-        if kind is ActionKind.FORWARD:
-            leaf = arrived((m, number)).requires_grad_() if number else pieces[m]
-            leaves[m, number] = leaf
-            values[m, number] = modules[number](leaf)
-        elif kind is ActionKind.BACKWARD:
-            gradient = arrived((m, number)) if number + 1 < _NUM_MODULES else least
-            torch.autograd.backward([values.pop((m, number))], [gradient])
-        elif kind is ActionKind.SEND_FORWARD:
-            tensor = values[m, number].detach()
-            sent.append((tensor, comm.Isend(tensor, peer, m)))
-        elif kind is ActionKind.SEND_BACKWARD:
-            tensor = leaves.pop((m, number)).grad
-            sent.append((tensor, comm.Isend(tensor, peer, m)))
-        else:
-            tensor = torch.empty(1)
-            # A receive says in which visit its stage waits for a gradient, but not for a value.
-            if kind is ActionKind.RECV_FORWARD:
-                number = next_visit[m] = next_visit.get(m, -1 if stage else 0) + 2
-            arriving[m, number] = tensor, comm.Irecv(tensor, peer, m)
-    for _, request in sent:
-        request.Wait()
-    return time.perf_counter() - begun
+    return RankRun(executed_s[_WARM_UP_STEPS:], num_compute, len(actions) - num_compute)
 
 
 def _plain_torch(num_steps: int) -> list[float]:
