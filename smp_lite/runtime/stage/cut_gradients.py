@@ -15,6 +15,7 @@ import torch
 from torch._subclasses import FakeTensor
 
 from ...comm.layout import handed_over
+from ...errors import SMPError
 
 __all__ = ["CutGradients"]
 
@@ -42,8 +43,12 @@ class CutGradients:
         weak = weakref.ref(leaf)
 
         def note(gradient: torch.Tensor | None) -> torch.Tensor | None:
-            if gradient is None:  # an autograd function's backward gave none
-                return None
+            if gradient is None:
+                # Zeros instead would be another thing: what comes before would get gradients of its own.
+                raise SMPError(
+                    "the backward of an autograd function gives None for a value that another stage, or an "
+                    "earlier part of the step, has made: give the function value.detach(), or give zeros"
+                )
             if value not in others:
                 # Of a fake one the leaf makes a copy, as large as the one here: memory is planned with that.
                 is_other = gradient.layout is torch.strided and gradient.stride() != stride
