@@ -28,7 +28,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 # Two files at a time: most tests start processes and wait for them, which leaves a core idle now and then.
 # One of the two that dies (out of memory) ends the run: with another in its place it would never end.
-TWO := --numprocesses 2 --dist loadfile --max-worker-restart 0
+AT_ONCE := --numprocesses 2 --dist loadfile --max-worker-restart 0
 
 .PHONY: train test test-ci test-all bench notebooks sweep lint test-network test-toolkit test-sdk3 test-trainer4
 .PHONY: test-gpu bench-gpu
@@ -38,13 +38,13 @@ train: $(VENV)/train.stamp
 	$(BIN)/python notebooks/fit.py
 
 test: $(VENV)/test.stamp
-	$(PYTEST) tests --quick --ignore=tests/benchmarks $(TWO)
+	$(PYTEST) tests --quick --ignore=tests/benchmarks $(AT_ONCE)
 
 test-ci: $(VENV)/test.stamp
-	$(PYTEST) tests --ignore=tests/benchmarks $(TWO)
+	$(PYTEST) tests --ignore=tests/benchmarks $(AT_ONCE)
 
 test-all: $(VENV)/test.stamp
-	SMP_LITE_ALL_TESTS=1 $(PYTEST) tests --ignore=tests/benchmarks $(TWO)
+	SMP_LITE_ALL_TESTS=1 $(PYTEST) tests --ignore=tests/benchmarks $(AT_ONCE)
 
 test-network: $(VENV)/test.stamp
 	SMP_LITE_NETWORK_TESTS=1 $(PYTEST) tests/launch/test_network_hosts.py

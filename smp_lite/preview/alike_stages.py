@@ -175,6 +175,7 @@ class Likeness:
 def _values_of(graph: SegmentGraph, segment: Segment) -> tuple[tuple[int, ...], ...]:
     return (
         graph.sums_taken(segment),
+        graph.seeds_taken(segment),
         segment.imports,
         segment.exports,
         segment.gradient_exports,

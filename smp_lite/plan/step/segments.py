@@ -19,8 +19,9 @@ bits of a sum depend on how it is grouped. So the segments that use a value of m
 other as the uses do: a command that uses it after a later segment has opens a new one. Where a segment other
 than the latest one may add several gradients, or a stage would add up its own first, the value is *summed in
 turn*: each segment's backward takes in what the later ones have found, adds its own to it, use by use, and
-hands the sum on to the segment before it, the first one to the producer. Other gradients go to the producer
-at once, which adds them up. A stage's segments, which may share parameters, run backward in reverse too.
+hands the sum on to the segment before it, the first one to the producer. The gradient with which a backward
+begins comes before all of them, so the latest segment takes it in. Other gradients go to the producer at
+once, which adds them up. A stage's segments, which may share parameters, run backward in reverse too.
 
 Legend: a *value* is an integer, numbered in recorded order within the microbatch.
 """
@@ -90,9 +91,7 @@ class Segment:
     forward_cost: float
     epoch: int
     after: tuple[int, ...] = ()  # segments that change state which this one changes too
-    backward_after: tuple[
-        int, ...
-    ] = ()  # segments of its stage whose backward comes first, whatever needs it
+    backward_after: tuple[int, ...] = ()  # segments of its stage whose backward comes first in any case
     weight_cost: float = 0.0  # of its backward, what may run later
     backwards: int = 0  # as its commands'
 
@@ -132,6 +131,12 @@ class SegmentGraph:
         """Values that other segments have made of whose gradient the segment's backward takes in a part."""
         in_turn = [value for value in segment.gradient_imports if value in self.summed_in_turn]
         return tuple([value for value in in_turn if self._gradient_consumers[value][0] != segment.index])
+
+    def seeds_taken(self, segment: Segment) -> tuple[int, ...]:
+        """Values that other segments have made at which a backward begins, and the segment's adds to that."""
+        in_turn = [value for value in segment.gradient_imports if value in self.summed_in_turn]
+        latest = [value for value in in_turn if self._gradient_consumers[value][0] == segment.index]
+        return tuple([value for value in latest if value in self.segments[self.producer[value]].roots])
 
     def gradient_sources(self, segment: Segment, value: int) -> tuple[int, ...]:
         """Segments that hand the segment a gradient of the value, the latest first.
@@ -191,8 +196,10 @@ def build_graph(
     earlier = _earlier_touches(commands)
     roots, needed = set(roots), set(needed)
     added = _gradients_added(commands, roots)
-    total = sum(added, Counter())
-    several = None if may_grow else {value for value, number in total.items() if number > 2}
+    total: Counter[int] = Counter()
+    for numbers in added:
+        total.update(numbers)
+    several = None if may_grow else {v for v, number in total.items() if number + (v in roots) > 2}
     groups, group_of_command = _group(commands, earlier, several)
     produced_by = {value: i for i, command in enumerate(commands) for value in command.outputs}
     producer = {value: group_of_command[i] for value, i in produced_by.items()}
@@ -238,7 +245,7 @@ def build_graph(
             )
         )
     sizes = value_bytes or {}
-    in_turn = _summed_in_turn(segments, producer, returned)
+    in_turn = _summed_in_turn(segments, producer, returned, roots)
     graph = SegmentGraph(
         segments=tuple(segments),
         producer={value: producer[value] for value in producer if value in consumers or value in needed},
@@ -285,19 +292,21 @@ def _gradients_added(commands: Sequence[CommandNode], roots: set[int]) -> list[C
 
 
 def _summed_in_turn(
-    segments: Sequence[Segment], producer: dict[int, int], returned: Counter[tuple[int, int]]
+    segments: Sequence[Segment],
+    producer: dict[int, int],
+    returned: Counter[tuple[int, int]],
+    roots: set[int],
 ) -> frozenset[int]:
     consumers: dict[int, list[int]] = {}
     for value, group in sorted(returned):
         consumers.setdefault(value, []).append(group)
     found = set()
     for value, groups in consumers.items():
-        if len(groups) < 2:
-            continue
+        before = groups if value in roots else groups[:-1]  # those whose sums do not start with nothing
         home = segments[producer[value]].stage_index
         abroad = [stage for stage in [segments[group].stage_index for group in groups] if stage != home]
-        adds_own_first = len(groups) > 2 and len(set(abroad)) < len(abroad)
-        if adds_own_first or any(returned[value, group] > 1 for group in groups[:-1]):
+        adds_own_first = len(before) > 1 and len(set(abroad)) < len(abroad)
+        if adds_own_first or any(returned[value, group] > 1 for group in before):
             found.add(value)
     return frozenset(found)
 

@@ -357,7 +357,7 @@ class StageExecutor:
         if self.graphs is None or self._commands.observer is not None:
             return None
         goes_on = self._goes_on is not None and self._goes_on(recording.microbatch_index, segment)
-        if goes_on or state.part.sums_taken[segment.visit]:
+        if goes_on or state.part.sums_taken[segment.visit] or state.part.seeds_taken[segment.visit]:
             return None
 
         def run(local: dict[int, torch.Tensor]) -> None:
@@ -454,31 +454,38 @@ class StageExecutor:
     def _starts(
         self, state: MicrobatchState, segment: Segment
     ) -> tuple[list[Any], list[torch.Tensor | None], dict[int, torch.Tensor]]:
-        """Where the backward begins, and with which gradients; and what later consumers have found of the
-        gradients that it makes."""
+        """Where the backward begins, and with which gradients; and what is there already of those that it
+        makes."""
+        part, visit = state.part, segment.visit
+        sums: dict[int, torch.Tensor] = {}
         found: dict[int, torch.Tensor] = {}
-        for value, sources in state.part.gradients_taken[segment.visit]:
+        for value, seed in self._seeds(state):
+            if value in part.seeds_taken[visit]:
+                sums[value] = seed + sums[value] if value in sums else seed
+            elif value in segment.roots and value not in state.graph.summed_in_turn:
+                found[value] = seed + found[value] if value in found else seed
+        for value, sources in part.gradients_taken[visit]:
             parts = state.gradients.pop(value, {})
             # A stage's sum counts where its latest consumer would have.
             for stage, last in sources:
                 parts[last] = state.arriving_gradients.pop((value, stage)).tensor()
-            found[value] = _sum_latest_first(parts)
-        sums = {value: found.pop(value) for value in state.part.sums_taken[segment.visit]}
-        for backward in state.recording.backwards:
-            for value, gradient in zip(backward.values, backward.gradients, strict=True):
-                if value not in segment.roots:
-                    continue
-                meta = state.recording.values[value].meta
-                if gradient is None:
-                    # Wide first: a loss scale may be infinite in the loss's own type.
-                    wide = torch.promote_types(meta.dtype, torch.float32)
-                    seed = torch.full(meta.shape, self.gradient_scale, dtype=wide, device=meta.device)
-                    seed = seed.to(meta.dtype)
-                else:
-                    seed = _scaled(gradient, self.gradient_scale)
-                found[value] = seed + found[value] if value in found else seed
+            into = sums if value in part.sums_taken[visit] else found
+            into[value] = _sum_latest_first(parts, into.get(value))
         starts = [state.edges.pop(value) for value in found]
         return starts, list(found.values()), sums
+
+    def _seeds(self, state: MicrobatchState) -> Iterator[tuple[int, torch.Tensor]]:
+        """The values at which backwards begin, and with which gradients."""
+        for backward in state.recording.backwards:
+            for value, gradient in zip(backward.values, backward.gradients, strict=True):
+                if gradient is not None:
+                    yield value, _scaled(gradient, self.gradient_scale)
+                    continue
+                meta = state.recording.values[value].meta
+                # Wide first: a loss scale may be infinite in the loss's own type.
+                wide = torch.promote_types(meta.dtype, torch.float32)
+                seed = torch.full(meta.shape, self.gradient_scale, dtype=wide, device=meta.device)
+                yield value, seed.to(meta.dtype)
 
     def _send_forward(self, action: Action, state: MicrobatchState) -> None:
         value, peer = action.value, action.peer
@@ -536,9 +543,8 @@ def _scaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
     return gradient / divisor if divisor and 1 / divisor == scale else gradient * scale
 
 
-def _sum_latest_first(parts: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Autograd's own order in one process: the gradient of the latest consumer comes first."""
-    total: torch.Tensor | None = None
+def _sum_latest_first(parts: dict[int, torch.Tensor], total: torch.Tensor | None = None) -> torch.Tensor:
+    """Autograd's own order in one process: after ``total`` that of the latest consumer comes first."""
     for _, gradient in sorted(parts.items(), reverse=True):
         total = gradient if total is None else total + gradient
     assert total is not None

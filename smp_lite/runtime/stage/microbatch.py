@@ -22,6 +22,8 @@ class StagePart:
             where from: (value, [(other stage, the latest consumer there, whose part of it autograd would add
             first)]).
         sums_taken: for each of their visits those of these values that others have made.
+        seeds_taken: for each of their visits the values that others have made where a backward begins, if its
+            gradient comes in here.
         uses: of the values of a microbatch of which nothing has run: how often each is used here.
     """
 
@@ -31,12 +33,14 @@ class StagePart:
         self.arrivals: dict[int, list[tuple[int, int]]] = {}
         self.gradients_taken: dict[int, list[tuple[int, list[tuple[int, int]]]]] = {}
         self.sums_taken: dict[int, tuple[int, ...]] = {}
+        self.seeds_taken: dict[int, tuple[int, ...]] = {}
         self.uses: dict[int, int] | None = None
         stage_of = [s.stage_index for s in graph.segments]
         for visit, segment in self.by_visit.items():
             homes = [(value, stage_of[graph.producer[value]]) for value in segment.imports]
             self.arrivals[visit] = [(value, home) for value, home in homes if home != stage_index]
             self.sums_taken[visit] = graph.sums_taken(segment)
+            self.seeds_taken[visit] = graph.seeds_taken(segment)
             taken = self.gradients_taken[visit] = []
             for value in graph.gradients_taken(segment):
                 latest: dict[int, int] = {}

@@ -100,7 +100,7 @@ def _earlier_uses(
         before = [
             max((e for e in range(i) if value in uses[e]), default=i)
             for value in uses[i]
-            if may_grow or number.get(value, 0) >= 3
+            if may_grow or number.get(value, 0) + (value in roots) >= 3
         ]
         found.append((*earlier[i], *[e for e in before if e < i]))
     return found
