@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from smp_lite.plan.step.segments import CommandNode, SegmentGraph, build_graph
 from tests.planning import chain, command, segment_at
 
@@ -72,6 +74,26 @@ def test_branch_and_join_on_one_stage_are_one_segment() -> None:
     )
     assert grouping(graph) == [(0, 0, (0,)), (2, 0, (2,)), (1, 0, (1, 3))]
     assert segment_at(graph, 1).imports == (0, 2)
+
+
+def test_uses_of_a_value_that_others_have_used_meanwhile_begin_a_segment() -> None:
+    """Its gradients of stage 1's last two uses come first in one process, then stage 2's, then the first."""
+    commands = [command(0, [], 0), command(1, [0], 1), command(2, [0], 2)]
+    commands += [command(1, [0], 3), command(1, [0], 4), command(3, [1, 2, 3, 4], 5)]
+    graph = build_graph(commands, roots=[5])
+    assert grouping(graph) == [(0, 0, (0,)), (1, 0, (1,)), (2, 0, (2,)), (1, 1, (3, 4)), (3, 0, (5,))]
+    assert graph.summed_in_turn == {0}
+    two_uses = build_graph([*commands[:3], command(3, [1, 2], 3)], roots=[3])
+    assert two_uses.summed_in_turn == frozenset()  # a + b is b + a
+
+
+def test_what_has_run_stays_in_its_segments() -> None:
+    """Whatever is recorded later: a third use of value 0, and that a loss needs it."""
+    commands = [command(0, [], 0), command(1, [0], 1), command(2, [0], 2), command(1, [2, 0], 3)]
+    early = grouping(build_graph(commands, may_grow=True))
+    assert early == [(0, 0, (0,)), (1, 0, (1,)), (2, 0, (2,)), (1, 1, (3,))]
+    later = build_graph([*commands, replace(command(2, [0, 3], 4), epoch=1)], roots=[4], may_grow=True)
+    assert grouping(later)[:4] == early
 
 
 def test_segment_opened_early_and_joined_late_is_numbered_after_what_it_needs() -> None:
