@@ -45,7 +45,9 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
             )
             path.write_text(config if isinstance(config, str) else json.dumps(config))
             given = ("--config", str(path))
+        environment = dict(os.environ)
         found = main(["check", *given, *words])
+        assert os.environ == environment
         out, err = capfd.readouterr()
         assert found == code, out + err
         assert not session.is_initialized()

@@ -178,6 +178,21 @@ class _SignOfAnAttribute(_Block):
         self.held.factor = -0.0 if number % 2 else 0.0
 
 
+def assert_losses(module: nn.Module, last: nn.Module, x: Tensor, expected: list[float]) -> None:
+    """In the open session, with ``last`` on a second stage: the losses of two steps, by microbatch."""
+    model = smp.DistributedModel(module)
+    smp.set_partition(last, 1)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).mean()
+        model.backward(loss)
+        return loss
+
+    for _ in range(2):
+        assert [float(loss) for loss in step(model, x).outputs] == expected
+
+
 @pytest.mark.parametrize("kind", [_SignOfAGlobal, _SignInAList, _SignOfAnAttribute])
 def test_zeros_have_signs(kind: Any, open_session: OpenSession) -> None:
     torch.manual_seed(0)
@@ -191,17 +206,7 @@ def test_zeros_have_signs(kind: Any, open_session: OpenSession) -> None:
         first.put(2)
         expected.append(float((y + second(row)).mean()))
     open_session(2, auto_partition=False, default_partition=0)
-    model = smp.DistributedModel(_Both(module, first.put))
-    smp.set_partition(second, 1)
-
-    @smp.step
-    def step(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).mean()
-        model.backward(loss)
-        return loss
-
-    for _ in range(2):
-        assert [float(loss) for loss in step(model, x).outputs] == expected
+    assert_losses(_Both(module, first.put), second, x, expected)
 
 
 class _HandsBack(_Block):
@@ -230,17 +235,7 @@ def test_arguments_that_are_zeros_have_signs(zero: float | complex, open_session
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
     expected = [float(module(row).mean()) for row in x.split(1)]
     open_session(2, auto_partition=False, default_partition=0)
-    model = smp.DistributedModel(module)
-    smp.set_partition(module.last, 1)
-
-    @smp.step
-    def step(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).mean()
-        model.backward(loss)
-        return loss
-
-    for _ in range(2):
-        assert [float(loss) for loss in step(model, x).outputs] == expected
+    assert_losses(module, module.last, x, expected)
 
 
 class _Both(nn.Module):
