@@ -7,6 +7,7 @@ its memory, new versions. So what was recorded before still reads the old one.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Binder:
         leaves: list[Any] = []
         for leaf in meta.leaves:
             if type(leaf) is NewTensor:
-                placed = self.place(leaf, command.stage_index, _base_of(leaf, command))
+                placed = self._place(leaf, command)
                 outputs.append(placed.smp_value)
                 links.append(tuple([sources[i] for i in leaf.links if sources[i] >= 0]))
                 new.append(placed)
@@ -62,7 +63,7 @@ class Binder:
                 leaves.append(leaf.value)
         changes: dict[int, int] = {}
         for changed in meta.changed:
-            for old, version, reached in self._change(command, changed, changes):
+            for old, version, reached in self._change(command, changed, changes, new):
                 changes[old] = version
                 outputs.append(version)
                 links.append(reached)
@@ -76,18 +77,25 @@ class Binder:
     def _bind_one(self, command: Command, meta: ResultMeta, leaf: NewTensor) -> tuple[Any, Links]:
         """The same for a call that returns one new tensor, as most do."""
         sources = command.sources
-        placed = self.place(leaf, command.stage_index, _base_of(leaf, command))
+        placed = self._place(leaf, command)
         command.meta = meta
         command.outputs = (placed.smp_value,)
         if meta.draws and command.module is not None:
             self.recording.draws = True
         return placed, (tuple([sources[i] for i in leaf.links if sources[i] >= 0]),)
 
-    def place(self, leaf: NewTensor, stage_index: int, base: Any = None) -> PlacedTensor:
-        """A placed tensor for a new value of a stage, whose memory is that of ``base``, if that is one."""
-        value = self.recording.new_value(stage_index, leaf.meta)
-        placed = PlacedTensor.of_value(leaf.meta, self.listener, stage_index, self.serial, value)
+    def _place(self, leaf: NewTensor, command: Command) -> PlacedTensor:
+        """A placed tensor for a new value, which may share the memory of one of the call's arguments."""
+        meta, stage_index = leaf.meta, command.stage_index
+        if len(meta.stride) != len(meta.shape):
+            raise SMPError(
+                f"{command.label} returns a sparse tensor, which cannot go from one module to another: make it "
+                "and use it within one module, or return it as to_dense()"
+            )
+        value = self.recording.new_value(stage_index, meta)
+        placed = PlacedTensor.of_value(meta, self.listener, stage_index, self.serial, value)
         self.made.append(weakref.ref(placed))
+        base = None if leaf.aliases is None else command.arguments.tensors[leaf.aliases]
         if type(base) is PlacedTensor:
             if base.smp_aliases is None:
                 base.smp_aliases = [weakref.ref(base)]
@@ -104,9 +112,12 @@ class Binder:
         return placed
 
     def _change(
-        self, command: Command, changed: ChangedArgument, known: dict[int, int]
+        self, command: Command, changed: ChangedArgument, known: dict[int, int], results: Sequence[PlacedTensor]
     ) -> list[tuple[int, int, tuple[int, ...]]]:
-        """A placed argument was changed in place: (old version, new version, what that depends on)."""
+        """A placed argument was changed in place: (old version, new version, what that depends on).
+
+        Views among the ``results`` of the very call are described as they are after the change.
+        """
         target = command.arguments.tensors[changed.argument]
         if type(target) is not PlacedTensor:
             raise SMPError(
@@ -123,7 +134,7 @@ class Binder:
             if member.smp_parameter is not None:
                 continue
             old = member.smp_value
-            if old in known:
+            if old in known or any(member is result for result in results):
                 continue
             member.smp_meta = member.smp_meta._replace(requires_grad=changed.meta.requires_grad)
             with torch._C.DisableTorchFunctionSubclass():
@@ -134,10 +145,6 @@ class Binder:
             before = (old,) if self.recording.values[old].meta.requires_grad else ()
             found.append((old, member.smp_value, tuple(dict.fromkeys((*reached, *before)))))
         return found
-
-
-def _base_of(leaf: NewTensor, command: Command) -> Any:
-    return None if leaf.aliases is None else command.arguments.tensors[leaf.aliases]
 
 
 def sharing_memory(placed: PlacedTensor) -> list[PlacedTensor]:

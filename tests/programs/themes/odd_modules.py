@@ -36,6 +36,96 @@ class Heads(NamedTuple):
     boxes: Tensor
 
 
+class _Rectified(nn.Module):
+    """Changes its argument in place and returns a view of it."""
+
+    def __init__(self, view_first: bool) -> None:
+        super().__init__()
+        self.rectify, self.flatten = nn.ReLU(inplace=True), nn.Flatten(1)
+        self.view_first = view_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.view_first:
+            return self.flatten(self.rectify(x))
+        view = x.flatten(1)
+        self.rectify(x)
+        return view
+
+
+class _Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2.0).flatten(1)
+
+
+class _Convolved(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.spread = nn.Linear(8, 8)
+        self.convolve = nn.Conv2d(1, 4, 3, padding=1)
+        self.flat = nn.Sequential(nn.ReLU(inplace=True), nn.Flatten(1))
+        if kind.startswith("module"):
+            self.flat = _Rectified(kind == "module_view_first")  # type: ignore[assignment]
+        if kind == "changed_again":
+            self.flat = _Doubled()  # type: ignore[assignment]
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 4)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.convolve(self.spread(x).view(-1, 1, 2, 4))
+        flat = self.flat(x)
+        if self.kind == "argument_too":
+            flat = self.norm(flat) + x.mean(1).repeat(1, 2, 2).flatten(1)
+        if self.kind == "changed_again":
+            flat.mul_(0.5)  # the argument too
+            flat = self.norm(flat) + x.flatten(1)
+        return self.head(flat)
+
+
+class _Sum(nn.Module):
+    def __init__(self, *nets: nn.Module) -> None:
+        super().__init__()
+        self.nets = nn.ModuleList(nets)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([net(x) for net in self.nets]).sum(0)
+
+
+@program(stages=(2, 3), ranks=(2,), static=True, pipelines=("interleaved", "simple"))
+def in_place_and_flat(smp: Any, out: Any) -> None:
+    """``nn.Sequential(nn.ReLU(inplace=True), nn.Flatten(1))`` after a convolution."""
+    fit(smp, out, _Convolved("plain"))
+
+
+@program(stages=(2, 3), static=True)
+def in_place_and_flat_in_one_module(smp: Any, out: Any) -> None:
+    """The same as one module, which may make the view before it changes what it shows."""
+    fit(smp, out, _Sum(_Convolved("module"), _Convolved("module_view_first")))
+
+
+@program(stages=(2, 3), ranks=(3,), static=True)
+def in_place_and_flat_used_again(smp: Any, out: Any) -> None:
+    """What was changed, and its view, both have further uses; the view may be changed again."""
+    fit(smp, out, _Sum(_Convolved("argument_too"), _Convolved("changed_again")))
+
+
+@program(stages=(2,), ranks=(2,), refused="returns a sparse tensor")
+def sparse_between_modules(smp: Any, out: Any) -> None:
+    class Sparse(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).relu().to_sparse()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sparse, self.head = Sparse(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.sparse(x).to_dense())
+
+    fit(smp, out, Net())
+
+
 @program(stages=(2,), ranks=(2,), static=True)
 def outputs_of_all_kinds(smp: Any, out: Any) -> None:
     """Blocks give namedtuples, dicts, tuples with None and Python numbers; the model a dataclass."""
