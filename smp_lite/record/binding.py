@@ -89,7 +89,7 @@ class Binder:
         meta, stage_index = leaf.meta, command.stage_index
         if len(meta.stride) != len(meta.shape):
             raise SMPError(
-                f"{command.label} returns a sparse tensor, which cannot go from one module to another: make it "
+                f"{command.label} returns a sparse tensor, which cannot go from one module to another: make "
                 "and use it within one module, or return it as to_dense()"
             )
         value = self.recording.new_value(stage_index, meta)
@@ -112,7 +112,11 @@ class Binder:
         return placed
 
     def _change(
-        self, command: Command, changed: ChangedArgument, known: dict[int, int], results: Sequence[PlacedTensor]
+        self,
+        command: Command,
+        changed: ChangedArgument,
+        known: dict[int, int],
+        results: Sequence[PlacedTensor],
     ) -> list[tuple[int, int, tuple[int, ...]]]:
         """A placed argument was changed in place: (old version, new version, what that depends on).
 

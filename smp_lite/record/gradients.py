@@ -10,7 +10,7 @@ import torch
 from ..errors import SMPError
 from .recording import Backward
 from .replay import refuse
-from .values.placed import PlacedTensor
+from .values.placed import PlacedTensor, TensorMeta
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -49,10 +49,27 @@ def backward(recorder: Recorder, tensors: Any, grad_tensors: Any = None) -> None
         elif gradient is not None and recorder.tape is None:  # a replay reads it as it is by then
             with torch._C.DisableTorchFunction():
                 gradients[i] = gradient.detach().clone()  # the script may write to it before it is used
+        _check_gradient(gradients[i], loss.smp_meta)
         values.append(recorder.writer.value_of(loss))
     recorder.ordinary.before_backward()
     recorder.backward_state.note(recorder.recording, values)
     recorder.recording.backwards.append(Backward(tuple(values), tuple(gradients)))
+
+
+def _check_gradient(gradient: torch.Tensor | None, of: TensorMeta) -> None:
+    """Autograd would take one of another shape in silence, if it can be expanded to that or summed up."""
+    if gradient is None:
+        return
+    meta = TensorMeta.of(gradient)
+    if meta.shape != of.shape:
+        raise SMPError(
+            f"model.backward(): a gradient has shape {meta.shape}, what it is of {of.shape}: give one of the "
+            "same shape"
+        )
+    if meta.dtype.is_complex != of.dtype.is_complex:
+        raise SMPError(
+            f"model.backward(): a gradient is {meta.dtype}, what it is of {of.dtype}: give one of that type"
+        )
 
 
 def gradient_of(recorder: Recorder, placed: PlacedTensor) -> torch.Tensor | None:

@@ -58,6 +58,30 @@ def test_backward_of_an_output_with_its_gradient(num_microbatches: int, open_ses
         assert torch.equal(ours.grad, theirs.grad)
 
 
+@pytest.mark.parametrize(
+    ("gradient", "what"),
+    [
+        (torch.ones(WIDTH), r"has shape \(\d+,\), what it is of \(2, \d+\)"),
+        (torch.ones(3, 2, WIDTH), r"has shape \(3, 2, \d+\), what it is of \(2, \d+\)"),
+        (torch.ones(2, WIDTH, dtype=torch.complex64), "is torch.complex64, what it is of torch.float32"),
+    ],
+    ids=["expandable", "sum", "complex"],
+)
+def test_a_gradient_of_another_shape_is_refused(
+    gradient: Tensor, what: str, open_session: OpenSession
+) -> None:
+    """As by ``torch.autograd.backward``; its engine alone would make it fit."""
+    open_session(2, microbatches=2)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> None:
+        model.backward(model(x), gradient)
+
+    with pytest.raises(SMPError, match=what):
+        step(model, torch.randn(4, WIDTH))
+
+
 def test_no_gradient_for_a_value_of_another_stage_is_refused(open_session: OpenSession) -> None:
     """In one process what comes before it gets none; zeros would be decayed and averaged."""
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), _Block())

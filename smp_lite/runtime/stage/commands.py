@@ -13,6 +13,7 @@ from torch.nn.modules import module as torch_module
 
 from ...errors import SMPError
 from ...plan.step.segments import Segment
+from ...record.backward.engine import edge_of
 from ...record.backward.saved_state import unchanged, unchanged_parameter
 from ...record.describe.checkpointed_calls import seeded_by
 from ...record.describe.effects import Buffers, Effects, NeedsOpening
@@ -26,7 +27,6 @@ from ...record.values.memory import storage_of
 from ...record.values.placed import TensorMeta, has_attributes
 from ...record.values.structure import LEAF, flatten
 from ..sharded.parameters import ShardedParameters
-from .microbatch import edge_of
 from .random_streams import RandomStreams
 
 _NO_SEEDS = contextlib.nullcontext()
@@ -58,8 +58,6 @@ class CommandRunner:
             made: the same tensors as they were made, where that was on this stage.
         """
         ambient = Ambient.current()
-        cut = frozenset(segment.imports)
-        wanted = frozenset((*segment.exports, *segment.roots))
         self.copied.clear()
         recorded, is_same = None, False
         for index in segment.commands:
@@ -69,10 +67,10 @@ class CommandRunner:
                 recorded = command.ambient
                 is_same = recorded.same_state(ambient)
             if is_same:
-                self._run(recording, command, local, cut, wanted, made)
+                self._run(recording, command, local, segment, made)
             else:
                 with command.ambient.entered():
-                    self._run(recording, command, local, cut, wanted, made)
+                    self._run(recording, command, local, segment, made)
         self.doing = ""
 
     def _run(
@@ -80,8 +78,7 @@ class CommandRunner:
         recording: Recording,
         command: Command,
         local: dict[int, torch.Tensor],
-        cut: frozenset[int],
-        wanted: frozenset[int],
+        segment: Segment,
         made: Mapping[int, torch.Tensor],
     ) -> None:
         if command.parameter is not None:
@@ -92,7 +89,7 @@ class CommandRunner:
             return
         if command.on_made:
             local = {**local, **{source: made[source] for source in command.sources if source in made}}
-        changed = self._before_changes(recording, command, local, cut, wanted) if command.changes else {}
+        changed = self._before_changes(recording, command, local, segment) if command.changes else {}
         tensors = [
             tensor if source < 0 else changed.get(source, local[source])
             for tensor, source in zip(command.arguments.tensors, command.sources, strict=True)
@@ -131,8 +128,7 @@ class CommandRunner:
         recording: Recording,
         command: Command,
         local: dict[int, torch.Tensor],
-        cut: frozenset[int],
-        wanted: frozenset[int],
+        segment: Segment,
     ) -> dict[int, torch.Tensor]:
         """For each value that changes in place, the tensor to change.
 
@@ -140,8 +136,8 @@ class CommandRunner:
         want as it was is copied for them; the original changes, together with the views of it.
         """
         changed: dict[int, torch.Tensor] = {}
-        if command.changes:
-            self._copy_forgotten(recording, command, local, cut, wanted)
+        cut, wanted = frozenset(segment.imports), frozenset((*segment.exports, *segment.roots))
+        self._copy_forgotten(recording, command, local, cut, wanted)
         for old, _ in command.changes:
             tensor = local[old]
             if self.sharded is not None and self.sharded.owns_memory_of(tensor):

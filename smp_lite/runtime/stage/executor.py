@@ -23,6 +23,7 @@ from ...comm.wires.wire import Transfer, Wire
 from ...errors import SMPError
 from ...plan.step.actions import COMPUTE_KINDS, RECV_KINDS, Action, ActionKind
 from ...plan.step.segments import Segment
+from ...record.backward.engine import edge_of, run_backward
 from ...record.parameters.placement import Placement
 from ...record.recording import Command, Recording
 from ...record.values.placed import TensorMeta
@@ -35,7 +36,7 @@ from .commands import CommandRunner, RealRun
 from .cut_gradients import CutGradients
 from .failure import Failure
 from .held import what_is_held
-from .microbatch import MicrobatchState, edge_of
+from .microbatch import MicrobatchState
 from .random_streams import RandomStreams
 from .spans import Spans
 
@@ -413,10 +414,10 @@ class StageExecutor:
         with state.recording.around_backward(self.stage_index, segment.commands):
             try:
                 if self.weights is None:
-                    torch.autograd.backward(starts, gradients)
+                    run_backward(starts, gradients)
                 else:
                     with self.weights.backward(m, segment, state, starts):
-                        torch.autograd.backward(starts, gradients)
+                        run_backward(starts, gradients)
             except RuntimeError as error:
                 if self._sharded is not None and "invalid gradient" in str(error):
                     raise SMPError(
@@ -453,17 +454,18 @@ class StageExecutor:
 
     def _starts(
         self, state: MicrobatchState, segment: Segment
-    ) -> tuple[list[Any], list[torch.Tensor | None], dict[int, torch.Tensor]]:
+    ) -> tuple[list[Any], list[torch.Tensor], dict[int, torch.Tensor]]:
         """Where the backward begins, and with which gradients; and what is there already of those that it
         makes."""
         part, visit = state.part, segment.visit
         sums: dict[int, torch.Tensor] = {}
         found: dict[int, torch.Tensor] = {}
-        for value, seed in self._seeds(state):
-            if value in part.seeds_taken[visit]:
-                sums[value] = seed + sums[value] if value in sums else seed
-            elif value in segment.roots and value not in state.graph.summed_in_turn:
-                found[value] = seed + found[value] if value in found else seed
+        seeds_taken = part.seeds_taken[visit]
+        own = [value for value in segment.roots if value not in state.graph.summed_in_turn]
+        if seeds_taken or own:
+            for value, seed in self._seeds(state, {*seeds_taken, *own}):
+                into = sums if value in seeds_taken else found
+                into[value] = seed + into[value] if value in into else seed
         for value, sources in part.gradients_taken[visit]:
             parts = state.gradients.pop(value, {})
             # A stage's sum counts where its latest consumer would have.
@@ -474,10 +476,12 @@ class StageExecutor:
         starts = [state.edges.pop(value) for value in found]
         return starts, list(found.values()), sums
 
-    def _seeds(self, state: MicrobatchState) -> Iterator[tuple[int, torch.Tensor]]:
-        """The values at which backwards begin, and with which gradients."""
+    def _seeds(self, state: MicrobatchState, wanted: set[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Those of the values at which backwards begin, and with which gradients."""
         for backward in state.recording.backwards:
             for value, gradient in zip(backward.values, backward.gradients, strict=True):
+                if value not in wanted:
+                    continue
                 if gradient is not None:
                     yield value, _scaled(gradient, self.gradient_scale)
                     continue

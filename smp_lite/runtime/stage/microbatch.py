@@ -9,6 +9,7 @@ import torch
 
 from ...comm.wires.wire import Transfer
 from ...plan.step.segments import Segment, SegmentGraph
+from ...record.backward.engine import edge_of
 from ...record.recording import Recording
 
 
@@ -142,10 +143,3 @@ class MicrobatchState:
         self.remaining[value] = left
         if left <= 0 and self.recording.complete and value in self.data:
             del self.data[value]
-
-
-def edge_of(tensor: torch.Tensor) -> Any:
-    """Where a backward through ``tensor`` starts, without keeping its data alive."""
-    if tensor.grad_fn is None:
-        return tensor
-    return torch.autograd.graph.get_gradient_edge(tensor)

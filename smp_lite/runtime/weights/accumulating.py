@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ...record.backward.engine import run_backward
+
 __all__ = ["accumulate", "node_is_held"]
 
 _SEEN = "smp_lite.seen"
@@ -29,7 +31,7 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
         or parameter._backward_hooks
         or parameter._post_accumulate_grad_hooks
     ):
-        torch.autograd.backward(parameter, gradient)
+        run_backward((parameter,), (gradient,))
         return
     with torch.no_grad():
         total.add_(gradient)
