@@ -407,8 +407,13 @@ class ModuleCalls:
         for pending in self._pending.values():
             if pending.subtree is not None:
                 self._without_later_hooks(pending.subtree, [command for command, _, _ in pending.commands])
+            looked_at = now = None
             for command, places, seen in pending.commands:
-                if places is not None and seen is not None and places.look() is not seen:
+                if places is None or seen is None:
+                    continue
+                if places is not looked_at:  # all microbatches call the same modules
+                    looked_at, now = places, places.look()
+                if now is not seen:
                     command.carry(places.others_than_now(seen))
             if self.strict and pending.subtree is not None:
                 text = signatures.unheard(pending.subtree.module)

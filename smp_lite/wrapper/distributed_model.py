@@ -234,6 +234,14 @@ class DistributedModel(ModelWithState):
             self._half.before_backward()
         context.recorder.backward(tensors, grad_tensors)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; parameters of other stages count as well."""
+        if set_to_none and self._session.step is None:
+            with torch._C.DisableTorchFunctionSubclass():  # those would ask Python, twice each
+                super().zero_grad()
+        else:
+            super().zero_grad(set_to_none)
+
     def before_step(self) -> None:
         """Ends what :meth:`cpu` began, and a backward that failed outside a step; called by every step.
 

@@ -276,15 +276,17 @@ class Placement:
 
     def note_gradients(self, names: Iterable[str]) -> None:
         """These parameters have got gradients; those of other stages are away."""
-        for full in names:
-            parameter = self.parameter(full)
-            if is_away(parameter):
-                note_gradient(parameter, self.parameter_stage[full], full)
+        with torch._C.DisableTorchFunctionSubclass():
+            for full in names:
+                parameter = self.parameter(full)
+                if is_away(parameter) and parameter.grad is None:
+                    note_gradient(parameter, self.parameter_stage[full], full)
 
     def refresh(self, recorder: Any) -> bool:
         """Makes the placed parameters; returns whether any ``requires_grad`` has changed."""
         try:
-            flags = tuple([table[own].requires_grad for table, own, _ in self._entries])  # type: ignore[union-attr]
+            with torch._C.DisableTorchFunctionSubclass():  # those that are away would ask Python
+                flags = tuple([table[own].requires_grad for table, own, _ in self._entries])  # type: ignore[union-attr]
         except (KeyError, AttributeError):
             gone = next(full for table, own, full in self._entries if table.get(own) is None)
             raise SMPError(

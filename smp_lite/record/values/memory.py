@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import zlib
 
@@ -11,6 +12,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...devices import is_host
 
 __all__ = ["digest_of", "is_shared", "place_of", "storage_of", "version_of"]
+
+_NOTHING = contextlib.nullcontext()
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
@@ -42,9 +45,10 @@ def digest_of(tensor: torch.Tensor) -> int:
     if type(tensor) is not torch.Tensor or not is_host(tensor.device):
         return 0
     # By address: inside a fake run torch would compare fake tensors.
+    is_plain = torch._C._len_torch_dispatch_stack() == 0  # to ask takes less than to switch off nothing
     with (
         torch._C.DisableTorchFunction(),
-        _disable_current_modes(),
+        _NOTHING if is_plain else _disable_current_modes(),
         torch.no_grad(),
     ):
         if tensor.layout is not torch.strided or not tensor.numel():

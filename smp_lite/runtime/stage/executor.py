@@ -21,12 +21,11 @@ import torch
 
 from ...comm.wires.wire import Transfer, Wire
 from ...errors import SMPError
-from ...plan.step.actions import COMPUTE_KINDS, RECV_KINDS, Action, ActionKind
+from ...plan.step.actions import COMPUTE_KINDS, Action, ActionKind
 from ...plan.step.segments import Segment
 from ...record.backward.engine import edge_of, run_backward
 from ...record.parameters.placement import Placement
 from ...record.recording import Command, Recording
-from ...record.values.placed import TensorMeta
 from ..graphs.stage_graphs import StageGraphs
 from ..offloading.offload import COUNTED_KINDS, ActivationOffload
 from ..sharded.parameters import ShardedParameters
@@ -39,6 +38,8 @@ from .held import what_is_held
 from .microbatch import MicrobatchState
 from .random_streams import RandomStreams
 from .spans import Spans
+from .starts import taken_starts
+from .transfers import Transfers
 
 _NO_SPAN = contextlib.nullcontext()
 
@@ -81,8 +82,8 @@ class StageExecutor:
         goes_on: Callable[[int, Segment], bool] | None = None,
     ) -> None:
         self.stage_index = stage_index
-        self.wire = wire
         self.states: dict[int, MicrobatchState] = {}
+        self.transfers = Transfers(stage_index, wire, self.states)
         self.spans = Spans()
         self.gradient_scale = 1.0
         self.failure: Failure | None = None  # of the last list
@@ -98,16 +99,15 @@ class StageExecutor:
         self._before_weights = before_weights
         self._after_backward = after_backward
         self._on_failure = on_failure
-        self._sends: list[tuple[Action, Transfer]] = []
         self._to_adopt: list[tuple[MicrobatchState, Command]] = []
         self._table: dict[ActionKind, Callable[[Action, MicrobatchState], None]] = {
             ActionKind.FORWARD: self._forward,
             ActionKind.BACKWARD: self._backward,
             ActionKind.WEIGHT: self._weight,
-            ActionKind.SEND_FORWARD: self._send_forward,
-            ActionKind.RECV_FORWARD: self._receive_forward,
-            ActionKind.SEND_BACKWARD: self._send_backward,
-            ActionKind.RECV_BACKWARD: self._receive_backward,
+            ActionKind.SEND_FORWARD: self.transfers.send_forward,
+            ActionKind.RECV_FORWARD: self.transfers.receive_forward,
+            ActionKind.SEND_BACKWARD: self.transfers.send_backward,
+            ActionKind.RECV_BACKWARD: self.transfers.receive_backward,
         }
 
     def observe(self, observer: Any) -> None:
@@ -129,7 +129,7 @@ class StageExecutor:
             ahead: how far the step has been recorded; None: to its end.
         """
         self.failure = None
-        sharded = self._sharded
+        transfers, sharded = self.transfers, self._sharded
         if sharded is not None:
             sharded.begin(self._uses(actions))
         offload = self.offload
@@ -145,7 +145,7 @@ class StageExecutor:
                     yield NOT_RECORDED
                 if ahead.leaves_out(action):
                     if action.kind not in COMPUTE_KINDS:
-                        yield from self._transfer_only(action, ahead)
+                        yield from transfers.without_need(action, ahead)
                     continue
             state = self.states[action.microbatch_index]
             if action.kind in COMPUTE_KINDS:
@@ -185,18 +185,15 @@ class StageExecutor:
                     if self._on_failure is not None:
                         self._on_failure()
                     self._let_go()
-                    yield from self._transfers_only(actions[number + 1 :], ahead)
+                    yield from transfers.given_up(actions[number + 1 :], ahead)
                     break
                 self.spans.end(action, begun)
             else:
                 self._table[action.kind](action, state)
         self._let_go()
         if ahead is not None and ahead.cut == 0:
-            yield from self._receives_end()
-        for action, transfer in self._sends:
-            while not transfer.done():
-                yield f"stage {action.peer} has not received {action}"
-        self._sends.clear()
+            yield from transfers.receives_end()
+        yield from transfers.sends_end()
 
     def _let_go(self) -> None:
         if self._sharded is not None:
@@ -225,52 +222,6 @@ class StageExecutor:
             found.append(known[owners])
         return found
 
-    def _transfers_only(self, actions: Sequence[Action], ahead: Ahead | None) -> Iterator[str]:
-        """What the other stages count on, without computing: zeros for what is not there."""
-        yield from self._receives_end()
-        for action in actions:
-            if action.kind not in COMPUTE_KINDS:
-                yield from self._transfer_only(action, ahead)
-
-    def _receives_end(self) -> Iterator[str]:
-        pending = [transfer for state in self.states.values() for transfer in state.receives()]
-        for transfer in pending:
-            while not transfer.done():
-                yield f"a value for stage {self.stage_index}, which has given up, has not arrived"
-
-    def _transfer_only(self, action: Action, ahead: Ahead | None) -> Iterator[str]:
-        """A transfer that nobody here needs.
-
-        Both ends of a transfer stand side by side in the order of all actions (:mod:`..plan.step.lowering`),
-        so each receive can be waited for as soon as it is posted, and its memory freed.
-        """
-        value, peer = action.value, action.peer
-        assert value is not None and peer is not None
-        state = self.states.get(action.microbatch_index)
-        if ahead is not None:
-            meta = ahead.meta(value)
-        else:
-            assert state is not None
-            meta = state.recording.values[value].meta
-        if action.kind in RECV_KINDS:
-            transfer = self.wire.receive(meta, peer)
-            while not transfer.done():
-                yield f"{action} for stage {self.stage_index}, which does not need it, has not arrived"
-            return
-        tensor = None
-        if state is not None and action.kind is ActionKind.SEND_FORWARD:
-            tensor = state.data.get(value)
-        if tensor is None:
-            tensor = torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
-        self._sends.append((action, self.wire.send(tensor, meta, peer)))
-
-    def in_transit(self) -> list[Transfer]:
-        """Transfers that have not ended; their memory must outlive them."""
-        posted = [transfer for _, transfer in self._sends]
-        for state in self.states.values():
-            posted += state.receives()
-        return [transfer for transfer in posted if not transfer.done()]
-
     def end_step(self) -> None:
         self._let_go()  # a list that was given up halfway
         if self.offload is not None:
@@ -278,7 +229,7 @@ class StageExecutor:
         if self.graphs is not None:
             self.graphs.end_step()
         self.failure = self.error = None
-        self._sends.clear()
+        self.transfers.forget()
         self.states.clear()
         self._to_adopt.clear()
         self._commands.undescribed.clear()
@@ -397,7 +348,7 @@ class StageExecutor:
         segment = state.by_visit[action.visit]
         key = segment.commands[0]
         m = action.microbatch_index
-        starts, gradients, sums = self._starts(state, segment)
+        starts, gradients, sums = taken_starts(state, segment, self.gradient_scale)
         leaves = state.leaves.pop(key)
         begin = state.sums_begin.pop(key, leaves)
         cut = CutGradients({value: leaves[value] for value in segment.gradient_imports})
@@ -452,77 +403,6 @@ class StageExecutor:
         if self._after_backward is not None:
             self._after_backward(m, segment)
 
-    def _starts(
-        self, state: MicrobatchState, segment: Segment
-    ) -> tuple[list[Any], list[torch.Tensor], dict[int, torch.Tensor]]:
-        """Where the backward begins, and with which gradients; and what is there already of those that it
-        makes."""
-        part, visit = state.part, segment.visit
-        sums: dict[int, torch.Tensor] = {}
-        found: dict[int, torch.Tensor] = {}
-        seeds_taken = part.seeds_taken[visit]
-        own = [value for value in segment.roots if value not in state.graph.summed_in_turn]
-        if seeds_taken or own:
-            for value, seed in self._seeds(state, {*seeds_taken, *own}):
-                into = sums if value in seeds_taken else found
-                into[value] = seed + into[value] if value in into else seed
-        for value, sources in part.gradients_taken[visit]:
-            parts = state.gradients.pop(value, {})
-            # A stage's sum counts where its latest consumer would have.
-            for stage, last in sources:
-                parts[last] = state.arriving_gradients.pop((value, stage)).tensor()
-            into = sums if value in part.sums_taken[visit] else found
-            into[value] = _sum_latest_first(parts, into.get(value))
-        starts = [state.edges.pop(value) for value in found]
-        return starts, list(found.values()), sums
-
-    def _seeds(self, state: MicrobatchState, wanted: set[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Those of the values at which backwards begin, and with which gradients."""
-        for backward in state.recording.backwards:
-            for value, gradient in zip(backward.values, backward.gradients, strict=True):
-                if value not in wanted:
-                    continue
-                if gradient is not None:
-                    yield value, _scaled(gradient, self.gradient_scale)
-                    continue
-                meta = state.recording.values[value].meta
-                # Wide first: a loss scale may be infinite in the loss's own type.
-                wide = torch.promote_types(meta.dtype, torch.float32)
-                seed = torch.full(meta.shape, self.gradient_scale, dtype=wide, device=meta.device)
-                yield value, seed.to(meta.dtype)
-
-    def _send_forward(self, action: Action, state: MicrobatchState) -> None:
-        value, peer = action.value, action.peer
-        assert value is not None and peer is not None
-        meta = state.recording.values[value].meta
-        tensor = state.data[value]
-        self._send(action, tensor, meta, peer)
-        state.sent.add((value, peer))
-        state.used(value)
-
-    def _receive_forward(self, action: Action, state: MicrobatchState) -> None:
-        value, peer = action.value, action.peer
-        assert value is not None and peer is not None
-        state.arriving[value] = self.wire.receive(state.recording.values[value].meta, peer)
-        state.sent.add((value, self.stage_index))
-
-    def _send_backward(self, action: Action, state: MicrobatchState) -> None:
-        value, peer = action.value, action.peer
-        assert value is not None and peer is not None
-        gradient = _sum_latest_first(state.outgoing.pop(value))
-        self._send(action, gradient, state.recording.values[value].meta, peer)
-
-    def _send(self, action: Action, tensor: torch.Tensor, meta: TensorMeta, peer: int) -> None:
-        """Starts a send, and lets go of what earlier ones have sent."""
-        self._sends.append((action, self.wire.send(tensor, meta, peer)))
-        self._sends[:] = [(sent, transfer) for sent, transfer in self._sends if not transfer.done()]
-
-    def _receive_backward(self, action: Action, state: MicrobatchState) -> None:
-        value, peer = action.value, action.peer
-        assert value is not None and peer is not None
-        transfer = self.wire.receive(state.recording.values[value].meta, peer)
-        state.arriving_gradients[value, peer] = transfer
-
 
 def _within(
     around: Callable[[Action], contextlib.AbstractContextManager[Any]],
@@ -539,17 +419,3 @@ def _profiler_span(action: Action) -> contextlib.AbstractContextManager[object]:
     if torch.autograd._profiler_enabled():
         return torch.profiler.record_function(str(action))
     return _NO_SPAN
-
-
-def _scaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
-    """Divided by the number of microbatches, where that is the scale: as dividing the output by it would."""
-    divisor = round(1 / scale) if scale else 0
-    return gradient / divisor if divisor and 1 / divisor == scale else gradient * scale
-
-
-def _sum_latest_first(parts: dict[int, torch.Tensor], total: torch.Tensor | None = None) -> torch.Tensor:
-    """Autograd's own order in one process: after ``total`` that of the latest consumer comes first."""
-    for _, gradient in sorted(parts.items(), reverse=True):
-        total = gradient if total is None else total + gradient
-    assert total is not None
-    return total

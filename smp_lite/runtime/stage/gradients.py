@@ -70,16 +70,20 @@ class GradientBooks:
         }
         touched: dict[tuple[int, int], list[nn.Parameter]] = {}
         same: dict[tuple[int | str, ...], list[nn.Parameter]] = {}
+        known: dict[tuple[int, int], list[nn.Parameter]] = {}
         for action in actions:
             if action.kind is not ActionKind.BACKWARD:
                 continue
             m = action.microbatch_index
             segment = segments[m, action.visit]
             # Most microbatches run the same modules: those look their parameters up together.
-            owners = _owners(recordings[m], segment)
-            if owners not in same:
-                same[owners] = self.touched(recordings[m], segment)
-            touched[m, segment.commands[0]] = same[owners]
+            key = (id(recordings[m]), id(segment))
+            if key not in known:
+                owners = _owners(recordings[m], segment)
+                if owners not in same:
+                    same[owners] = self.touched(recordings[m], segment)
+                known[key] = same[owners]
+            touched[m, segment.commands[0]] = known[key]
         visits = Counter(m for m, _ in touched)
         for (m, _), parameters in touched.items():
             if visits[m] > 1:

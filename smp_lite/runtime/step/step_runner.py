@@ -167,7 +167,7 @@ class StepRunner:
                 error.add_note(
                     "smp: the step had begun to run, so gradients are None, those of earlier steps too"
                 )
-            self._in_transit += [executor.in_transit() for executor in self.executors.values()]
+            self._in_transit += [executor.transfers.under_way() for executor in self.executors.values()]
             recorder.placement.strange.clear()
             self._end(recorder)
 

@@ -1,0 +1,76 @@
+"""Where the backward of a segment begins, and with which gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ...plan.step.segments import Segment
+from .microbatch import MicrobatchState
+
+__all__ = ["sum_latest_first", "taken_starts"]
+
+
+def taken_starts(
+    state: MicrobatchState, segment: Segment, scale: float
+) -> tuple[list[Any], list[torch.Tensor], dict[int, torch.Tensor]]:
+    """Takes what a backward needs out of the state.
+
+    Args:
+        state: of the microbatch; what has arrived for the segment is there.
+        segment: whose backward is about to run.
+        scale: what backwards begin with instead of 1.
+
+    Returns:
+        Where it begins, with which gradients, and, by value, what others have found already of the gradients
+        that it makes.
+    """
+    part, visit = state.part, segment.visit
+    sums: dict[int, torch.Tensor] = {}
+    found: dict[int, torch.Tensor] = {}
+    seeds_taken = part.seeds_taken[visit]
+    own = [value for value in segment.roots if value not in state.graph.summed_in_turn]
+    if seeds_taken or own:
+        for value, seed in _seeds(state, {*seeds_taken, *own}, scale):
+            into = sums if value in seeds_taken else found
+            into[value] = seed + into[value] if value in into else seed
+    for value, sources in part.gradients_taken[visit]:
+        parts = state.gradients.pop(value, {})
+        # A stage's sum counts where its latest consumer would have.
+        for stage, last in sources:
+            parts[last] = state.arriving_gradients.pop((value, stage)).tensor()
+        into = sums if value in part.sums_taken[visit] else found
+        into[value] = sum_latest_first(parts, into.get(value))
+    return [state.edges.pop(value) for value in found], list(found.values()), sums
+
+
+def sum_latest_first(parts: dict[int, torch.Tensor], total: torch.Tensor | None = None) -> torch.Tensor:
+    """Autograd's own order in one process: after ``total`` that of the latest consumer comes first."""
+    for _, gradient in sorted(parts.items(), reverse=True):
+        total = gradient if total is None else total + gradient
+    assert total is not None
+    return total
+
+
+def _seeds(state: MicrobatchState, wanted: set[int], scale: float) -> Iterator[tuple[int, torch.Tensor]]:
+    """Those of the values at which backwards begin, and with which gradients."""
+    for backward in state.recording.backwards:
+        for value, gradient in zip(backward.values, backward.gradients, strict=True):
+            if value not in wanted:
+                continue
+            if gradient is not None:
+                yield value, _scaled(gradient, scale)
+                continue
+            meta = state.recording.values[value].meta
+            # Wide first: a loss scale may be infinite in the loss's own type.
+            wide = torch.promote_types(meta.dtype, torch.float32)
+            seed = torch.full(meta.shape, scale, dtype=wide, device=meta.device)
+            yield value, seed.to(meta.dtype)
+
+
+def _scaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
+    """Divided by the number of microbatches, where that is the scale: as dividing the output by it would."""
+    divisor = round(1 / scale) if scale else 0
+    return gradient / divisor if divisor and 1 / divisor == scale else gradient * scale
