@@ -12,6 +12,7 @@ PARTS = {
     "simulation": "against_simulation",
     "actions": "action_overhead",
     "recording": "recording_overhead",
+    "empty": "empty_step",
     "memory": "peak_memory",
     "planned": "planned_memory",
     "planning": "planning_time",
