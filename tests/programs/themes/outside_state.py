@@ -389,7 +389,7 @@ def activation(x: Tensor) -> Tensor:
     return torch.tanh(x)
 
 
-@program(stages=(2,), ranks=(2,), refused=REFUSED)
+@program(stages=(2,), ranks=(2,))
 def a_global_function_is_exchanged(smp: Any, out: Any) -> None:
     first = activation
 
