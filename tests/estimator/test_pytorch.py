@@ -174,6 +174,7 @@ def test_gpus_that_no_rank_uses_are_a_warning_of_each_request(tmp_path: Path) ->
         estimator.dry_run(EXAMPLE_INPUTS)
 
 
+@pytest.mark.slow
 def test_local_gpu_takes_the_gpus_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 

@@ -58,6 +58,7 @@ def peak(strategy: str | None, num_blocks: int, microbatches: int = 1, **paramet
     return most_and_left(profile)[0]
 
 
+@pytest.mark.slow
 def test_the_peak_of_24_blocks() -> None:
     """Kept inputs of groups, and what one group computes inside; each block more costs one input, or half."""
     one, plain = peak(None, 1), peak(None, 24)

@@ -32,6 +32,7 @@ def one_process(**given: Any) -> dict[str, Any]:
     return cases.trained(**given)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("model_name", cases.MODELS)

@@ -40,7 +40,7 @@ SHARDED: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("own", [True, False], ids=["among devices", "through the host"])
 @pytest.mark.parametrize("name", SHARDED)
 def test_sharded_parameters(name: str, own: bool) -> None:

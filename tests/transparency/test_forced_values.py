@@ -63,6 +63,7 @@ def hook_counts() -> dict[str, tuple[int, int]]:
     return smp_run(case, stages=case.manual_stages(smp.state.num_stages))[-1].hooks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_where_hooks_fire(num_ranks: int) -> None:
     """Forward hooks are code around calls: on every rank. Backward hooks fire where the gradient is."""

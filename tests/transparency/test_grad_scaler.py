@@ -43,6 +43,7 @@ def test_in_static_mode() -> None:
     assert on_ranks("compare_on_ranks", config={"static_mode": True}, reload=False) == [[], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["torch's scaler", "unscaled and clipped first", "fused"])
 def test_with_replicas(variant: str) -> None:
     assert on_ranks("compare_on_ranks", 4, replicas=2, **scaling.VARIANTS[variant]) == [[]] * 4

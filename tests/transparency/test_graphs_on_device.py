@@ -58,7 +58,7 @@ def test_replayed_graphs_equal_their_python(name: str, pipeline: str) -> None:
     assert all(graphs == of for graphs, of in counts) or name in _ADDS_TO_OTHERS
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "ranks", "ddp"), [("gpt_tied", 2, False), ("gpt", 4, True)])
 def test_on_ranks(name: str, ranks: int, ddp: bool) -> None:
     parameters = {

@@ -151,6 +151,7 @@ def memory_on_rank() -> tuple[dict[str, bool], int, int]:
     return here, sum(part.num_alive() for part in module), alive
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_memory_of_each_rank(num_ranks: int) -> None:
     found = run_distributed(

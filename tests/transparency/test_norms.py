@@ -37,11 +37,13 @@ def test_every_spelling_on_two_ranks() -> None:
     assert on_ranks("everything_on_ranks") == [[], []]
 
 
+@pytest.mark.slow
 def test_every_spelling_on_three_ranks_one_of_which_holds_nothing() -> None:
     """Nobody is on stage 1: that rank has no parameters, no gradients, and still takes part."""
     assert on_ranks("everything_on_ranks", 3, 3, stages=norms.SPREAD) == [[]] * 3
 
 
+@pytest.mark.slow
 def test_every_spelling_with_replicas() -> None:
     """Both replicas take the same batch, so their mean is a plain model's gradient."""
     assert on_ranks("everything_on_ranks", 4) == [[]] * 4

@@ -54,6 +54,7 @@ def test_equal_to_the_bit(shape: dict[str, Any]) -> None:
     assert left[0] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", ["ipc", "mpi"])
 def test_on_ranks(wire: str) -> None:
     parameters = {"partitions": 2, "microbatches": 4, "pipeline": "simple"}

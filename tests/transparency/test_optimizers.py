@@ -147,6 +147,7 @@ def test_training(name: str, with_closure: bool, open_session: OpenSession) -> N
     assert optimizers.training(name, with_closure) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["MyAdam", "Extragradient"])
 def test_a_rank_without_parameters_evaluates_as_often(name: str) -> None:
     assert on_ranks("training_on_ranks", 3, partitions=3, name=name, with_closure=True) == [[]] * 3
