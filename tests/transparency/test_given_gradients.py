@@ -82,6 +82,23 @@ def test_a_gradient_of_another_shape_is_refused(
         step(model, torch.randn(4, WIDTH))
 
 
+def test_a_gradient_that_has_another_shape_in_a_replay_is_refused(open_session: OpenSession) -> None:
+    open_session(2, microbatches=2, static_mode=True)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    gradient = torch.ones(2, WIDTH)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> None:
+        model.backward(model(x), gradient)
+
+    x = torch.randn(4, WIDTH)
+    for _ in range(3):
+        step(model, x)
+    gradient.data = torch.ones(WIDTH)
+    with pytest.raises(SMPError, match="a gradient has shape"):
+        step(model, x)
+
+
 def test_no_gradient_for_a_value_of_another_stage_is_refused(open_session: OpenSession) -> None:
     """In one process what comes before it gets none; zeros would be decayed and averaged."""
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), _Block())
