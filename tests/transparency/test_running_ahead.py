@@ -37,7 +37,8 @@ def test_the_first_microbatch_runs_before_the_last_is_recorded(open_session: Ope
     open_session(2, **BY_HAND, pipeline="interleaved")
     events = order_of_events()
     assert events[:2] == ["R0", "0F0"]
-    assert events.index("1F0") < events.index("R2") < events.index("R3")
+    assert events.index("R1") < events.index("1F0") < events.index("R2")
+    assert events.index("R3") == events.index("R2") + 1  # two in a row, by then
     assert sorted(events) == sorted(f"{what}{m}" for what in ("R", "0F", "1F") for m in range(MICROBATCHES))
 
 

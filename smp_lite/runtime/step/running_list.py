@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from ...comm.peers import Peers
@@ -12,6 +13,8 @@ from ..stage.gradients import GradientBooks
 from .batches import Batch
 
 __all__ = ["RunningList"]
+
+_LONGEST_SPELL_S = 0.003
 
 
 class RunningList:
@@ -45,6 +48,8 @@ class RunningList:
         self.ahead = Ahead(first, len(batch.works))
         self.draws = any(command.seed_key is not None or command.seeds for command in first.commands)
         self.is_intact = True
+        self._spell = 1  # how many microbatches are recorded before the next burst
+        self._spell_from, self._spell_since_s = 0, 0.0  # the last burst: recorded by then, and when it ended
         self._prepare(first)
         alike = {work.microbatch_index: first for work in batch.works}
         for stage, own in books.items():
@@ -66,6 +71,17 @@ class RunningList:
         self.ahead.num_recorded += 1
         return True
 
+    def is_due(self) -> bool:
+        """Whether enough has been recorded in a row to look whether something could run.
+
+        What comes after large kernels finds the processor's caches full of their data: the first microbatch
+        that is recorded then takes two to three times as long as the next. So after each burst twice as many
+        are recorded as before, for some milliseconds at most; the first ones, for which other ranks wait,
+        start as early as they can.
+        """
+        is_enough = self.ahead.num_recorded - self._spell_from >= self._spell
+        return is_enough or time.perf_counter() - self._spell_since_s > _LONGEST_SPELL_S
+
     def could_compute(self) -> bool:
         """Goes on without computing; returns whether an action could run now, without waiting."""
         return NOT_RESUMED in self._advance()
@@ -75,6 +91,9 @@ class RunningList:
         self.ahead.is_resumed = True
         self._advance()
         self.ahead.is_resumed = False
+        if self._spell_from:
+            self._spell *= 2
+        self._spell_from, self._spell_since_s = self.ahead.num_recorded, time.perf_counter()
 
     def _advance(self) -> set[str]:
         self.is_intact = False

@@ -275,7 +275,7 @@ class StepRunner:
         elif not self._running.accepts(recording):
             with self._suspended():
                 self._cut()
-        elif not recorder.backward_state.runs_python and self._could_compute():
+        elif not recorder.backward_state.runs_python and self._running.is_due() and self._could_compute():
             with self._suspended():
                 self._burst()
 
