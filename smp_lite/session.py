@@ -182,6 +182,8 @@ class Session:
         groups = self.world.device_groups
         if groups is not None and groups.can_join(self.group("DP")):
             return f"sums {groups.backend}"
+        if len(self.group("DP")) > 1 and self.world.reads_memory("DP"):
+            return "sums ipc"
         return "sums through the host's memory"
 
     def axis(self, name: str = "tp") -> Axis:

@@ -16,6 +16,7 @@ import torch
 from . import devices
 from .alike import check_alike
 from .amp import overflows_of_the_whole_model
+from .comm.wires.choice import WIRE_VARIABLE
 from .config import PARAMETERS_VARIABLE, Config, load_config
 from .errors import PeerFailed, SMPError
 from .errors_record import record_failure
@@ -116,6 +117,8 @@ def init(
     session = Session(validated, topology, World(topology, transport), plan, choice.device)
     assert session.world is not None
     check_alike(session.world, validated, choice.device, os.environ)
+    by_host = validated.ddp and validated.ddp_dist_backend in ("gloo", "mpi")
+    session.world.may_read_memory = not by_host and os.environ.get(WIRE_VARIABLE, "ipc") == "ipc"
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // session.world.local_size))
     if validated.ddp:

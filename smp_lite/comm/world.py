@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import pickle
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,15 +18,17 @@ from typing import Any
 from ..devices import home, is_host
 from ..errors import SMPError
 from ..plan.topology import Topology
+from .between_devices.by_place import ByPlace, StagedCollectives
+from .between_devices.groups import DeviceGroups, carries
+from .between_devices.mapped import MappedCollectives
+from .between_devices.queued import QueuedCollectives
 from .collectives import C10dCollectives, Collectives, Pending
-from .device_collectives import ByPlace, StagedCollectives
-from .device_groups import DeviceGroups, carries
-from .queued_collectives import QueuedCollectives
 from .roll_call import RollCall
 from .roll_calls import RollCalls
 from .transport import Tag, Transport
 from .tree import nearby
 from .waiting import wait_until, watch_departures, watchdog_s
+from .wires.sharing import cannot_share, sharing_on
 
 _SMALL_BYTES = 1 << 16
 
@@ -51,6 +54,9 @@ class World:
         self.local_rank, self.local_size = transport.local_rank, transport.local_size
         self.device_groups: DeviceGroups | None = None
         """Which ranks can have process groups for tensors of their devices; None: none can."""
+        self.may_read_memory = True
+        """Whether sums over ranks that share a device may go by what each reads in the others' memory."""
+        self._read_memory: dict[str, bool] = {}
         self._groups: dict[str, tuple[int, ...]] = {}
         self.calls = RollCalls(transport, self.group, ("WORLD", *dict(topology.kinds)))
         watchdog_s()  # what is wrong with the variable shows now, not in the first long wait
@@ -101,7 +107,7 @@ class World:
         if is_host(home()):
             return host
         if groups is None or not groups.can_join(ranks):
-            return StagedCollectives(host)
+            return self._without_groups(host, kind)
 
         def make_group() -> Any:
             self._meet(kind)  # since the first tensor of a device may be late
@@ -114,13 +120,32 @@ class World:
         if is_host(home()):
             return C10dCollectives(group)
         if not carries(group, home()):
-            return StagedCollectives(C10dCollectives(group))
+            return self._without_groups(C10dCollectives(group), kind)
 
         def meet() -> Any:
             self._meet(kind)
             return group
 
         return ByPlace(C10dCollectives(group), QueuedCollectives(meet, self.group(kind)))
+
+    def _without_groups(self, host: Collectives, kind: str) -> Collectives:
+        """Where a rank shares its device, or there is no backend for it."""
+        ranks = self.group(kind)
+        if len(ranks) == 1 or not self.reads_memory(kind):
+            return StagedCollectives(host)
+        names, answers = (self.transport.collectives(ranks) for _ in range(2))
+        return ByPlace(host, MappedCollectives(sharing_on(home()), names, answers, self.group_rank(kind)))
+
+    def reads_memory(self, kind: str) -> bool:
+        """Whether the devices of the group's ranks read each other's memory; collective where it is asked for
+        the first time."""
+        if kind not in self._read_memory:
+            why = cannot_share(home(), self.local_size) if self.may_read_memory else "it must not"
+            found = self.exchange((socket.gethostname(), why), kind, "the first step's devices")
+            self._read_memory[kind] = len({host for host, _ in found}) == 1 and not any(
+                why for _, why in found
+            )
+        return self._read_memory[kind]
 
     def new_group(self, kind: str) -> Any:
         """What the transport's messages between the ranks of this one's group go over, for one user of it: a

@@ -153,6 +153,7 @@ class Parameters(BaseModel):
         "auto",
         description="What carries gradients between data-parallel ranks, and all else that ranks do with "
         "tensors together: auto takes NCCL (for other devices than CUDA's their own) in groups of ranks that "
-        "have a device each, and for what is in the host's memory gloo; gloo and mpi carry what is on "
-        "devices through the host's memory; nccl is auto, or an error where ranks share a device. Needs ddp.",
+        "have a device each, lets ranks of one host that share one read each other's memory, and takes gloo "
+        "for what is in the host's memory; gloo and mpi carry what is on devices through the host's memory; "
+        "nccl is auto, or an error where ranks share a device. Needs ddp.",
     )

@@ -86,8 +86,19 @@ def test_ranks_that_share_a_gpu_are_refused_by_name_where_nccl_is_demanded() -> 
     for kind, error in run("collectives_between_replicas", 2, parameters):
         assert kind == ""
         assert "ddp_dist_backend='nccl': ranks 0, 1 share cuda " in error
-    for kind, _ in run("collectives_between_replicas", 2, DATA_PARALLEL):
+    by_host = {**DATA_PARALLEL, "ddp_dist_backend": "gloo"}
+    for kind, _ in run("collectives_between_replicas", 2, by_host):
         assert kind == "StagedCollectives"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_collective_by_reading_memory(ranks: int) -> None:
+    """On one GPU, or between GPUs without process groups for them."""
+    function = "tests.transparency.groups_on_device:collectives_that_are_wrong"
+    assert run(function, ranks, {**DATA_PARALLEL, "ddp": False}, kind="own") == [[]] * ranks
+    if torch.cuda.device_count() < 2:
+        for kind in ("own", "shared with scripts"):
+            assert run(function, ranks, DATA_PARALLEL, kind=kind) == [[]] * ranks
 
 
 @EACH_HAS_ONE
@@ -111,7 +122,7 @@ def test_every_collective_over_nccl(ranks: int) -> None:
 
 @pytest.mark.parametrize("half", [False, True])
 def test_sharded_parameters(half: bool) -> None:
-    """Over NCCL, or through the host's memory: as with whole parameters."""
+    """Over NCCL, or by reading each other's memory: as with whole parameters."""
     function = "tests.gpu.cases:trained"
     kwargs = {"case": "tests.tensor.sdp_cases:train", "half": half}
     found, expected = (run(function, 2, config(d), parameters=config(d), **kwargs) for d in (2, 1))
@@ -122,7 +133,7 @@ def test_sharded_parameters(half: bool) -> None:
 
 
 def test_split_layers() -> None:
-    """Over NCCL, or through the host's memory: as the dense model on the host."""
+    """Over NCCL, or by reading each other's memory: as the dense model on the host."""
     given = {**BASE, "partitions": 1}
     for rank in run("trained", 2, given, case="tests.tensor.runtime_cases:train", parameters=given):
         torch.testing.assert_close(rank["state"], dense()["state"], rtol=1e-4, atol=1e-5)

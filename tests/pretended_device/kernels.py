@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -119,6 +120,9 @@ def run_on_host(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             graphs.before(list(_tensors((*args, *kwargs.values()))))
         host_args = call.to_host(args)
         host_kwargs = {key: call.to_host(value) for key, value in kwargs.items()}
+        if _reads(op):
+            for tensor, _ in call.hosts.values():
+                lateness.check_waited(tensor)
         if torch.Tag.nondeterministic_seeded in op.tags and device is not None:
             with generators_of(op, device, host_args, host_kwargs) as host_kwargs:
                 result = op(*host_args, **host_kwargs)
@@ -132,6 +136,14 @@ def run_on_host(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if graphs.is_capturing() and device is not None:
             graphs.note(lambda again, named: op(*again, **named), args, kwargs, found)
         return found
+
+
+@functools.cache
+def _reads(op: Any) -> bool:
+    """Whether it looks at what is in memory; not at where the memory is, or how large, only."""
+    is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in op._schema.returns)
+    name = op._schema.name.removeprefix("aten::")
+    return not is_view and not name.startswith(("new_", "empty")) and not name.endswith("_like")
 
 
 def _kernel_of(op: Any) -> Callable[..., Any]:
@@ -159,6 +171,8 @@ def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
         source = on_host(src, known) if is_ours(src) else src
         if not (non_blocking and lateness.copies_late(self, src)):
             catch_up()
+            for tensor in filter(is_ours, (self, src)):
+                lateness.check_waited(tensor)
             target.copy_(source)
             if is_ours(self):
                 touch(self.untyped_storage(), self.device.index or 0)
@@ -186,6 +200,8 @@ def _to_copy(self: torch.Tensor, *, device: Any = None, non_blocking: bool = Fal
         options.pop("pin_memory", None)
         if device is not None and device.type != NAME and not non_blocking:
             before_reading()
+        if is_ours(self):
+            lateness.check_waited(self)
         source = on_host(self, {}) if is_ours(self) else self
         copy = torch.ops.aten._to_copy.default(source, **options)
         target = self.device if device is None else device

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .memory import is_ours, life_of, on_host, place
-from .order import COMPUTING, current, touched
+from .order import COMPUTING, check_order, current
 
 
 def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
@@ -55,16 +55,8 @@ def copies_late(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def check_waited(tensor: torch.Tensor) -> None:
-    """Before the current stream uses the device's memory.
-
-    Raises:
-        RuntimeError: it is one beside the computing stream, which may still be using the memory.
-    """
-    queue = current(tensor.device.index or 0)
-    if queue.number != COMPUTING and touched(tensor.untyped_storage()) > queue.seen:
-        raise RuntimeError(
-            "a stream beside the computing one has not waited for what that one does with the memory"
-        )
+    """Before the current stream uses the device's memory; see :func:`order.check_order`."""
+    check_order(tensor.untyped_storage(), tensor.device.index or 0)
 
 
 def spoil(target: torch.Tensor) -> None:

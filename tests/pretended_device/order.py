@@ -21,10 +21,13 @@ __all__ = [
     "Queue",
     "before_reading",
     "catch_up",
+    "caught_up",
+    "check_order",
     "current",
     "finish",
     "follow",
     "host_waited",
+    "made_beside",
     "queue_of",
     "touch",
     "wait_in_vain",
@@ -102,6 +105,10 @@ class Queue:
 
 _queues: dict[tuple[int, int], Queue] = {}
 _ticks: dict[int, int] = {}
+_made: dict[
+    tuple[int, int], int
+] = {}  # by stream beside the computing one, operations that it has been given
+_caught_up: dict[tuple[int, int], int] = {}  # how many of them the computing stream has waited for
 _thread = threading.local()
 
 
@@ -113,6 +120,7 @@ def host_waited() -> None:
     global host_waits
     host_waits += 1
     before_reading()
+    _caught_up.update(_made)
 
 
 def queue_of(index: int, number: int = COMPUTING) -> Queue:
@@ -142,6 +150,8 @@ def forget() -> None:
     """What a session has left queued is nobody's when it has ended."""
     _queues.clear()
     _in_vain.clear()
+    _made.clear()
+    _caught_up.clear()
 
 
 def follow(late: Late, index: int) -> None:
@@ -185,9 +195,43 @@ def tick(index: int) -> int:
 
 
 def touch(storage: Any, index: int) -> None:
-    """The current stream uses the memory; of what others do, they keep book themselves."""
-    if current(index).number == COMPUTING:
+    """The current stream has changed the memory, or made it."""
+    number = current(index).number
+    if number == COMPUTING:
         _ticks[index] = storage.pretended_tick = tick(index) + 1
+    else:
+        key = (index, number)
+        _made[key] = _made.get(key, 0) + 1
+        storage.pretended_beside = (key, _made[key])
+
+
+def check_order(storage: Any, index: int) -> None:
+    """Before the current stream uses the memory.
+
+    Raises:
+        RuntimeError: it has not waited for the stream that has changed the memory.
+    """
+    queue = current(index)
+    if queue.number != COMPUTING:
+        if touched(storage) > queue.seen:
+            raise RuntimeError(
+                "a stream beside the computing one has not waited for what that one does with the memory"
+            )
+        return
+    key, number = getattr(storage, "pretended_beside", ((index, COMPUTING), 0))
+    if number > _caught_up.get(key, 0):
+        raise RuntimeError("the computing stream has not waited for what another one has made")
+
+
+def made_beside(queue: Queue) -> int:
+    """How many operations a stream beside the computing one has been given."""
+    return _made.get((queue.index, queue.number), 0)
+
+
+def caught_up(queue: Queue, number: int) -> None:
+    """The computing stream, or the host, has waited for so many operations of another."""
+    key = (queue.index, queue.number)
+    _caught_up[key] = max(number, _caught_up.get(key, 0))
 
 
 def touched(storage: torch.UntypedStorage) -> int:

@@ -15,7 +15,9 @@ import torch
 from smp_lite.comm.wires.sharing import SHARED_BY
 from smp_lite.errors import SMPError
 
+from .lateness import check_waited
 from .memory import NAME, on_host
+from .order import touch
 from .streams import Stream
 
 __all__ = ["PretendedSharing", "offer"]
@@ -58,6 +60,8 @@ class PretendedSharing:
         if not length:
             return
         mine = on_host(row, {})
+        check_waited(row)
+        touch(row.untyped_storage(), row.device.index or 0)
         here, there = _Vector(mine.data_ptr(), length), _Vector(address, length)
         libc = ctypes.CDLL(None, use_errno=True)
         read = libc.process_vm_readv

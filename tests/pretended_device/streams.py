@@ -8,7 +8,19 @@ import time
 from typing import Any
 
 from . import graphs
-from .order import COMPUTING, Late, Queue, current, finish, host_waited, queue_of, set_current, tick
+from .order import (
+    COMPUTING,
+    Late,
+    Queue,
+    caught_up,
+    current,
+    finish,
+    host_waited,
+    made_beside,
+    queue_of,
+    set_current,
+    tick,
+)
 
 _POLLS = 2
 """How often an event says that it has not happened yet."""
@@ -41,6 +53,7 @@ class Stream:
         queue = self._queue
         if queue.number == COMPUTING:
             event.happen()
+            event.is_behind()
         else:
             queue.push(_Wait(event))
             queue.seen = max(queue.seen, event.seen)
@@ -74,13 +87,14 @@ class Event:
         self._queue: Queue | None = None
         self._after: Late | None = None
         self._polls = 0
-        self.seen = 0
+        self.seen = self._made = 0
         self._is_timed, self._time_s = enable_timing, 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         self._time_s = time.perf_counter()
         queue = self._queue = current(_index(None)) if stream is None else stream._queue
         self._after = queue.last
+        self._made = made_beside(queue)
         self.seen = tick(queue.index) if queue.number == COMPUTING else queue.seen
         self._polls = _POLLS if self._after is not None else 0
 
@@ -94,6 +108,7 @@ class Event:
             self._polls -= 1
             return False
         self.happen()
+        self.is_behind()
         return True
 
     def elapsed_time(self, other: Event) -> float:
@@ -107,6 +122,11 @@ class Event:
     def synchronize(self) -> None:
         self.happen()
         host_waited()
+
+    def is_behind(self) -> None:
+        """What has been made before it may be used."""
+        if self._queue is not None:
+            caught_up(self._queue, self._made)
 
     def happen(self) -> None:
         """What is before it in its stream is done."""

@@ -1,6 +1,7 @@
 """Sharded parameters and split layers on a (pretended) device: to the bit what they are on the host.
 
-Collectives go among the devices where each rank has its own, else through the host's memory.
+Collectives go over groups of devices where each rank has its own; where ranks share one they read each
+other's memory, or go through the host's.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from tests.tensor.test_sharded import RULES, mesh
 ON_DEVICES = "tests.transparency.groups_on_device:between_devices"
 
 
-def on_devices(function: str, ranks: int, own: bool, **kwargs: Any) -> list[Any]:
-    kwargs = {"function": f"tests.{function}", "own": own, **kwargs}
+WAYS = pytest.mark.parametrize("by", ["groups", "memory", "the host"])
+
+
+def on_devices(function: str, ranks: int, by: str, **kwargs: Any) -> list[Any]:
+    kwargs = {"function": f"tests.{function}", "by": by, **kwargs}
     found = run_distributed(ON_DEVICES, ranks, kwargs=kwargs, devices=1, timeout_s=120.0)
-    assert all(bool(started) == own for _, started in found)
+    assert all(bool(started) == (by != "the host") for _, started in found)
     return [result for result, _ in found]
 
 
@@ -41,22 +45,22 @@ SHARDED: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("own", [True, False], ids=["among devices", "through the host"])
+@WAYS
 @pytest.mark.parametrize("name", SHARDED)
-def test_sharded_parameters(name: str, own: bool) -> None:
+def test_sharded_parameters(name: str, by: str) -> None:
     ranks, kwargs = SHARDED[name]
     check_same(
-        on_devices("tensor.sdp_cases:train", ranks, own, **kwargs),
+        on_devices("tensor.sdp_cases:train", ranks, by, **kwargs),
         on_host("tensor.sdp_cases:train", ranks, **kwargs),
     )
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("own", [True, False], ids=["among devices", "through the host"])
+@WAYS
 @pytest.mark.parametrize("keys", [{}, {"fp16": True}], ids=["float32", "fp16"])
-def test_sharded_state_of_the_optimizer(keys: dict[str, Any], own: bool) -> None:
+def test_sharded_state_of_the_optimizer(keys: dict[str, Any], by: str) -> None:
     parameters = {"partitions": 1, "ddp": True, "shard_optimizer_state": True, **keys}
-    found = on_devices("half.cases:train", 2, own, parameters=parameters)
+    found = on_devices("half.cases:train", 2, by, parameters=parameters)
     for mine, theirs in zip(found, on_host("half.cases:train", 2, parameters=parameters), strict=True):
         assert mine["losses"] == theirs["losses"]
         for key in ("state", "masters"):
@@ -65,11 +69,11 @@ def test_sharded_state_of_the_optimizer(keys: dict[str, Any], own: bool) -> None
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("own", [True, False], ids=["among devices", "through the host"])
+@WAYS
 @pytest.mark.parametrize(("ranks", "partitions"), [(2, 1), (4, 2), (4, 1)])
-def test_split_layers(ranks: int, partitions: int, own: bool) -> None:
+def test_split_layers(ranks: int, partitions: int, by: str) -> None:
     kwargs = {"parameters": {**BASE, "partitions": partitions}}
-    found, expected = on_devices("tensor.runtime_cases:train", ranks, own, **kwargs), None
+    found, expected = on_devices("tensor.runtime_cases:train", ranks, by, **kwargs), None
     expected = on_host("tensor.runtime_cases:train", ranks, **kwargs)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine["losses"] == theirs["losses"]
@@ -81,5 +85,7 @@ def test_split_layers(ranks: int, partitions: int, own: bool) -> None:
 @pytest.mark.parametrize("what", ["changed inside", "changed behind autograd"])
 def test_a_sharded_parameter_that_is_changed_inside_a_step_is_noticed(what: str) -> None:
     """The host looks once a step, not after each action."""
-    for text in on_devices("tensor.sharded_cases:refused", 2, True, config=mesh(RULES, fsdp=2), what=what):
+    for text in on_devices(
+        "tensor.sharded_cases:refused", 2, "groups", config=mesh(RULES, fsdp=2), what=what
+    ):
         assert "was changed in place inside an smp.step" in text

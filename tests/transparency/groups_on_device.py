@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch.utils._pytree import tree_map_only
 
 import smp_lite as smp
 from smp_lite.comm.axis import Axis
-from smp_lite.comm.device_collectives import ByPlace
-from smp_lite.comm.queued_collectives import QueuedCollectives
+from smp_lite.comm.between_devices.by_place import ByPlace
+from smp_lite.comm.between_devices.mapped import MappedCollectives
+from smp_lite.comm.between_devices.queued import QueuedCollectives
 from smp_lite.session import current
 from tests.pretended_device.groups import in_vain_after, offered
 from tests.tensor.runtime_cases import Net, batches, split
@@ -33,28 +35,34 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 DTYPES += [torch.complex64]
 
 
-def between_devices(function: str, own: bool = True, **kwargs: Any) -> tuple[Any, int]:
-    """What another function finds, on the host, and how many collectives it queued on devices.
+def between_devices(function: str, by: str = "groups", **kwargs: Any) -> tuple[Any, int]:
+    """What another function finds, on the host, and how many collectives it started between devices.
 
     Args:
-        own: each rank has a device of its own; else all share one.
+        by: ``groups``: each rank has a device of its own. Else all share one: they read each other's
+            ``memory``, or go by that of ``the host``.
     """
     module, _, name = function.partition(":")
     started = 0
-    queue = QueuedCollectives._queue
+    own = by == "groups"
+    make: Any = QueuedCollectives if own else MappedCollectives
+    begin = "_queue" if own else "_start"
+    if by == "the host":
+        os.environ["SMP_LITE_WIRE"] = "mpi"
+    original = getattr(make, begin)
 
-    def counted(self: QueuedCollectives, *args: Any) -> Any:
+    def counted(self: Any, *args: Any) -> Any:
         nonlocal started
         started += 1
-        return queue(self, *args)
+        return original(self, *args)
 
-    QueuedCollectives._queue = counted  # type: ignore[method-assign]
+    setattr(make, begin, counted)
     try:
         with offered(own=own):
             found = getattr(importlib.import_module(module), name)(**kwargs)
         return tree_map_only(Tensor, Tensor.cpu, found), started
     finally:
-        QueuedCollectives._queue = queue  # type: ignore[method-assign]
+        setattr(make, begin, original)
 
 
 def decision(own: bool, **parameters: Any) -> str:
@@ -68,24 +76,29 @@ def decision(own: bool, **parameters: Any) -> str:
         return f"{type(session._collectives(['dp'])).__name__}: {session.describe_collectives()}"
 
 
-def every_collective(kind: str) -> list[str]:
+def every_collective(kind: str, own: bool) -> list[str]:
     """Those that give something else than they should, on pretended devices."""
-    with offered():
+    with offered(own=own):
         return collectives_that_are_wrong(kind)
 
 
-def forgotten() -> list[float]:
+def forgotten(own: bool) -> list[float]:
     """A sum that nobody asks for, since something else has failed, and what the device has in the end."""
-    with offered():
+    with offered(own=own):
         smp.init()
         session = current()
         collectives = session._collectives(["dp"])
-        collectives.all_reduce(torch.ones(3, device=session.device)).done()
+        _end(collectives.all_reduce(torch.ones(3, device=session.device)))
         collectives.all_reduce(torch.ones(5, device=session.device))
         torch.get_device_module(session.device).synchronize()
         kept = torch.ones(3, device=session.device)
-        collectives.all_reduce(kept).done()
+        _end(collectives.all_reduce(kept))
         return kept.tolist()
+
+
+def _end(pending: Any) -> None:
+    while not pending.done():
+        pass
 
 
 def collectives_that_are_wrong(kind: str) -> list[str]:
@@ -96,6 +109,8 @@ def collectives_that_are_wrong(kind: str) -> list[str]:
     assert world is not None
     found = world.collectives("DP") if kind == "own" else session._collectives(["dp"])
     assert type(found) is ByPlace
+    is_own = world.device_groups is not None and world.device_groups.can_join(world.group("DP"))
+    assert type(found.device) is (QueuedCollectives if is_own else MappedCollectives)
     rank, size = smp.dp_rank(), smp.dp_size()
     wrong: list[str] = []
 
@@ -114,8 +129,7 @@ def collectives_that_are_wrong(kind: str) -> list[str]:
             results: dict[str, tuple[Tensor, Tensor]] = {}
 
             def take(name: str, pending: Any, got: Tensor, expected: Tensor, into: Any = results) -> None:
-                while not pending.done():
-                    pass
+                _end(pending)
                 into[name] = got.cpu(), expected
 
             def mine(dtype: torch.dtype = dtype, place: Any = place) -> Tensor:
@@ -153,7 +167,7 @@ def collectives_that_are_wrong(kind: str) -> list[str]:
     return wrong
 
 
-def fails_in_one_rank(failing: int, has_joined: bool) -> tuple[str, list[float]]:
+def fails_in_one_rank(failing: int, has_joined: bool, own: bool) -> tuple[str, list[float]]:
     """One rank of a stage fails in a block that is split: the error, and losses before and after.
 
     Args:
@@ -161,7 +175,7 @@ def fails_in_one_rank(failing: int, has_joined: bool) -> tuple[str, list[float]]
         has_joined: it fails when it has queued a collective already, which all the others have to do; else
             before, so that the others' devices wait in vain.
     """
-    with offered():
+    with offered(own=own):
         return failure_of_one_rank(failing, has_joined, in_vain_after(0.3))
 
 

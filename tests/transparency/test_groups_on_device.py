@@ -1,4 +1,5 @@
-"""Collectives between devices, over process groups that carry their tensors, in real processes.
+"""Collectives between devices, in real processes: over process groups that carry their tensors where ranks
+have a device each, by reading each other's memory where they share one.
 
 The device is pretended, and so are its groups: gloo moves the bytes. They are as late as NCCL's, so what does
 not wait for one reads nonsense.
@@ -31,12 +32,15 @@ def between_devices(function: str, ranks: int, parameters: dict[str, Any], **kwa
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kind", ["own", "shared with scripts"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_every_collective(ranks: int, kind: str) -> None:
-    assert run(f"{OWN}:every_collective", ranks, kwargs={"kind": kind}, parameters=REPLICAS) == [[]] * ranks
+@pytest.mark.parametrize("own", [True, False])
+def test_every_collective(own: bool, ranks: int, kind: str) -> None:
+    kwargs = {"kind": kind, "own": own}
+    assert run(f"{OWN}:every_collective", ranks, kwargs=kwargs, parameters=REPLICAS) == [[]] * ranks
 
 
-def test_memory_stays_of_what_nobody_asks_for() -> None:
-    assert run(f"{OWN}:forgotten", parameters=REPLICAS) == [[2.0, 2.0, 2.0]] * 2
+@pytest.mark.parametrize("own", [True, False])
+def test_memory_stays_of_what_nobody_asks_for(own: bool) -> None:
+    assert run(f"{OWN}:forgotten", kwargs={"own": own}, parameters=REPLICAS) == [[2.0, 2.0, 2.0]] * 2
 
 
 @pytest.mark.parametrize(
@@ -46,7 +50,8 @@ def test_memory_stays_of_what_nobody_asks_for() -> None:
         (True, {"ddp_dist_backend": "nccl"}, "ByPlace: sums pretended_groups"),
         (True, {"ddp_dist_backend": "gloo"}, "StagedCollectives: sums through the host's memory"),
         (True, {"ddp_dist_backend": "mpi"}, "StagedCollectives: sums through the host's memory"),
-        (False, {}, "StagedCollectives: sums through the host's memory"),
+        (False, {}, "ByPlace: sums ipc"),
+        (False, {"ddp_dist_backend": "gloo"}, "StagedCollectives: sums through the host's memory"),
         (False, {"ddp_dist_backend": "nccl"}, "ddp_dist_backend='nccl': ranks 0, 1 share pretended 0, and"),
     ],
 )
@@ -57,19 +62,22 @@ def test_each_rank_needs_a_device_of_its_own(own: bool, parameters: dict[str, An
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "gpt_tied", "batchnorm", "unused", "data_branch", "complex64"])
-def test_replicas(name: str) -> None:
+@pytest.mark.parametrize("by", ["groups", "memory"])
+def test_replicas(by: str, name: str) -> None:
     parameters = {"partitions": 2, "microbatches": NUM_MICROBATCHES, "ddp": True}
-    found = between_devices("tests.transparency.ranks:compare_replicas", 4, parameters, name=name)
+    kwargs = {"name": name, "by": by, "wire": "ipc" if by == "memory" else "mpi"}
+    found = between_devices("tests.transparency.ranks:compare_replicas", 4, parameters, **kwargs)
     assert [wrong for _, wrong, _ in found] == [[]] * 4
     assert name != "gpt" or all(buckets for _, _, buckets in found)  # started in the backward
 
 
 @pytest.mark.parametrize("has_joined", [True, False])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_of_a_stage_that_fails_and_the_next_step(failing: int, has_joined: bool) -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_a_rank_of_a_stage_that_fails_and_the_next_step(own: bool, failing: int, has_joined: bool) -> None:
     """What the others' devices wait for is aborted, and the ranks talk anew."""
     parameters = {"partitions": 1, "tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True}
-    kwargs = {"failing": failing, "has_joined": has_joined}
+    kwargs = {"failing": failing, "has_joined": has_joined, "own": own}
     found = run(f"{OWN}:fails_in_one_rank", parameters={**parameters, "microbatches": 2}, kwargs=kwargs)
     for text, losses in found:
         assert "ArithmeticError: the cause" in text

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ...devices import is_host
 from ...errors import SMPError
-from ..device_groups import carries
+from ..between_devices.groups import carries
 from ..world import World
 from .announced import AnnouncedWire
 from .c10d import C10dWire
