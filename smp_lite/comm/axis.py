@@ -19,9 +19,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import SMPError
-from .between_devices.by_place import ByPlace
-from .between_devices.queued import Queued
 from .collectives import Collectives, Pending
+from .device_collectives import ByPlace
+from .queued_collectives import Queued
 from .waiting import wait_until
 
 __all__ = ["Axis", "Started", "elements_received"]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..devices import is_host, physical
 from ..errors import SMPError
 from ..smp_v1 import cuda_as_cpu
-from .between_devices.groups import carries, decide, unavailable
+from .device_groups import carries, decide, unavailable
 from .gloo import check_ranks, group_timeout, init_gloo, use_loopback
 from .waiting import watchdog_s
 from .world import World

@@ -18,17 +18,17 @@ from typing import Any
 from ..devices import home, is_host
 from ..errors import SMPError
 from ..plan.topology import Topology
-from .between_devices.by_place import ByPlace, StagedCollectives
-from .between_devices.groups import DeviceGroups, carries
-from .between_devices.mapped import MappedCollectives
-from .between_devices.queued import QueuedCollectives
 from .collectives import C10dCollectives, Collectives, Pending
+from .device_collectives import ByPlace, StagedCollectives
+from .device_groups import DeviceGroups, carries
+from .device_sharing import cannot_share, sharing_on
+from .mapped_collectives import MappedCollectives
+from .queued_collectives import QueuedCollectives
 from .roll_call import RollCall
 from .roll_calls import RollCalls
 from .transport import Tag, Transport
 from .tree import nearby
 from .waiting import wait_until, watch_departures, watchdog_s
-from .wires.sharing import cannot_share, sharing_on
 
 _SMALL_BYTES = 1 << 16
 

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_map_only
 
 import smp_lite as smp
 from smp_lite.comm.axis import Axis
-from smp_lite.comm.between_devices.by_place import ByPlace
-from smp_lite.comm.between_devices.mapped import MappedCollectives
-from smp_lite.comm.between_devices.queued import QueuedCollectives
+from smp_lite.comm.device_collectives import ByPlace
+from smp_lite.comm.mapped_collectives import MappedCollectives
+from smp_lite.comm.queued_collectives import QueuedCollectives
 from smp_lite.session import current
 from tests.pretended_device.groups import in_vain_after, offered
 from tests.tensor.runtime_cases import Net, batches, split

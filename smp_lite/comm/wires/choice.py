@@ -23,14 +23,14 @@ import torch.distributed as dist
 
 from ...devices import is_host
 from ...errors import SMPError
-from ..between_devices.groups import carries
+from ..device_groups import carries
+from ..device_sharing import cannot_share, sharing_on
 from ..world import World
 from .announced import AnnouncedWire
 from .c10d import C10dWire
 from .grouped import GroupedCarrier
 from .mapped import MappedCarrier
 from .mpi import MPIWire
-from .sharing import cannot_share, sharing_on
 from .staged import StagedWire
 from .wire import Wire
 

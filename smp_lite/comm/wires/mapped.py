@@ -9,56 +9,26 @@ holds for parameters as well, which an optimizer changes where they are.)
 Events are used again when the other side has queued its wait for them: the sender's when the answer has come,
 the receiver's in turn (waiting for a later place in a stream of copies is only longer).
 
-What a device offers for this is a :class:`Sharing`; that of CUDA is :mod:`.cuda_sharing`.
+What a device offers for this is a :class:`~..device_sharing.Sharing`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ...devices import CPU
 from ...record.values.placed import TensorMeta
+from ..device_sharing import Sharing
 from .wire import Transfer, Wire
 
-__all__ = ["MappedCarrier", "Sharing"]
+__all__ = ["MappedCarrier"]
 
 _NUM_ANSWERS = 64
 """Events of a receiver: so many copies may be under way until the first is waited for a little longer."""
-
-
-class Sharing(Protocol):
-    """How processes of one host reach the memory and the events of each other's device.
-
-    Attributes:
-        name_bytes: length of what names a row of memory.
-        handle_bytes: length of what names an event.
-    """
-
-    name_bytes: int
-    handle_bytes: int
-
-    def name(self, row: torch.Tensor) -> bytes:
-        """Says to another process where the row is."""
-
-    def copy(self, name: bytes, row: torch.Tensor) -> None:
-        """Queues the copy of another process's row into this one, on the current stream.
-
-        Raises:
-            SMPError: the memory cannot be reached.
-        """
-
-    def event(self) -> Any:
-        """One that other processes can wait for; it has ``record()``."""
-
-    def handle(self, event: Any) -> bytes:
-        """Says to another process which event is meant."""
-
-    def wait(self, handle: bytes) -> None:
-        """Lets the current stream wait for another process's event."""
 
 
 class MappedCarrier:

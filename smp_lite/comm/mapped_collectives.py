@@ -9,14 +9,14 @@ result is asked for. So the host waits for small messages only, never for a devi
 a backward runs beside it.
 
 Messages go out in the order of the calls, the second ones in that order too, over a group of their own,
-whatever is asked for first. Every wait of the process looks after them (:func:`~..waiting.while_waiting`):
+whatever is asked for first. Every wait of the process looks after them (:func:`~.waiting.while_waiting`):
 a rank whose script does not ask for its result answers all the same as soon as it waits for anything.
 
 **Rounding.** Sums go through the members in the order of their ranks, the same on all of them, 16-bit floats
 in 32 bits and rounded once. Over two ranks that is, to the bit, what MPI, gloo and NCCL make.
 
-Memory and events of other processes are a device's :class:`~..wires.mapped.Sharing`; events are used again in
-turn, which makes a wait longer at most, since what is waited for then was queued before.
+Memory and events of other processes are a device's :class:`~.device_sharing.Sharing`; events are used again
+in turn, which makes a wait longer at most, since what is waited for then was queued before.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...device_streams import queue_behind, side_stream, within
-from ...devices import CPU, event
-from ..collectives import Collectives, Pending
-from ..waiting import while_waiting
-from ..wires.mapped import Sharing
+from ..device_streams import queue_behind, side_stream, within
+from ..devices import CPU, event
+from .collectives import Collectives, Pending
+from .device_sharing import Sharing
+from .waiting import while_waiting
 
 __all__ = ["Mapped", "MappedCollectives"]
 
@@ -42,7 +42,7 @@ Read = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class MappedCollectives:
-    """See :class:`~..collectives.Collectives`; for tensors of this process's device.
+    """See :class:`~.collectives.Collectives`; for tensors of this process's device.
 
     Args:
         sharing: what the device offers.

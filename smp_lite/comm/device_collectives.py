@@ -1,7 +1,7 @@
 """Collectives over tensors of a device: among the devices (:class:`ByPlace`), or by those of the host.
 
 The latter are copied out, and back when they have ended. Tensors that are the host's already go through as
-they are. Started in the order of the calls, each when its copy has come to the host (:mod:`..outbox`).
+they are. Started in the order of the calls, each when its copy has come to the host (:mod:`.outbox`).
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...devices import event, host_memory, is_host
-from ..collectives import Collectives, Pending
-from ..outbox import Outbox
-from .mapped import MappedCollectives
-from .queued import QueuedCollectives
+from ..devices import event, host_memory, is_host
+from .collectives import Collectives, Pending
+from .mapped_collectives import MappedCollectives
+from .outbox import Outbox
+from .queued_collectives import QueuedCollectives
 
 __all__ = ["ByPlace", "StagedCollectives"]
 
 
 class ByPlace:
-    """See :class:`~..collectives.Collectives`: one make for tensors of the host, one for those of the device.
+    """See :class:`~.collectives.Collectives`: one make for tensors of the host, one for those of the device.
 
     Args:
         host: for tensors of the host.
@@ -61,7 +61,7 @@ class ByPlace:
 
 
 class StagedCollectives:
-    """See :class:`~..collectives.Collectives`."""
+    """See :class:`~.collectives.Collectives`."""
 
     def __init__(self, inner: Collectives) -> None:
         self.inner = inner

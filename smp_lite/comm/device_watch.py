@@ -20,10 +20,10 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from ...device_graphs import unless_capturing
-from ...errors import SMPTimeout
-from ..waiting import WATCHDOG_VARIABLE, watchdog_s
-from .groups import abort
+from ..device_graphs import unless_capturing
+from ..errors import SMPTimeout
+from .device_groups import abort
+from .waiting import WATCHDOG_VARIABLE, watchdog_s
 
 __all__ = ["Watched", "first_overdue"]
 

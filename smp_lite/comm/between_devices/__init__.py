@@ -1,1 +1,0 @@
-"""What ranks sum and gather on devices: through NCCL, each other's memory, or the host's."""
