@@ -9,10 +9,7 @@ from tests.programs.cases import IN_MEMORY
 from tests.programs.registry import Program
 from tests.programs.running import run_in_memory
 
-pytestmark = pytest.mark.sampled(3)
 
-
-@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("program", "stages", "pipeline", "static"), IN_MEMORY)
 def test_in_memory(program: Program, stages: int, pipeline: str, static: bool) -> None:
     if refused := program.refused or (static and program.refused_static):

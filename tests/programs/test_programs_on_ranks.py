@@ -9,10 +9,7 @@ from tests.programs.cases import ON_RANKS
 from tests.programs.registry import Program
 from tests.programs.running import parameters_of
 
-pytestmark = pytest.mark.sampled(3)
 
-
-@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("program", "stages", "replicas"), ON_RANKS)
 def test_on_ranks(program: Program, stages: int, replicas: int) -> None:
     parameters = parameters_of(program, stages, program.pipelines[0])

@@ -17,6 +17,7 @@ import torch
 
 from ...comm.peers import Peers
 from ...comm.stage_peers import StagePeers
+from ...devices import home
 from ...errors import SMPError, SMPTimeout
 from ...plan.order.schedules import Policy
 from ...record.describe.metadata import describe_result
@@ -218,7 +219,9 @@ class StepRunner:
 
     def share(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
         own = tensor if stage in self.executors else None
-        (data,) = self.peers.share([(stage, TensorMeta.of(tensor)._replace(requires_grad=False), own)])
+        # Elsewhere it may be away, without memory.
+        meta = TensorMeta.of(tensor)._replace(requires_grad=False, device=home())
+        (data,) = self.peers.share([(stage, meta, own)])
         return data if own is None else own
 
     def fetch(self, recording: Recording, values: list[int]) -> list[torch.Tensor]:
@@ -227,14 +230,14 @@ class StepRunner:
         self._execute_now()
         items = []
         for value in values:
-            home = recording.values[value]
-            executor = self.executors.get(home.stage_index)
+            made = recording.values[value]
+            executor = self.executors.get(made.stage_index)
             tensor = None
             if executor is not None:
                 tensor = executor.states[m].data.get(value)
                 if tensor is None:
                     raise SMPError("a value of an earlier microbatch is gone: return it from the step")
-            items.append((home.stage_index, home.meta, tensor))
+            items.append((made.stage_index, made.meta, tensor))
         return self.peers.share(items)
 
     def settle(self) -> None:

@@ -358,7 +358,7 @@ class CountingMoE(nn.Module):
         return sum(g * e(x) for g, e in zip(gates.split(1, -1), self.experts))
 
 
-@program(stages=(2,), ranks=(2,))
+@program(stages=(2,), ranks=(2,), always_on_ranks=True)
 def buffers_read_in_step(smp: Any, out: Any) -> None:
     """Running statistics of the experts are read in the step, after the call, for the log."""
     net = nn.Sequential(nn.Linear(6, 8), CountingMoE(), nn.BatchNorm1d(8), CountingMoE(), nn.Linear(8, 3))
