@@ -68,6 +68,15 @@ def test_a_model_larger_than_the_machine(package: str, capsys: pytest.CaptureFix
     assert "80,000,800,000" in capsys.readouterr().out
 
 
+def test_what_is_offloaded_is_said_to_be_counted(package: str, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for offloaded in (False, True):
+        parameters = json.dumps({**json.loads(FOUR), "offload_activations": offloaded})
+        assert main(["plan", f"{package}:equal", "--parameters", parameters]) == 0
+        texts.append(capsys.readouterr().out)
+    assert ["- offload_activations: " in text for text in texts] == [False, True]
+
+
 @pytest.mark.slow
 def test_a_script_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     script = REPOSITORY / "notebooks" / "train_gpt.py"
