@@ -241,8 +241,8 @@ def _notes(session: Session, batch: Batch, stages: Sequence[StageMemory]) -> lis
         notes.append("replicas are assumed, and the buckets of their reduction counted")
     if session.cfg.offload_activations:
         notes.append(
-            "offload_activations: what is moved out of memory between a forward and its backward is counted as "
-            "if it stayed, so ranks need less"
+            "offload_activations: what is moved out of memory between a forward and its backward is counted "
+            "as if it stayed, so ranks need less"
         )
     degree = session.cfg.sharded_data_parallel_degree
     if session.shard_axes or degree > 1:
