@@ -235,6 +235,14 @@ def test_the_order_does_not_depend_on_the_order_of_works_and_their_numbers_may_h
         assert [a._replace(microbatch_index=a.microbatch_index // 3) for a in order] == tight
 
 
+@pytest.mark.parametrize("pipeline", ["zero_bubble", "zero_bubble_v", "interleaved_virtual", "interleaved"])
+def test_nothing_has_been_recorded_yet(pipeline: str) -> None:
+    """A buffer was looked at before the first call; or the step does not use the model at all."""
+    for complete in (False, True):
+        works = [Work(m, build_graph([]), complete=complete) for m in range(2)]
+        assert compute_order(works, Policy(pipeline)) == []
+
+
 def test_lists_that_wait_for_one_another_are_no_candidate() -> None:
     table = TaskTable([Work(0, chain([0, 1]))])
     names = [str(action) for action in table.actions(range(table.num_tasks))]

@@ -70,6 +70,8 @@ def compute_order(
     Raises:
         ValueError: ``_only_forward`` was asked for and a microbatch has a backward.
     """
+    if not any(work.graph.segments for work in works):
+        return []  # a step that does not use the model, or has not yet
     chosen = chosen_order(works, policy, costs, latency)
     return greedy_order(works, policy, costs=costs) if chosen is None else chosen
 

@@ -523,3 +523,71 @@ def batch_renorm_with_branches(smp: Any, out: Any) -> None:
             return ((x - mean) / std * r + d) * self.weight[:, None] + self.bias[:, None]
 
     fit(smp, out, ConvNet(*(BatchRenorm() for _ in range(4))))
+
+
+@program(stages=(2,), ranks=(2,), microbatches=2)
+def buffers_looked_at_in_all_ways(smp: Any, out: Any) -> None:
+    """Step functions count, copy, save and compare buffers of all stages, before and after the call."""
+    net = ConvNet(*(nn.BatchNorm1d(4) for _ in range(4)))
+    for index, block in enumerate(net.blocks):
+        block.register_buffer("scale", torch.full((4, 1), 1.0 + index))
+    log: list[Any] = []
+
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        counts = [int(block.norm.num_batches_tracked) for block in net.blocks]
+        before = [block.norm.running_mean.clone() for block in net.blocks]
+        value = F.cross_entropy(model(x), y)
+        moved = [float((block.norm.running_mean - old).abs().sum()) for block, old in zip(net.blocks, before)]
+        saved = {name: tensor.double().sum().item() for name, tensor in net.named_buffers()}
+        log.append((counts, moved, saved, net.blocks[3].norm.running_var.dtype, list(before[0].shape)))
+        value = value * sum(block.scale.mean() for block in net.blocks) / 10
+        return value + sum(block.norm.running_var.mean() for block in net.blocks) / 4
+
+    fit(smp, out, net, loss)
+    out.value("log", repr(log))
+
+
+@program(stages=(2,), ranks=(2,))
+def buffers_set_in_the_step(smp: Any, out: Any) -> None:
+    """A step function resets statistics of one stage by those of the other, every second time."""
+    net = ConvNet(*(nn.BatchNorm1d(4) for _ in range(4)))
+    times = [0]
+
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        times[0] += 1
+        if times[0] % 2 == 0:
+            net.blocks[3].norm.running_mean.copy_(net.blocks[0].norm.running_mean * 0.5)
+            net.blocks[0].norm.running_var.mul_(0.9)
+            net.blocks[1].norm.num_batches_tracked.zero_()
+        return F.cross_entropy(model(x), y)
+
+    fit(smp, out, net, loss)
+
+
+@program(stages=(2,), ranks=(2,), pipelines=("interleaved", "zero_bubble"), static=True)
+def steps_that_do_not_use_the_model(smp: Any, out: Any) -> None:
+    """A second step function computes statistics of the batch alone, between steps that train."""
+
+    @smp.step
+    def of_the_batch(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x.double().sum()
+
+    net = ConvNet(nn.BatchNorm1d(4))
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @smp.step
+    def train_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        model.backward(loss)
+        return loss
+
+    for _ in range(3):
+        for x, y in batches(smp):
+            doubled, total = of_the_batch(x)
+            out.value("doubled", doubled.concat())
+            out.value("total", total.reduce_mean())
+            optimizer.zero_grad()
+            out.value("loss", train_step(model, x, y).reduce_mean())
+            optimizer.step()
+    out.model(model)
