@@ -13,7 +13,7 @@ import pytest
 from smp_lite import starting
 from smp_lite.check.report import StepReport
 from smp_lite.check.stepping import CheckEnded, StepChecker
-from smp_lite.record import module_calls
+from smp_lite.record import module_buffers, module_calls
 from smp_lite.record.code.watch import Names
 from smp_lite.record.describe import effects, signature
 from smp_lite.record.parameters import tables
@@ -86,7 +86,7 @@ def _strangers_unnoticed(patch: pytest.MonkeyPatch) -> None:
 
 
 def _state_out_of_order(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module_calls.ModuleCalls, "touched", lambda *_: ())
+    patch.setattr(module_buffers.ModuleBuffers, "touched", lambda *_: ())
 
 
 def _hooks_unnoticed(patch: pytest.MonkeyPatch) -> None:
@@ -101,8 +101,8 @@ def _hooks_unnoticed(patch: pytest.MonkeyPatch) -> None:
 
 
 def _buffers_unheard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module_calls.ModuleCalls, "buffer_read", lambda self, module, name, value: value)
-    patch.setattr(module_calls.ModuleCalls, "buffer_set", lambda *_: None)
+    patch.setattr(module_buffers.ModuleBuffers, "read", lambda self, module, name, value: value)
+    patch.setattr(module_buffers.ModuleBuffers, "set", lambda *_: None)
 
 
 def _defaults_not_carried(patch: pytest.MonkeyPatch) -> None:

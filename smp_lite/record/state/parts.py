@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..values.memory import digest_of, version_of
+from ..values.memory import digest_of, is_given_back, version_of
 from .containers import MISSING, base_of, contents_of, refill, same_plain
 
 __all__ = [
@@ -292,7 +292,9 @@ class _Tensor(Part):
     def __init__(self, value: torch.Tensor, name: str) -> None:
         super().__init__(value, name)
         self.version = version_of(value)
-        small = value.numel() * value.element_size() <= MAX_ARRAY_BYTES and type(value) is torch.Tensor
+        num_bytes = value.numel() * value.element_size()
+        small = num_bytes <= MAX_ARRAY_BYTES and type(value) is torch.Tensor
+        small = small and not is_given_back(value)
         with _disable_current_modes():  # a fake run may be on
             self.kept = value.detach().clone() if small and not value.is_meta else None
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...devices import is_host
 
-__all__ = ["digest_of", "is_shared", "place_of", "storage_of", "version_of"]
+__all__ = ["digest_of", "is_given_back", "is_shared", "place_of", "storage_of", "version_of"]
 
 _NOTHING = contextlib.nullcontext()
 
@@ -34,6 +34,18 @@ def is_shared(tensor: torch.Tensor) -> bool:
         return tensor.layout is torch.strided and not tensor.untyped_storage().resizable()
 
 
+def is_given_back(tensor: torch.Tensor) -> bool:
+    """Whether it has elements and no memory, as a sharded parameter that nobody uses: to read it ends the
+    process."""
+    with torch._C.DisableTorchFunction():
+        return (
+            tensor.layout is torch.strided
+            and tensor.numel() > 0
+            and not tensor.is_meta
+            and not tensor.untyped_storage().nbytes()
+        )
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """The count of its changes in place; those of tensors made in inference mode torch does not count."""
     with torch._C.DisableTorchFunction():
@@ -51,7 +63,7 @@ def digest_of(tensor: torch.Tensor) -> int:
         _NOTHING if is_plain else _disable_current_modes(),
         torch.no_grad(),
     ):
-        if tensor.layout is not torch.strided or not tensor.numel():
+        if tensor.layout is not torch.strided or not tensor.numel() or is_given_back(tensor):
             return 0
         tensor = tensor.detach().contiguous()
         return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
