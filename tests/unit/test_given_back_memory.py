@@ -10,7 +10,7 @@ from smp_lite.record.values.memory import digest_of, is_given_back
 
 def test_nobody_reads_them() -> None:
     """To read one ends the process."""
-    tensor, other = torch.ones(4), torch.ones(4)
+    tensor, other = torch.ones(2, 3).t(), torch.ones(4)  # to make it contiguous reads it
     tensor.untyped_storage().resize_(0)
     assert is_given_back(tensor) and not is_given_back(other)
     assert not is_given_back(torch.empty(0)) and not is_given_back(torch.ones(2, device="meta"))
