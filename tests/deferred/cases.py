@@ -132,10 +132,10 @@ def limited(delay: bool, width: int, num_blocks: int, mib: int) -> dict[str, Any
     """One step of a model whose whole parameters do not fit into the memory that the rank may take."""
     import torch._dynamo  # by optimizers, later
 
-    # Freed tensors go back at once, so that the limit counts what is used and not holes of glibc's heap.
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 18)
-
     smp.init({"partitions": smp_size(), "microbatches": 2, "ddp": False})
+    # Freed tensors go back at once, so that the limit counts what is used and not holes of glibc's heap.
+    # MPI sets this limit too, as it starts.
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 18)
     with open("/proc/self/status") as status:
         used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
     before = resource.getrlimit(resource.RLIMIT_DATA)

@@ -249,7 +249,7 @@ def test_a_rank_that_hangs_is_named_by_the_watchdog(tmp_path: Path, no_mpi: dict
     script = write(tmp_path, STEPS + "time.sleep(1000) if rank == 1 else model.state_dict()\n")
     code, text = torchrun(2, script, env={**no_mpi, "SMP_LITE_WATCHDOG_S": "3"})
     assert code == 1
-    assert "SMPTimeout: waited 3 s: model.state_dict is collective over the MP group [0, 1]" in text
+    assert "SMPTimeout: waited 3 s: model.state_dict is collective over the PP group [0, 1]" in text
     assert "rank(s) 1 did not call it" in text
     assert left_behind(script) == []
 

@@ -101,7 +101,7 @@ def test_splits_are_compared(tmp_path: Path) -> None:
     assert shares[:5] == sorted(shares[:5], reverse=True)
     assert shares[0] > shares[4] + 10
     assert shares[5] == shares[0]
-    assert "token_embedding, norm, head" in text
+    assert "token_embedding | norm, head" in text
     first, second = job_outputs(tmp_path)
     assert first["losses.json"] == second["losses.json"]
     assert len(first["losses.json"]) == 4

@@ -11,11 +11,19 @@ from tests.tensor.architecture_cases import batch_of, loss_of
 from tests.tensor.plans.architectures import ARCHITECTURES, build
 
 
+_EAGER_ONLY = {"gemma2"}
+"""Transformers refuses to build these with another attention (5.23: none has their soft caps)."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("attention", ["eager", pytest.param("sdpa", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", one_in(2, ARCHITECTURES))
 def test_three_steps_equal_the_dense_model(name: str, attention: str) -> None:
+    if attention != "eager" and name in _EAGER_ONLY:
+        with pytest.raises(ValueError, match="does not support an attention implementation"):
+            build(name, attention)
+        return
     dense = build(name, attention)
     optimizer = torch.optim.AdamW(dense.parameters(), lr=1e-3)
     losses = []
