@@ -83,6 +83,14 @@ def _parcel(tensor: torch.Tensor, layout: Layout, into: torch.Tensor | None = No
     return into.as_strided(shape, stride).copy_(tensor)
 
 
+def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its graph; its memory holds its elements."""
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor
+
+
 def outgoing(
     tensor: torch.Tensor, meta: TensorMeta, *, always_told: bool = False
 ) -> tuple[torch.Tensor, int]:
@@ -92,7 +100,7 @@ def outgoing(
         meta: what the receiver knows of the tensor; strides that it would not guess travel along.
         always_told: they do in any case, so that all messages are of one length.
     """
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = _as_stored(tensor)
     stride = tensor.stride()
     expected = travel_layout(meta.shape, meta.stride)
     layout = expected if stride == meta.stride else travel_layout(meta.shape, stride)
@@ -130,7 +138,7 @@ def arrived(message: torch.Tensor, meta: TensorMeta, num_bytes: int) -> torch.Te
 
 def row_of(tensor: torch.Tensor, meta: TensorMeta) -> tuple[torch.Tensor, tuple[int, ...]]:
     """The memory that travels, as bytes where the tensor is, and the strides that it has on arrival."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = _as_stored(tensor)
     layout = travel_layout(meta.shape, tensor.stride())
     parcel = _parcel(tensor, layout)
     row = parcel.as_strided((layout.length,), (1,), parcel.storage_offset())
@@ -168,7 +176,7 @@ def _spread(row: torch.Tensor, shape: tuple[int, ...], layout: Layout, dtype: to
 
 def handed_over(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, without copying where there is no gap, as it would arrive elsewhere."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = _as_stored(tensor)
     layout = travel_layout(tuple(tensor.shape), tensor.stride())
     if layout.packed is None:
         return tensor

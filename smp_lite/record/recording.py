@@ -25,9 +25,11 @@ from .state.places import Place
 from .values.calls import Arguments, ResultMeta
 from .values.placed import TensorMeta
 
+_NOTHING = contextlib.nullcontext()
+
 
 def nothing_around(stage_index: int, commands: Sequence[int]) -> AbstractContextManager[Any]:
-    return contextlib.nullcontext()
+    return _NOTHING
 
 
 @dataclass(slots=True)

@@ -10,7 +10,6 @@ from tests.sampling import one_in
 from tests.tensor.architecture_cases import batch_of, loss_of
 from tests.tensor.plans.architectures import ARCHITECTURES, build
 
-
 _EAGER_ONLY = {"gemma2"}
 """Transformers refuses to build these with another attention (5.23: none has their soft caps)."""
 

@@ -45,41 +45,58 @@ class MPIWire:
     def __init__(self, comm: object, rank_of_stage: Sequence[int]) -> None:
         from mpi4py import MPI
 
-        self._mpi = MPI
+        self._status = MPI.Status()  # of the receive that was polled last
+        self._address, self._byte = MPI.buffer.fromaddress, MPI.BYTE
         self.comm: MPI.Comm = comm  # type: ignore[assignment]
         self.rank_of_stage = rank_of_stage
 
     def send(self, tensor: torch.Tensor, meta: TensorMeta, stage: int) -> Transfer:
         parcel, num_bytes = outgoing(tensor, meta)
         request = self.comm.Isend(self._buffer(parcel, num_bytes), dest=self.rank_of_stage[stage])
-        return _Request(self._mpi, request, parcel)
+        return _Sending(request, parcel)
 
     def receive(self, meta: TensorMeta, stage: int) -> Transfer:
         num_bytes = incoming_bytes(meta)
         message = host_memory(num_bytes)
         request = self.comm.Irecv(self._buffer(message, num_bytes), source=self.rank_of_stage[stage])
-        return _Request(self._mpi, request, message, meta)
+        return _Receiving(self, request, message, meta)
 
     def _buffer(self, tensor: torch.Tensor, num_bytes: int) -> list[object]:
-        memory = self._mpi.buffer.fromaddress(tensor.data_ptr(), num_bytes)
-        return [memory, self._mpi.BYTE]
+        return [self._address(tensor.data_ptr(), num_bytes), self._byte]
+
+    def ended(self, request: Any) -> int | None:
+        """How many bytes a receive has brought; None: it has not ended."""
+        return int(self._status.Get_count(self._byte)) if request.Test(self._status) else None
 
 
-class _Request:
-    def __init__(
-        self, mpi: Any, request: object, message: torch.Tensor, meta: TensorMeta | None = None
-    ) -> None:
-        self._request: object | None = request
+class _Sending:
+    __slots__ = ("_message", "_request")
+
+    def __init__(self, request: Any, message: torch.Tensor) -> None:
+        self._request: Any = request
         self._message = message  # its memory is in use until the request ends
-        self._meta = meta
-        self._status = None if meta is None else mpi.Status()
-        self._byte = mpi.BYTE
 
     def done(self) -> bool:
-        if self._request is not None and self._request.Test(self._status):  # type: ignore[attr-defined]
+        if self._request is not None and self._request.Test():
             self._request = None
         return self._request is None
 
     def tensor(self) -> torch.Tensor:
-        assert self._meta is not None and self._status is not None
-        return arrived(self._message, self._meta, self._status.Get_count(self._byte))
+        raise RuntimeError("a send carries no result")
+
+
+class _Receiving:
+    __slots__ = ("_message", "_meta", "_num_bytes", "_request", "_wire")
+
+    def __init__(self, wire: MPIWire, request: Any, message: torch.Tensor, meta: TensorMeta) -> None:
+        self._wire, self._request, self._message, self._meta = wire, request, message, meta
+        self._num_bytes: int | None = None
+
+    def done(self) -> bool:
+        if self._num_bytes is None:
+            self._num_bytes = self._wire.ended(self._request)
+        return self._num_bytes is not None
+
+    def tensor(self) -> torch.Tensor:
+        assert self._num_bytes is not None
+        return arrived(self._message, self._meta, self._num_bytes)

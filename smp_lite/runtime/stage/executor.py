@@ -41,8 +41,6 @@ from .spans import Spans
 from .starts import taken_starts
 from .transfers import Transfers
 
-_NO_SPAN = contextlib.nullcontext()
-
 
 class StageExecutor:
     """The state of one stage during one step.
@@ -139,25 +137,27 @@ class StageExecutor:
             alike = None if ahead is None else self.states[ahead.first.microbatch_index]
             ms = dict.fromkeys([action.microbatch_index for action in actions])
             self.weights.begin(actions, {m: self.states[m] if alike is None else alike for m in ms})
+        states, table, spans = self.states, self._table, self.spans
         for number, action in enumerate(actions):
-            if ahead is not None:
+            kind, m = action.kind, action.microbatch_index
+            if ahead is not None and (m >= ahead.num_recorded or m >= ahead.cut):
                 while ahead.lacks(action):
                     yield NOT_RECORDED
                 if ahead.leaves_out(action):
-                    if action.kind not in COMPUTE_KINDS:
+                    if kind not in COMPUTE_KINDS:
                         yield from transfers.without_need(action, ahead)
                     continue
-            state = self.states[action.microbatch_index]
-            if action.kind in COMPUTE_KINDS:
+            state = states[m]
+            if kind in COMPUTE_KINDS:
                 for transfer, value, stage in self._needs(action, state):
                     if not transfer.done():
-                        what = "value" if action.kind is ActionKind.FORWARD else "the gradient of"
+                        what = "value" if kind is ActionKind.FORWARD else "the gradient of"
                         waits = f"{action} on stage {self.stage_index} needs {what} v{value}"
                         waits += f" from stage {stage}"
                         yield waits
                         while not transfer.done():
                             yield waits
-                    if self.spans.are_on_device:
+                    if spans.are_on_device:
                         transfer.tensor()  # the device waits for it here, not within the action
                     del transfer  # it holds what has arrived
                 while ahead is not None and not ahead.is_resumed:
@@ -167,14 +167,17 @@ class StageExecutor:
                 try:
                     if sharded is not None:
                         yield from sharded.bring()
-                    if offload is not None and action.kind in COUNTED_KINDS:
+                    if offload is not None and kind in COUNTED_KINDS:
                         yield from offload.bring()
-                    begun = self.spans.begin()
-                    with _profiler_span(action):
-                        self._table[action.kind](action, state)
+                    begun = spans.begin()
+                    if torch.autograd._profiler_enabled():  # a span that nobody sees costs time
+                        with torch.profiler.record_function(str(action)):
+                            table[kind](action, state)
+                    else:
+                        table[kind](action, state)
                     if sharded is not None:
                         sharded.leave()
-                    if offload is not None and action.kind in COUNTED_KINDS:
+                    if offload is not None and kind in COUNTED_KINDS:
                         segment = state.by_visit[action.visit]
                         offload.leave(action, state.leaves.get(segment.commands[0], {}).values())
                 except Exception as error:
@@ -187,9 +190,9 @@ class StageExecutor:
                     self._let_go()
                     yield from transfers.given_up(actions[number + 1 :], ahead)
                     break
-                self.spans.end(action, begun)
+                spans.end(action, begun)
             else:
-                self._table[action.kind](action, state)
+                table[kind](action, state)
         self._let_go()
         if ahead is not None and ahead.cut == 0:
             yield from transfers.receives_end()
@@ -257,14 +260,18 @@ class StageExecutor:
         """(transfer, value, stage that sends it) of each thing that the action waits for."""
         if action.kind is ActionKind.WEIGHT:
             return []  # its own backward comes before it
-        part, arriving = state.part, state.arriving
+        part, found = state.part, []
         if action.kind is ActionKind.FORWARD:
-            return [(arriving[v], v, home) for v, home in part.arrivals[action.visit] if v in arriving]
-        return [
-            (state.arriving_gradients[value, stage], value, stage)
-            for value, sources in part.gradients_taken[action.visit]
-            for stage, _ in sources
-        ]
+            arriving = state.arriving
+            for value, stage in part.arrivals[action.visit]:
+                if value in arriving:
+                    found.append((arriving[value], value, stage))
+            return found
+        gradients = state.arriving_gradients
+        for value, sources in part.gradients_taken[action.visit]:
+            for stage, _ in sources:
+                found.append((gradients[value, stage], value, stage))
+        return found
 
     # Actions ----------------------------------------------------------------------------------------------
 
@@ -276,11 +283,13 @@ class StageExecutor:
             local[value] = self._imported(state, value)
         leaves = {value: local[value] for value in segment.imports}
         begin: dict[int, Any] = {}
-        replayed = self._replayed(recording, segment, leaves, state)
+        replayed = None if self.graphs is None else self._replayed(recording, segment, leaves, state)
         if replayed is not None:
             local |= replayed
-        elif self.offload is None:
-            with self._splitting(action, segment, state):
+        elif self.offload is None and self.weights is None:
+            self._commands.run_segment(recording, segment, local, state.data)
+        elif self.weights is not None and self.offload is None:
+            with self.weights.forward(action.microbatch_index, segment, state):
                 self._commands.run_segment(recording, segment, local, state.data)
         else:
             local = {value: self.offload.leaf_for(leaf) for value, leaf in leaves.items()}
@@ -385,13 +394,6 @@ class StageExecutor:
             waiting = state.gradients if target == self.stage_index else state.outgoing
             waiting.setdefault(value, {})[segment.index] = gradient
 
-    def _splitting(
-        self, action: Action, segment: Segment, state: MicrobatchState
-    ) -> contextlib.AbstractContextManager[object]:
-        if self.weights is None:
-            return _NO_SPAN
-        return self.weights.forward(action.microbatch_index, segment, state)
-
     def _weight(self, action: Action, state: MicrobatchState) -> None:
         if self.weights is None:
             return  # the backward has left nothing
@@ -412,10 +414,3 @@ def _within(
 ) -> None:
     with around(action):
         method(action, state)
-
-
-def _profiler_span(action: Action) -> contextlib.AbstractContextManager[object]:
-    """The action under its name in torch's profiler; opening a span that nobody sees costs time."""
-    if torch.autograd._profiler_enabled():
-        return torch.profiler.record_function(str(action))
-    return _NO_SPAN

@@ -168,6 +168,8 @@ class GradientBooks:
 
     def after(self, microbatch_index: int, segment: Segment) -> None:
         key = (microbatch_index, segment.commands[0])
+        if not self._handles and not self._aside:
+            return
         self._listen_no_more()
         final = {id(parameter) for parameter in self._final.get(key, ())}
         for parameter, total in self._aside:

@@ -34,7 +34,7 @@ class Spans:
 
     def __init__(self) -> None:
         self.are_on_device = not is_host(home())
-        self._spans: list[Span] = []
+        self._ended: list[tuple[Action, float, float]] = []
         self._marks: list[tuple[Action, Any, Any]] = []
 
     def begin(self) -> Any:
@@ -46,11 +46,11 @@ class Spans:
         if self.are_on_device:
             self._marks.append((action, begun, timed_event()))
         else:
-            self._spans.append(Span(action, begun, time.perf_counter()))
+            self._ended.append((action, begun, time.perf_counter()))
 
     def clear(self) -> None:
         """A new step."""
-        self._spans.clear()
+        self._ended.clear()
         self._marks.clear()
 
     def all(self) -> list[Span]:
@@ -60,7 +60,7 @@ class Spans:
             synchronize()
             now_s = time.perf_counter()
             for action, begun, ended in self._marks:
-                times = [now_s - event.elapsed_time(now) * 1e-3 for event in (begun, ended)]
-                self._spans.append(Span(action, *times))
+                start_s, end_s = [now_s - event.elapsed_time(now) * 1e-3 for event in (begun, ended)]
+                self._ended.append((action, start_s, end_s))
             self._marks.clear()
-        return list(self._spans)
+        return [Span(*each) for each in self._ended]

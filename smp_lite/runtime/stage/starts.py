@@ -31,23 +31,32 @@ def taken_starts(
     sums: dict[int, torch.Tensor] = {}
     found: dict[int, torch.Tensor] = {}
     seeds_taken = part.seeds_taken[visit]
-    own = [value for value in segment.roots if value not in state.graph.summed_in_turn]
+    own: list[int] = []
+    if segment.roots:
+        own = [value for value in segment.roots if value not in state.graph.summed_in_turn]
     if seeds_taken or own:
         for value, seed in _seeds(state, {*seeds_taken, *own}, scale):
             into = sums if value in seeds_taken else found
             into[value] = seed + into[value] if value in into else seed
     for value, sources in part.gradients_taken[visit]:
-        parts = state.gradients.pop(value, {})
+        into = sums if value in part.sums_taken[visit] else found
+        parts = state.gradients.pop(value, None)
+        if parts is None and len(sources) == 1 and value not in into:  # nothing to add: nearly always
+            into[value] = state.arriving_gradients.pop((value, sources[0][0])).tensor()
+            continue
+        parts = parts or {}
         # A stage's sum counts where its latest consumer would have.
         for stage, last in sources:
             parts[last] = state.arriving_gradients.pop((value, stage)).tensor()
-        into = sums if value in part.sums_taken[visit] else found
         into[value] = sum_latest_first(parts, into.get(value))
     return [state.edges.pop(value) for value in found], list(found.values()), sums
 
 
 def sum_latest_first(parts: dict[int, torch.Tensor], total: torch.Tensor | None = None) -> torch.Tensor:
     """Autograd's own order in one process: after ``total`` that of the latest consumer comes first."""
+    if total is None and len(parts) == 1:
+        (total,) = parts.values()
+        return total
     for _, gradient in sorted(parts.items(), reverse=True):
         total = gradient if total is None else total + gradient
     assert total is not None
