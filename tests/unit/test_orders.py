@@ -24,8 +24,6 @@ SIZES = [(p, m * p) for p in range(2, 9) for m in (2, 3, 8)]
 OTHER_SIZES = [(p, m) for p in range(2, 9) for m in sorted({1, p - 1, p + 1, 2 * p + 1, 3 * p - 1})]
 MANY = 99
 
-pytestmark = pytest.mark.sampled(3)
-
 
 def round_robin(num_stages: int, num_visits: int) -> list[int]:
     return list(range(num_stages)) * num_visits

@@ -9,8 +9,6 @@ import torch
 
 from tests.harness import run_distributed
 
-pytestmark = pytest.mark.sampled(3)
-
 CASES = "tests.tensor.one_d.cases"
 QUICK = [
     "operations",

@@ -8,7 +8,6 @@ from smp_lite.comm.axis import Axis
 from smp_lite.errors import SMPError
 from smp_lite.nn.plans import parallelize
 from tests.harness import run_distributed
-from tests.sampling import one_in
 from tests.tensor.plans.architectures import ARCHITECTURES, MORE, NOT_EXACT, build_by_default
 from tests.tensor.plans.known_models import FAMILIES, VARIANTS
 
@@ -59,7 +58,7 @@ def test_plans_of_our_own(name: str, attention: str) -> None:
     run_distributed(f"{CASES}:known_plan_of", 2, kwargs={"name": name, "attention": attention})
 
 
-@pytest.mark.parametrize("name", one_in(3, VARIANTS))
+@pytest.mark.parametrize("name", VARIANTS)
 def test_plans_of_our_own_for_variants(name: str) -> None:
     run_distributed(f"{CASES}:known_plan_of", 2, kwargs={"name": name})
 
