@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from smp_lite.entrypoints.mpi.mpirun import own_session_folder
+from smp_lite.entrypoints.mpi.mpirun import own_memory_folder, own_session_folder
 
 # Before any test module imports torch, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +21,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # For tests that start mpirun without the launcher, beside another process of pytest that does so too.
 _mpirun_folder = tempfile.TemporaryDirectory(prefix="smp-lite-tests-")
 os.environ.update(own_session_folder(_mpirun_folder.name, (), {}))
+if os.access("/dev/shm", os.W_OK):
+    _memory_folder = tempfile.TemporaryDirectory(
+        prefix="smp-lite-tests-", dir="/dev/shm", ignore_cleanup_errors=True
+    )
+    os.environ.update(own_memory_folder(_memory_folder.name, (), {}))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

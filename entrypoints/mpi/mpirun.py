@@ -34,6 +34,7 @@ __all__ = [
     "kill_ranks",
     "mpirun_version",
     "notify_ranks",
+    "own_memory_folder",
     "own_session_folder",
     "stop_mpirun",
 ]
@@ -192,6 +193,21 @@ def own_session_folder(folder: str, argv: Sequence[str], environment: Mapping[st
     if any(word.endswith("tmpdir_base") for word in (*argv, *environment)):
         return {}
     return dict.fromkeys(("PRTE_MCA_prte_local_tmpdir_base", "OMPI_MCA_orte_local_tmpdir_base"), folder)
+
+
+def own_memory_folder(folder: str, argv: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables with which the ranks of `argv`, all on this machine, keep the memory that they share in
+    `folder`; none where `argv` or `environment` say a place already.
+
+    By default it lies in /dev/shm, under a name made of the host's, the user's and 16 bits of a hash of
+    mpirun's process id. Two jobs of one name write into each other's queues: they end by a segmentation fault
+    in `mca_btl_sm_poll_handle_frag`, or wait for ever (Open MPI 5.0). That is one of 65,536 pairs of jobs,
+    and every pair of containers with one host name that share /dev/shm (`--ipc=host`) and start alike.
+    """
+    if any("_backing_directory" in word for word in (*argv, *environment)):
+        return {}
+    names = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")  # Open MPI 5, 4
+    return dict.fromkeys(names, folder)
 
 
 def stop_mpirun(process: subprocess.Popen[bytes], wait_s: float, rank_pids: Iterable[int] = ()) -> None:

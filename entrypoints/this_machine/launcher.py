@@ -15,13 +15,14 @@ that ranks cannot read the keyboard; a redirected standard input reaches rank 0.
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -30,7 +31,7 @@ from typing import Protocol
 from smp_lite.errors_record import ERROR_DIR_VARIABLE, FailureRecord, read_failures
 
 from ..mpi.launch_plan import LaunchPlan
-from ..mpi.mpirun import kill_ranks, notify_ranks, own_session_folder, stop_mpirun
+from ..mpi.mpirun import kill_ranks, notify_ranks, own_memory_folder, own_session_folder, stop_mpirun
 from .channels import Channels
 from .ending import Ending, decide_ending
 from .leftovers import kill_leftovers
@@ -46,6 +47,7 @@ _STOP_GRACE_S = 3.0
 """How long mpirun may take to stop its ranks when it is asked to, before all are killed."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
+_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,15 @@ def run_local(
     terminals = {name for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)) if stream.isatty()}
     with (
         tempfile.TemporaryDirectory(prefix="smp-lite-") as directory,
+        _memory_folder() as memory,
         Channels(Path(directory), range(num_ranks), terminals) as channels,
         stop_requests() as requests,
     ):
         screen = Screen(terminals)
         environment = {**plan.full_environment(inherited), ERROR_DIR_VARIABLE: directory}
         environment |= own_session_folder(directory, plan.argv, environment)
+        if memory is not None and remote is None:  # other hosts do not have the folder
+            environment |= own_memory_folder(memory, plan.argv, environment)
         with subprocess.Popen(
             plan.argv,
             env=environment,
@@ -141,6 +146,14 @@ def run_local(
             mpirun_lines=screen.messages.shown,
             lost_hosts=sorted(remote.lost) if remote is not None else (),
         )
+
+
+def _memory_folder() -> AbstractContextManager[str | None]:
+    """A folder in memory for what ranks share; None: this machine has no such place, and Open MPI takes its
+    session's folder."""
+    if not os.access(_MEMORY, os.W_OK):
+        return nullcontext()
+    return tempfile.TemporaryDirectory(prefix="smp-lite-", dir=_MEMORY, ignore_cleanup_errors=True)
 
 
 class Notice:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from smp_lite.entrypoints.mpi.mpirun import Death, MpirunMessages, mpirun_version, own_session_folder
+from smp_lite.entrypoints.mpi.mpirun import (
+    Death,
+    MpirunMessages,
+    mpirun_version,
+    own_memory_folder,
+    own_session_folder,
+)
 
 RULE = "-" * 74
 
@@ -112,3 +118,10 @@ def test_each_mpirun_keeps_its_files_in_a_folder_of_its_own() -> None:
     assert not own_session_folder("/own", ("mpirun", "--prtemca", "prte_tmpdir_base", "/theirs"), {})
     assert not own_session_folder("/own", ("mpirun",), {"PRTE_MCA_prte_tmpdir_base": "/theirs"})
     assert not own_session_folder("/own", ("mpirun",), variables)
+
+
+def test_a_place_for_shared_memory_that_the_user_has_chosen_stays() -> None:
+    variables = own_memory_folder("/own", ("mpirun", "-n", "2", "true"), {})
+    assert set(variables.values()) == {"/own"}
+    assert not own_memory_folder("/own", ("mpirun", "--mca", "btl_sm_backing_directory", "/theirs"), {})
+    assert not own_memory_folder("/own", ("mpirun",), {"OMPI_MCA_btl_vader_backing_directory": "/theirs"})
