@@ -286,15 +286,15 @@ class StageExecutor:
         replayed = None if self.graphs is None else self._replayed(recording, segment, leaves, state)
         if replayed is not None:
             local |= replayed
-        elif self.offload is None and self.weights is None:
-            self._commands.run_segment(recording, segment, local, state.data)
-        elif self.weights is not None and self.offload is None:
-            with self.weights.forward(action.microbatch_index, segment, state):
-                self._commands.run_segment(recording, segment, local, state.data)
-        else:
+        elif self.offload is not None:
             local = {value: self.offload.leaf_for(leaf) for value, leaf in leaves.items()}
             begin.update({value: edge_of(tensor) for value, tensor in local.items() if tensor.requires_grad})
             with self.offload.during(action):
+                self._commands.run_segment(recording, segment, local, state.data)
+        elif self.weights is None:
+            self._commands.run_segment(recording, segment, local, state.data)
+        else:
+            with self.weights.forward(action.microbatch_index, segment, state):
                 self._commands.run_segment(recording, segment, local, state.data)
         key = segment.commands[0]
         for value, _ in recording.inputs:

@@ -167,9 +167,9 @@ class GradientBooks:
             self.on_final(parameter)
 
     def after(self, microbatch_index: int, segment: Segment) -> None:
-        key = (microbatch_index, segment.commands[0])
         if not self._handles and not self._aside:
-            return
+            return  # nothing was shared or final
+        key = (microbatch_index, segment.commands[0])
         self._listen_no_more()
         final = {id(parameter) for parameter in self._final.get(key, ())}
         for parameter, total in self._aside:
