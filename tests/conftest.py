@@ -19,17 +19,23 @@ from smp_lite.entrypoints.mpi.mpirun import own_memory_folder, own_session_folde
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # For tests that start mpirun without the launcher, beside another process of pytest that does so too.
-_mpirun_folder = tempfile.TemporaryDirectory(prefix="smp-lite-tests-")
-os.environ.update(own_session_folder(_mpirun_folder.name, (), {}))
+_folders = [tempfile.TemporaryDirectory(prefix="smp-lite-tests-", ignore_cleanup_errors=True)]
+os.environ.update(own_session_folder(_folders[0].name, (), {}))
 if os.access("/dev/shm", os.W_OK):
-    _memory_folder = tempfile.TemporaryDirectory(
-        prefix="smp-lite-tests-", dir="/dev/shm", ignore_cleanup_errors=True
+    _folders.append(
+        tempfile.TemporaryDirectory(prefix="smp-lite-tests-", dir="/dev/shm", ignore_cleanup_errors=True)
     )
-    os.environ.update(own_memory_folder(_memory_folder.name, (), {}))
+    os.environ.update(own_memory_folder(_folders[1].name, (), {}))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out what is marked slow")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Not left to the interpreter's end: workers end without one."""
+    for folder in _folders:
+        folder.cleanup()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
