@@ -38,6 +38,7 @@ _ONE_SHAPE = (
     "modules on batches of the same sizes: take the same branches, and drop an incomplete last batch "
     "(drop_last=True)"
 )
+_OF_LOSSES = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64))
 _MASK = (1 << 62) - 1
 _FAILED = -1
 
@@ -264,12 +265,16 @@ class RankPeers:
         results: list[torch.Tensor | None],
     ) -> None:
         """Small tensors of one stage travel in one message, each at a multiple of 16 bytes."""
+        mine = stage in self.stages
+        first = items[indices[0]][1]
+        if not first.shape and first.dtype in _OF_LOSSES and all(items[i][1] == first for i in indices):
+            self._share_numbers(stage, indices, items, results)
+            return
         offsets, total = [], 0
         for i in indices:
             offsets.append(total)
             total += -(-items[i][1].num_bytes // 16) * 16
         pack = torch.empty(total, dtype=torch.uint8, device=CPU)
-        mine = stage in self.stages
         for i, offset in zip(indices, offsets, strict=True):
             _, meta, tensor = items[i]
             slot = pack[offset : offset + meta.num_bytes].view(meta.dtype).view(meta.shape)
@@ -284,6 +289,25 @@ class RankPeers:
             kept = results[i]
             assert kept is not None
             results[i] = arrival(items[i][1]).copy_(kept)
+
+    def _share_numbers(
+        self,
+        stage: int,
+        indices: list[int],
+        items: Sequence[tuple[int, TensorMeta, torch.Tensor | None]],
+        results: list[torch.Tensor | None],
+    ) -> None:
+        """Numbers of one kind (the losses of all microbatches), side by side in one message."""
+        meta = items[indices[0]][1]
+        if stage in self.stages:
+            own = [items[i][2] for i in indices]
+            with torch.no_grad():
+                row = torch.stack([tensor for tensor in own if tensor is not None]).to(CPU)
+        else:
+            row = torch.empty(len(indices), dtype=meta.dtype, device=CPU)
+        self._broadcast(row.view(torch.uint8), stage)
+        for i, number in zip(indices, row.to(meta.device).unbind(), strict=True):
+            results[i] = number.clone()  # its own memory
 
     def _broadcast(self, data: torch.Tensor, stage: int) -> None:
         pending = self._between_stages.broadcast(data, self._rank_of_stage[stage])

@@ -129,7 +129,7 @@ def wait_until(
 def _poll(test: Callable[[], bool], what: Callable[[], str], ranks: Callable[[], Iterable[int]]) -> None:
     if test():
         return
-    under_way = list(_under_way)
+    under_way = list(_under_way) if _under_way else ()
     start = time.monotonic()
     limit = 0.0
     look_at, gone_since = start + 0.1, None

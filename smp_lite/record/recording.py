@@ -81,6 +81,10 @@ class Command:
     changes: tuple[tuple[int, int], ...] = ()
     unit: int | None = None
 
+    def is_seeded(self) -> bool:
+        """Whether it draws random numbers, or may: nobody knows yet what it does."""
+        return self.seed_key is not None or bool(self.seeds) or self.meta is None
+
     def values(self) -> list[int]:
         """Values that it reads."""
         return [source for source in self.sources if source >= 0]
@@ -138,6 +142,7 @@ class Recording:
     digest: int = 0
     structure_digest: int = 0
     draws: bool = False
+    _key: tuple[tuple[int, int, int, bool, int], tuple[int, ...]] | None = None  # the last, and what it is of
 
     def new_value(self, stage_index: int, meta: TensorMeta, *, is_parameter: bool = False) -> int:
         index = len(self.values)
@@ -247,12 +252,18 @@ class Recording:
 
     def plan_key(self) -> tuple[int, ...]:
         """Recordings with equal keys have equal graphs."""
+        # What is needed and what has a backward only grows.
+        of = (self.structure_digest, len(self.needed), len(self.backwards), self.complete, self.epoch)
+        if self._key is not None and self._key[0] == of:
+            return self._key[1]
         apart = [backward.values for backward in self.backwards] if self._keeps_apart() else self.roots()
-        return (
+        key = (
             self.structure_digest,
             hash((tuple(apart), self._keeps_apart() and self.epoch, self._may_grow())),
             hash(tuple(sorted(self.needed))),
         )
+        self._key = of, key
+        return key
 
 
 COMMAND_FLOPS = 1e5

@@ -104,8 +104,13 @@ class Tape:
         return values
 
 
-def step_key(inputs: list[Any]) -> tuple[Any, ...]:
-    """Steps with equal keys can be replayed for one another, as long as the :func:`given_objects` stay."""
+def step_key(inputs: list[Any]) -> tuple[tuple[Any, ...], list[list[Any]]]:
+    """Steps with equal keys can be replayed for one another, as long as the :func:`given_objects` stay.
+
+    Returns:
+        The key, and the leaves of each microbatch's arguments.
+    """
+    all_leaves: list[list[Any]] = []
     key: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     places: dict[int, int] = {}
     for args, kwargs in inputs:
@@ -117,7 +122,8 @@ def step_key(inputs: list[Any]) -> tuple[Any, ...]:
                 key.append((places.setdefault(id(leaf), len(places)), tensor_meta(leaf)))
             else:
                 key.append(_key_of(leaf))
-    return tuple(key)
+        all_leaves.append(leaves)
+    return tuple(key), all_leaves
 
 
 def given_objects(inputs: list[Any]) -> list[Any]:

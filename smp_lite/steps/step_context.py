@@ -98,7 +98,8 @@ class StepContext:
             return self._record(function, detach_outputs, None)
         if not self.session.cfg.static_mode:
             return self._record(function, detach_outputs, None)
-        key = (model.training, Ambient.current(), *step_key(self.inputs))
+        of_inputs, leaves = step_key(self.inputs)
+        key = (model.training, Ambient.current(), *of_inputs)
         found = static.get(key)
         if found is None or found.surroundings is None or found.surroundings.have_changed():
             static.pop(key, None)
@@ -108,7 +109,7 @@ class StepContext:
             kept.surroundings = Surroundings(model.module, function, kept.names, kept.recordings, given)
             static[key] = kept
             return result
-        return self._replay(found, model.runtime, detach_outputs)
+        return self._replay(found, model.runtime, leaves, detach_outputs)
 
     def _record(self, function: Callable[..., Any], detach_outputs: bool, kept: StaticStep | None) -> Any:
         outputs: list[tuple[list[Any], Any]] = []
@@ -162,13 +163,15 @@ class StepContext:
         except NeedsOpening as reason:
             raise refuse(f"runs code that {reason}") from None
 
-    def _replay(self, kept: StaticStep, runtime: ModelRuntime, detach_outputs: bool) -> Any:
+    def _replay(
+        self, kept: StaticStep, runtime: ModelRuntime, all_leaves: list[list[Any]], detach_outputs: bool
+    ) -> Any:
         """Executes a recorded step again with this step's inputs."""
         self.runtime = runtime
         runtime.begin_step(len(self.inputs), self._checked_inputs())
         slots = []
-        for recording, tape, (args, kwargs) in zip(kept.recordings, kept.tapes, self.inputs, strict=True):
-            slots.append(tape.replay(_leaves((args, kwargs))))
+        for recording, tape, leaves in zip(kept.recordings, kept.tapes, all_leaves, strict=True):
+            slots.append(tape.replay(leaves))
             recording.draw_again()
             runtime.runner.add(recording)
         self.has_backward = kept.has_backward

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -29,6 +30,8 @@ _COMMON_LEAVES = frozenset(
     (torch.Tensor, nn.Parameter, PlacedTensor, int, float, str, bool, bytes, complex, type(None))
 )
 _FLAT_SPECS: dict[int, Spec] = {}
+_EXACT_SPECS: set[Spec] = set()  # without a nest of a user's own class
+_MOST_EXACT_SPECS = 256
 
 
 def flat_spec(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Spec:
@@ -139,9 +142,21 @@ def exact_spec(spec: Spec) -> Spec:
 
     Of those only plain values can be: with anything else a spec is not even equal to itself.
     """
+    if type(spec) is not tuple or spec in _EXACT_SPECS:
+        return spec
+    exact = _exact(spec)
+    if exact is spec:
+        if len(_EXACT_SPECS) >= _MOST_EXACT_SPECS:
+            _EXACT_SPECS.clear()
+        _EXACT_SPECS.add(spec)
+    return exact
+
+
+def _exact(spec: Spec) -> Spec:
+    """Itself, if no nest in it is of a user's own class."""
     if type(spec) is not tuple:
         return spec
-    parts = [exact_spec(part) for part in spec]
+    parts = [_exact(part) for part in spec]
     if len(spec) > 1 and type(spec[1]) is _Template:
         leaves = spec[2] if spec[0] in ("mapping", "dataclass") else ()
         own = getattr(spec[1].value, "__dict__", {}).items()
@@ -150,6 +165,8 @@ def exact_spec(spec: Spec) -> Spec:
             for key, item in own
             if key not in leaves
         ]
+    elif all(map(operator.is_, parts, spec)):
+        return spec
     return tuple(parts)
 
 

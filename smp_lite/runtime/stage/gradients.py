@@ -62,11 +62,12 @@ class GradientBooks:
     ) -> None:
         """Looks up which backward touches which parameter in a batch of work."""
         self._final.clear()
+        graphs = {work.microbatch_index: work.graph for work in works}
         segments = {
-            (w.microbatch_index, s.visit): s
-            for w in works
-            for s in w.graph.segments
-            if s.stage_index == stage_index
+            (id(graph), segment.visit): segment
+            for graph in {id(graph): graph for graph in graphs.values()}.values()
+            for segment in graph.segments
+            if segment.stage_index == stage_index
         }
         touched: dict[tuple[int, int], list[nn.Parameter]] = {}
         same: dict[tuple[int | str, ...], list[nn.Parameter]] = {}
@@ -75,9 +76,9 @@ class GradientBooks:
             if action.kind is not ActionKind.BACKWARD:
                 continue
             m = action.microbatch_index
-            segment = segments[m, action.visit]
+            segment = segments[id(graphs[m]), action.visit]
             # Most microbatches run the same modules: those look their parameters up together.
-            key = (id(recordings[m]), id(segment))
+            key = (recordings[m].digest, id(segment))
             if key not in known:
                 owners = _owners(recordings[m], segment)
                 if owners not in same:

@@ -51,6 +51,9 @@ class StagePart:
                 taken.append((value, list(latest.items())))
 
 
+_NO_PART = StagePart(SegmentGraph((), {}, {}), 0)  # of a microbatch that has not been planned
+
+
 @dataclass
 class MicrobatchState:
     """The tensors of one microbatch on one stage.
@@ -70,9 +73,9 @@ class MicrobatchState:
     """
 
     recording: Recording
-    part: StagePart = field(default_factory=lambda: StagePart(SegmentGraph((), {}, {}), 0))
-    graph: SegmentGraph = field(default_factory=lambda: SegmentGraph((), {}, {}))
-    by_visit: dict[int, Segment] = field(default_factory=dict)
+    part: StagePart = field(default_factory=lambda: _NO_PART)
+    graph: SegmentGraph = field(default_factory=lambda: _NO_PART.graph)
+    by_visit: dict[int, Segment] = field(default_factory=lambda: _NO_PART.by_visit)
     data: dict[int, torch.Tensor] = field(default_factory=dict)
     remaining: dict[int, int] = field(default_factory=dict)
     leaves: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)

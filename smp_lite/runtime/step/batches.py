@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...plan.order.schedules import Policy, Work, compute_order
 from ...plan.step.actions import ActionKind
@@ -23,6 +23,15 @@ __all__ = ["Batch", "BatchPlanner", "Progress"]
 _MOST_ALIKE = 256
 
 
+class _Done(NamedTuple):
+    """What a batch executes of one microbatch, on all stages; as in :class:`Progress`."""
+
+    microbatch_index: int
+    forward: frozenset[int]
+    backward: frozenset[int]
+    sent: frozenset[tuple[int, int]]
+
+
 @dataclass(frozen=True)
 class Batch:
     """A planned batch of work; frozen, kept, and found again by its key."""
@@ -31,6 +40,7 @@ class Batch:
     schedule: Schedule
     parts: dict[tuple[int, int], StagePart] = field(default_factory=dict, compare=False, repr=False)
     cuts: dict[int, Batch] = field(default_factory=dict, compare=False, repr=False)
+    _outcome: list[_Done] = field(default_factory=list, compare=False, repr=False)
 
     def part(self, graph: SegmentGraph, stage_index: int) -> StagePart:
         """A stage's part of one of the works' graphs."""
@@ -38,6 +48,22 @@ class Batch:
         if key not in self.parts:
             self.parts[key] = StagePart(graph, stage_index)
         return self.parts[key]
+
+    def outcome(self) -> list[_Done]:
+        """What has been executed, microbatch by microbatch, when all of it has run."""
+        if not self._outcome:
+            sent: dict[int, set[tuple[int, int]]] = {work.microbatch_index: set() for work in self.works}
+            for actions in self.schedule:
+                for action in actions:
+                    if action.kind is ActionKind.SEND_FORWARD:
+                        assert action.value is not None and action.peer is not None
+                        sent[action.microbatch_index].add((action.value, action.peer))
+            for work in self.works:
+                m = work.microbatch_index
+                forward = frozenset(s.commands[0] for s in work.graph.segments)
+                backward = frozenset(s.commands[0] for s in work.pending_backwards())
+                self._outcome.append(_Done(m, forward, backward, frozenset(sent[m])))
+        return self._outcome
 
     def until(self, microbatch_index: int) -> Batch:
         """What there is of it before that microbatch; always the same object."""
@@ -156,15 +182,11 @@ class BatchPlanner:
     @staticmethod
     def note(batch: Batch, all_progress: Mapping[int, Progress]) -> None:
         """Everything in the batch has run, on all stages."""
-        for work in batch.works:
-            progress = all_progress[work.microbatch_index]
-            progress.forward_done |= {s.commands[0] for s in work.graph.segments}
-            progress.backward_done |= {s.commands[0] for s in work.pending_backwards()}
-        for actions in batch.schedule:
-            for action in actions:
-                if action.kind is ActionKind.SEND_FORWARD:
-                    assert action.value is not None and action.peer is not None
-                    all_progress[action.microbatch_index].sent.add((action.value, action.peer))
+        for done in batch.outcome():
+            progress = all_progress[done.microbatch_index]
+            progress.forward_done |= done.forward
+            progress.backward_done |= done.backward
+            progress.sent |= done.sent
 
 
 def _alike_key(recording: Recording, num_microbatches: int) -> tuple[Any, ...]:

@@ -46,7 +46,7 @@ class RunningList:
         self._executors = executors
         self._books = books
         self.ahead = Ahead(first, len(batch.works))
-        self.draws = any(command.seed_key is not None or command.seeds for command in first.commands)
+        self.draws = any(command.is_seeded() for command in first.commands)
         self.is_intact = True
         self._spell = 1  # how many microbatches are recorded before the next burst
         self._spell_from, self._spell_since_s = 0, 0.0  # the last burst: recorded by then, and when it ended

@@ -406,7 +406,10 @@ class StepRunner:
             books.plan(batch.works, recordings, batch.schedule[stage], stage, last_batch=last_batch)
         if self._stage_peers is not None:
             self._stage_peers.begin_list()
-        with self.streams.executing():
+        is_seeded = self._recorder.backward_state.runs_python or any(
+            command.is_seeded() for recording in recordings.values() for command in recording.commands
+        )
+        with self.streams.executing(seeds=is_seeded):
             self.peers.drive(
                 {stage: executor.run(batch.schedule[stage]) for stage, executor in self.executors.items()}
             )
