@@ -300,7 +300,19 @@ def _array(number: int) -> Any:
     return ARRAY
 
 
+class _Given(dict[str, Tensor]):
+    """A nest that gets an attribute later."""
+
+
+def _given(number: int) -> Any:
+    given = _Given(scale=SCALARS[0])
+    if number > 4:
+        given.factor = 3.0  # type: ignore[attr-defined]
+    return given
+
+
 ARGUMENTS: dict[str, tuple[Any, Any]] = {
+    "attribute of a nest": (_given, lambda given: given["scale"] * getattr(given, "factor", 1.0)),
     "object": (_settings, lambda given: given.factor),
     "array": (_array, lambda given: float(given[1])),
     "sign of zero": (
