@@ -250,6 +250,47 @@ def test_results_are_valid_on_every_rank(num_ranks: int) -> None:
     assert all(result == found[0] for result in found)
 
 
+def numbers_of_each_kind() -> tuple[list[tuple[str, list[float], list[int]]], list[float]]:
+    """Single numbers that a step returns: dtype, values, bytes of memory that each holds; and the losses."""
+    smp.init()
+    torch.manual_seed(0)
+    plain = Chain()
+    model = smp.DistributedModel(copy.deepcopy(plain))
+
+    @smp.step
+    def run(model: Any, x: Tensor, number: int) -> Tensor:
+        loss = model(x).mean()
+        wide = [loss.to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.complex64)]
+        return [loss, *wide, (loss > 0).sum(), loss > 0, loss.to(torch.uint8)][number]
+
+    expected = [float(plain(x).mean()) for x in BATCH["x"].chunk(NUM_MICROBATCHES)]
+    found = []
+    for kind in range(8):
+        output = run(model, BATCH["x"], kind)
+        numbers = [complex(number.item()).real for number in output.outputs]
+        sizes = [number.untyped_storage().nbytes() for number in output.outputs]
+        assert all(number.shape == () and not number.requires_grad for number in output.outputs)
+        found.append((str(output.outputs[0].dtype), numbers, sizes))
+    return found, expected
+
+
+def test_single_numbers_of_each_kind() -> None:
+    """They travel side by side; each has memory of its own, so that a kept loss keeps no other."""
+    found = run_distributed(
+        "tests.transparency.test_step_results:numbers_of_each_kind",
+        2,
+        parameters={"partitions": 2, "microbatches": NUM_MICROBATCHES},
+    )
+    for kinds, losses in found:
+        assert len(kinds) == 8
+        for kind, numbers, sizes in kinds:
+            dtype = getattr(torch, kind.removeprefix("torch."))
+            signs = [float(loss > 0) for loss in losses]
+            made = signs if kind in ("torch.int64", "torch.bool") else losses
+            assert numbers == [complex(torch.tensor(number).to(dtype).item()).real for number in made], kind
+            assert sizes == [dtype.itemsize] * NUM_MICROBATCHES, kind
+
+
 class Last:
     """Returns what the microbatch before has made, also that of an earlier step."""
 
