@@ -95,20 +95,22 @@ class Binder:
         value = self.recording.new_value(stage_index, meta)
         placed = PlacedTensor.of_value(meta, self.listener, stage_index, self.serial, value)
         self.made.append(weakref.ref(placed))
-        base = None if leaf.aliases is None else command.arguments.tensors[leaf.aliases]
-        if type(base) is PlacedTensor:
-            if base.smp_aliases is None:
-                base.smp_aliases = [weakref.ref(base)]
-            placed.smp_aliases = base.smp_aliases
-            placed.smp_aliases.append(weakref.ref(placed))
+        if leaf.aliases is not None:
+            _note_view(placed, command.arguments.tensors[leaf.aliases])
         return placed
 
-    def place_again(self, value: Value) -> PlacedTensor:
-        """The same for the value that an earlier microbatch has made at this place."""
+    def place_again(self, value: Value, base: Any) -> PlacedTensor:
+        """The same for the value that an earlier microbatch has made at this place.
+
+        Args:
+            base: what it is a view of, if anything.
+        """
         assert value.index == len(self.recording.values)
         self.recording.values.append(value)
         placed = PlacedTensor.of_value(value.meta, self.listener, value.stage_index, self.serial, value.index)
         self.made.append(weakref.ref(placed))
+        if base is not None:
+            _note_view(placed, base)
         return placed
 
     def _change(
@@ -149,6 +151,14 @@ class Binder:
             before = (old,) if self.recording.values[old].meta.requires_grad else ()
             found.append((old, member.smp_value, tuple(dict.fromkeys((*reached, *before)))))
         return found
+
+
+def _note_view(placed: PlacedTensor, base: Any) -> None:
+    if type(base) is PlacedTensor:
+        if base.smp_aliases is None:
+            base.smp_aliases = [weakref.ref(base)]
+        placed.smp_aliases = base.smp_aliases
+        placed.smp_aliases.append(weakref.ref(placed))
 
 
 def sharing_memory(placed: PlacedTensor) -> list[PlacedTensor]:

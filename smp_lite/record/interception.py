@@ -59,7 +59,7 @@ class _Listener(TorchFunctionMode):
             # Placed tensors bring their own handler. torch would call it next, after a second look at all
             # arguments; where there are handlers of others too, it says whose comes first.
             if len(types) == 1:
-                return PlacedTensor.__torch_function__(func, types, args, kwargs)
+                return PlacedTensor.called(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
         return recorder.ordinary_function(func, args, kwargs or {})
 

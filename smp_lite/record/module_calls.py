@@ -137,9 +137,9 @@ class ModuleCalls:
         if home == SPLIT:
             return self._call_container(module, call, args, kwargs)
         repeated = self.recorder.repeated
-        known = repeated.find(module, args, kwargs)
-        if known is not None and self._is_whole(subtree) and repeated.is_unchanged(known, module):
-            return repeated.write(known, args, kwargs, module)
+        found = repeated.find(module, args, kwargs)
+        if found is not None and self._is_whole(subtree) and repeated.is_unchanged(found[0], module):
+            return repeated.write(found, module)
         if home == FOREIGN and subtree.has_state:
             return call(module, *args, **kwargs)
         arguments: Arguments | None = None

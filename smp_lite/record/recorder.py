@@ -188,9 +188,9 @@ class Recorder:
             raise SMPError("a value of the step was used by code that runs on fake tensors")
         if self.recording is None or self.suspended:
             return self.forced.after_the_step(func, args, kwargs)
-        known = self.repeated.find(func, args, kwargs)
-        if known is not None:
-            return self.repeated.write(known, args, kwargs)
+        found = self.repeated.find(func, args, kwargs)
+        if found is not None:
+            return self.repeated.write(found)
         name = getattr(func, "__name__", "")
         if name in LOOKS_AT_DATA:
             return self.forced.call(func, args, kwargs)

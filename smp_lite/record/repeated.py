@@ -16,7 +16,7 @@ are recorded in full, and known from then on. It is the same command either way:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,7 +32,7 @@ from .recording import Command, Value
 from .state.ambient import Ambient
 from .state.places import PlacesRead, Seen
 from .values.calls import Arguments, NewTensor
-from .values.placed import PlacedTensor, TensorMeta
+from .values.placed import NUM_OWN, PlacedTensor, TensorMeta
 from .values.structure import LEAF, Spec, flatten, is_flat
 
 if TYPE_CHECKING:
@@ -41,13 +41,11 @@ if TYPE_CHECKING:
 __all__ = ["RepeatedCalls"]
 
 _Digests = tuple[int, int]
-_EXACT = frozenset((bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout))
+_EXACT = frozenset(
+    (bool, int, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout)
+)
 """Kinds of plain values of which equal ones are the same; 0.0 and -0.0 are not."""
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_OF_VALUES = frozenset(
-    ("smp_recorder", "smp_value", "smp_stage", "smp_meta", "smp_microbatch", "smp_aliases")
-)
-"""What a placed tensor has that stands for no parameter, and that nobody has given anything."""
 _NO_ARGUMENTS = Arguments([], None)
 
 
@@ -76,12 +74,18 @@ class _Known:
     home: int | None
     only: Value | None
     """Of a call that returns one new tensor and gets no ordinary one; its commands share their arguments."""
+    viewed: int | None
+    """Which of the leaves ``only`` is a view of."""
     signature: int = -1
     places: PlacesRead | None = None
     seen: Seen | None = None
     functions: Collection[Any] = ()
     """What the module's code calls, which may be found to be more; ``num_functions`` were known."""
     num_functions: int = 0
+
+
+_Found = tuple[_Known, Sequence[Any], Spec]
+"""A known call, and what it is called with this time."""
 
 
 class RepeatedCalls:
@@ -95,7 +99,7 @@ class RepeatedCalls:
         """What modules are, or where they lie, has changed."""
         self._known.clear()
 
-    def find(self, what: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Known | None:
+    def find(self, what: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found | None:
         """The known call that this one repeats, as far as its arguments tell; None: there is none."""
         recorder = self.recorder
         recording = recorder.recording
@@ -111,7 +115,7 @@ class RepeatedCalls:
             or known.command.epoch != recording.epoch
             or (known.only is not None and known.only.index != len(recording.values))
             or recorder.modules.home != known.home
-            or recorder.ordinary.twins
+            or recorder.ordinary.twins.by_id
             or recorder.buffers.rebound
             or recorder.tape is not None
             or _saved_tensors_hooks(True) is not None
@@ -120,9 +124,11 @@ class RepeatedCalls:
         ):
             return None
         leaves: Any = args
+        spec = known.spec
         if kwargs or not known.is_flat:
             leaves = []
-            if flatten((args, kwargs), leaves) != known.spec:
+            spec = flatten((args, kwargs), leaves)
+            if spec != known.spec:
                 return None
         if len(leaves) != len(known.leaves):
             return None
@@ -137,7 +143,7 @@ class RepeatedCalls:
                     or own.get("smp_microbatch") != serial
                     or own.get("smp_recorder") is not recorder
                     or (own["smp_meta"] is not meta and own["smp_meta"] != meta)
-                    or not own.keys() <= _OF_VALUES
+                    or len(own) != NUM_OWN
                 ):
                     return None
             elif kind is torch.Tensor:
@@ -145,7 +151,7 @@ class RepeatedCalls:
                     return None
             elif leaf is not value and (kind not in _EXACT or leaf != value):
                 return None
-        return known
+        return known, leaves, spec
 
     def is_unchanged(self, known: _Known, module: nn.Module) -> bool:
         """Whether a module that is called again is what it was, and its code reads what it read."""
@@ -156,10 +162,9 @@ class RepeatedCalls:
             and (known.places is None or known.places.look() is known.seen)
         )
 
-    def write(
-        self, known: _Known, args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module | None = None
-    ) -> Any:
+    def write(self, found: _Found, module: nn.Module | None = None) -> Any:
         """Adds the command once more; returns its result."""
+        known, leaves, spec = found
         recorder = self.recorder
         recording = recorder.recording
         assert recording is not None
@@ -170,10 +175,11 @@ class RepeatedCalls:
         if known.only is not None:
             command = template.again(template.arguments)
             command.outputs = (known.only.index,)
-            returned = recorder.writer.binder.place_again(known.only)
+            base = None if known.viewed is None else leaves[known.viewed]
+            returned = recorder.writer.binder.place_again(known.only, base)
             recording.links.append(known.links)
         else:
-            command = template.again(Arguments.of(args, kwargs))
+            command = template.again(Arguments(list(leaves), spec))
             if known.has_ordinary:
                 recorder.ordinary.capture(command.arguments, command.sources, meta.saved_arguments)
             returned, links = recorder.writer.bind(command, meta)
@@ -199,7 +205,7 @@ class RepeatedCalls:
             if isinstance(leaf, torch.Tensor):
                 source = next(sources)
                 if kind is PlacedTensor:
-                    if not leaf.__dict__.keys() <= _OF_VALUES or leaf.smp_microbatch != serial:
+                    if len(leaf.__dict__) != NUM_OWN or leaf.smp_microbatch != serial:
                         return None
                     leaves.append(_Leaf(kind, source, leaf.smp_meta))
                 elif kind is torch.Tensor:
@@ -241,7 +247,8 @@ class RepeatedCalls:
             return
         has_ordinary = any(leaf.kind is torch.Tensor for leaf in leaves)
         only = meta.leaves[0] if meta.spec is LEAF else None
-        is_shared = not has_ordinary and type(only) is NewTensor and only.aliases is None
+        is_shared = not has_ordinary and type(only) is NewTensor
+        is_view = type(only) is NewTensor and only.aliases is not None
         known = self._known[command.index] = _Known(
             what=what,
             command=command.again(command.arguments if is_shared else _NO_ARGUMENTS),
@@ -254,6 +261,7 @@ class RepeatedCalls:
             links=recording.links[-1],
             home=recorder.modules.home,
             only=recording.values[command.outputs[0]] if is_shared else None,
+            viewed=command.arguments.positions[only.aliases] if is_view else None,
         )
         if command.module is not None:
             descriptions = recorder.descriptions

@@ -20,50 +20,54 @@ __all__ = ["Twins"]
 
 
 class Twins:
-    """The twins of one microbatch."""
+    """The twins of one microbatch.
+
+    Attributes:
+        by_id: of each tensor that has one; every recorded call asks whether there are any.
+    """
 
     def __init__(self) -> None:
-        self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], PlacedTensor]] = {}
+        self.by_id: dict[int, tuple[weakref.ref[torch.Tensor], PlacedTensor]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._by_id)
+        return bool(self.by_id)
 
     def get(self, tensor: Any) -> PlacedTensor | None:
         """The twin of ``tensor``, which may be anything; None if it has none."""
-        found = self._by_id.get(id(tensor))
+        found = self.by_id.get(id(tensor))
         return found[1] if found is not None else None
 
     def add(self, tensor: torch.Tensor, twin: PlacedTensor) -> None:
         """From now on ``twin`` stands in for ``tensor``."""
-        key, by_id = id(tensor), self._by_id
+        key, by_id = id(tensor), self.by_id
         # When it dies its id is free for another tensor, which must not get its twin.
         by_id[key] = (weakref.ref(tensor, lambda _: by_id.pop(key, None)), twin)
 
     def among(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a tensor in the arguments has a twin."""
-        return bool(self) and any(id(tensor) in self._by_id for tensor in Arguments.of(args, kwargs).tensors)
+        return bool(self) and any(id(tensor) in self.by_id for tensor in Arguments.of(args, kwargs).tensors)
 
     def overlap(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of the tensors shares memory with one that has a twin, without being it."""
         if not self:
             return False
         memories = {
-            storage_of(target) for reference, _ in self._by_id.values() if (target := reference()) is not None
+            storage_of(target) for reference, _ in self.by_id.values() if (target := reference()) is not None
         }
         return any(
             type(tensor) is not PlacedTensor
-            and id(tensor) not in self._by_id
+            and id(tensor) not in self.by_id
             and storage_of(tensor) in memories
             for tensor in tensors
         )
 
     def need_gradients(self) -> bool:
         """Whether a gradient is to flow through any of the twins."""
-        return any(twin.smp_meta.requires_grad for _, twin in self._by_id.values())
+        return any(twin.smp_meta.requires_grad for _, twin in self.by_id.values())
 
     def of_any(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of the tensors has a twin."""
-        return bool(self) and any(id(tensor) in self._by_id for tensor in tensors)
+        return bool(self) and any(id(tensor) in self.by_id for tensor in tensors)
 
     def substitute(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -77,6 +81,6 @@ class Twins:
 
     def take_all(self) -> list[tuple[torch.Tensor, PlacedTensor]]:
         """Tensors that are still there, and their twins, which stand in for them no more."""
-        pairs = [(reference(), twin) for reference, twin in self._by_id.values()]
-        self._by_id.clear()
+        pairs = [(reference(), twin) for reference, twin in self.by_id.values()]
+        self.by_id.clear()
         return [(tensor, twin) for tensor, twin in pairs if tensor is not None]

@@ -269,6 +269,14 @@ def _parameter_in_place_of_a_value(model: Any, x: Tensor, m: int) -> Tensor:
     return torch.mul(result, _module(model).second.layer.bias if m > 1 else row)
 
 
+def _changed_after_views(model: Any, x: Tensor, m: int) -> Tensor:
+    result = model(x)
+    part, turned = result[..., 1:3], result.transpose(0, 1)
+    if m > 1:
+        result.mul_(3.0)
+    return part @ turned[:2] + part.sum()
+
+
 def _checkpointed(model: Any, x: Tensor, m: int) -> Tensor:
     if m > 1:
         return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
@@ -313,6 +321,7 @@ STEPS: dict[str, Step] = {
         _other_parameters,
         _attribute_of_tensor,
         _parameter_in_place_of_a_value,
+        _changed_after_views,
         _checkpointed,
     )
 }

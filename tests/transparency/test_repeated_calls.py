@@ -67,7 +67,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], tuple[list[Any], 
             end(recorder)
 
         def counted(calls: RepeatedCalls, call: Any, *args: Any) -> Any:
-            known.append(call.command.label)
+            known.append(call[0].command.label)
             return write(calls, call, *args)
 
         monkeypatch.setattr(Recorder, "end_microbatch", noted)
@@ -97,6 +97,14 @@ def test_the_commands_are_those_of_a_full_recording(
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_what_differs_is_noticed(name: str, open_session: OpenSession) -> None:
-    open_session(2, "manual", auto_partition=False, default_partition=0)
-    assert_equal_to_plain(name, [range(MICROBATCHES)] * 2)
+def test_what_differs_is_noticed(
+    name: str, open_session: OpenSession, watch: Callable[[bool], tuple[list[Any], list[Any]]]
+) -> None:
+    found = []
+    for repeats in (False, True):
+        recordings, _ = watch(repeats)
+        open_session(2, "manual", auto_partition=False, default_partition=0)
+        assert_equal_to_plain(name, [range(MICROBATCHES)] * 2)
+        found.append(recordings)
+    for full, repeated in zip(*found, strict=True):
+        assert [row[-7:] for row in full[-1]] == [row[-7:] for row in repeated[-1]]  # from the outputs on

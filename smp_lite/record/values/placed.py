@@ -118,6 +118,7 @@ class PlacedTensor(torch.Tensor):
             "smp_stage": stage_index,
             "smp_microbatch": serial,
             "smp_value": value,
+            "smp_aliases": None,
         }
         return placed
 
@@ -133,7 +134,11 @@ class PlacedTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs, func = kwargs or {}, meant(func)
+        return cls.called(meant(func), args, kwargs or {})
+
+    @classmethod
+    def called(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A torch function that has a placed tensor among its arguments."""
         name = getattr(func, "__name__", "")
         if name in ("__repr__", "__str__", "__format__") and args[0].smp_recorder is None:
             return describe(args[0])
@@ -142,7 +147,10 @@ class PlacedTensor(torch.Tensor):
         if is_metadata(func, name):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        recorder = _recorder_of(args, kwargs)
+        first = args[0] if args else None
+        recorder = first.smp_recorder if type(first) is PlacedTensor else None
+        if recorder is None:
+            recorder = _recorder_of(args, kwargs)
         if recorder is None:
             raise RuntimeError(
                 f"{name}() was called on a value that was made inside an smp.step and has no data here: "
@@ -160,6 +168,8 @@ class PlacedTensor(torch.Tensor):
         )
 
 
+NUM_OWN = 6
+"""How many attributes a placed value has that stands for no parameter, and that nobody has given any."""
 _NONE_OF_OURS = object()
 _OWN_ATTRIBUTES = frozenset(PlacedTensor.__annotations__)
 
