@@ -143,7 +143,7 @@ class Binder:
             if old in known or any(member is result for result in results):
                 continue
             member.smp_meta = member.smp_meta._replace(requires_grad=changed.meta.requires_grad)
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunction():
                 member.requires_grad_(changed.meta.requires_grad)
             member.smp_stage = command.stage_index
             member.smp_value = self.recording.new_value(command.stage_index, member.smp_meta)

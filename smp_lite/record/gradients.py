@@ -9,7 +9,6 @@ import torch
 
 from ..errors import SMPError
 from .recording import Backward
-from .replay import refuse
 from .values.placed import PlacedTensor, TensorMeta
 
 if TYPE_CHECKING:
@@ -44,9 +43,9 @@ def backward(recorder: Recorder, tensors: Any, grad_tensors: Any = None) -> None
             )
         if type(gradient) is PlacedTensor:
             (gradients[i],) = recorder.forced.fetch([gradient], "a gradient given to model.backward()")
-        elif recorder.tape is not None and recorder.tape.slot(gradient) is not None:
-            raise refuse("gives model.backward() a gradient made from its inputs")
-        elif gradient is not None and recorder.tape is None:  # a replay reads it as it is by then
+        elif gradient is not None and recorder.tape is not None:  # a replay reads it as it is by then
+            gradients[i] = recorder.tape.call(torch.clone, (gradient.detach(),), {})
+        elif gradient is not None:
             with torch._C.DisableTorchFunction():
                 gradients[i] = gradient.detach().clone()  # the script may write to it before it is used
         _check_gradient(gradients[i], loss.smp_meta)
@@ -107,7 +106,7 @@ def require_gradient(recorder: Recorder, target: Any, requires_grad: bool = True
         )
     leaf = recorder.writer.function(as_leaf, recorder.arguments((target,), {}))
     target.smp_meta, target.smp_value, target.smp_stage = leaf.smp_meta, leaf.smp_value, leaf.smp_stage
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():
         target.requires_grad_()
     return target
 

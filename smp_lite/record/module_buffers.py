@@ -136,9 +136,10 @@ class ModuleBuffers:
             return
         refuse_effect(type(module).__name__, f"sets the buffer {name}")
         self.recorder.modules.run_pending(module)
+        is_bound = value is plain_table(module._buffers).get(name)  # by an operator that works in place
+        if self.recorder.tape is not None and not is_bound:
+            raise refuse(f"binds the buffer {name} of {self.placement.name(module)} anew")
         if type(value) is PlacedTensor:
-            if self.recorder.tape is not None:
-                raise refuse(f"binds the buffer {name} of {self.placement.name(module)} anew")
             self.rebound[id(module), name] = module
 
     def before_change(self, target: Any) -> None:

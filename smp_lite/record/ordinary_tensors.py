@@ -261,11 +261,8 @@ class OrdinaryTensors:
         for arguments, i, serial, is_saved in self._captured.pop(storage, ()):  # type: ignore[arg-type]
             with torch.no_grad():
                 present = arguments.tensors[i]
-                copy = (
-                    self.recorder.tape.call(torch.clone, (present,), {})
-                    if self.recorder.tape
-                    else present.clone()
-                )
+                tape = self.recorder.tape
+                copy = present.clone() if tape is None else tape.copied(arguments, i)
                 if is_saved and serial == self.recorder.serial:
                     self._kept.append((present, version_of(present), copy))
                 arguments.replace(i, copy)

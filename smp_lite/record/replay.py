@@ -1,25 +1,40 @@
 """``static_mode``: a step that is recorded once and from then on replayed with other inputs.
 
-The commands hold ordinary tensors that the user's function made from the batch: masks, shifted targets.
-:class:`Tape` notes while recording every torch function that touches the batch or something made from it,
-and runs them again on the next batch; nothing else of the user's function runs again. So whatever would
-have come out differently must not matter: looking at data, drawing random numbers in the function, and
-carrying tensors from one microbatch to the next are errors under ``static_mode``.
+The commands hold ordinary tensors that the step function and the model's own code have made: masks, shifted
+targets, one-hot rows. :class:`Tape` notes while recording every torch function that is called on ordinary
+tensors, or makes one, and calls them again for the next batch, each under the torch state that was around it;
+nothing else of the user's code runs again. So whatever would have come out differently must not matter:
+
+- Looking at the data of the batch, drawing random numbers, and carrying values from one microbatch to the
+  next are errors under ``static_mode``.
+- If a call gives a tensor of another form than it gave then (``x[mask]``), or other numbers that the code
+  has looked at, the step is recorded anew, for this batch: Python may have asked for the shape.
+- A tensor may come out of a place where no torch function is seen: ``torch.vmap``, ``torch.jit``, another
+  thread, an earlier microbatch. It was not there before the step, and no noted call has made it. A step that
+  uses one is never replayed; that is said once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import gc
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..errors import SMPError
 from .describe.signature import tensor_meta
-from .recording import Recording
+from .recording import Backward, Recording
+from .state.ambient import FUNCTORCH, Ambient
 from .values.calls import Arguments
+from .values.memory import digest_of, version_of
+from .values.placed import PlacedTensor, TensorMeta
 from .values.structure import exact_spec, flatten
 from .values.torch_functions import LOOKS_AT_DATA, function_name
+
+__all__ = ["Differs", "Tape", "TensorsBefore", "given_objects", "refuse", "step_key"]
 
 
 def refuse(what: str) -> SMPError:
@@ -30,78 +45,249 @@ def refuse(what: str) -> SMPError:
     )
 
 
+class Differs(Exception):
+    """Something comes out of a replay in another form than it was recorded with."""
+
+
+class TensorsBefore:
+    """The tensors that there are when a step begins to be recorded; all its tapes have the same.
+
+    Attributes:
+        bound: arguments of commands, by identity and place, that tapes of earlier microbatches make anew.
+    """
+
+    def __init__(self) -> None:
+        self.bound: set[tuple[int, int]] = set()
+        tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+        self._found = {id(tensor): weakref.ref(tensor) for tensor in tensors}
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        reference = self._found.get(id(tensor))
+        return reference is not None and reference() is tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call; tensors are numbered by their slots, and None where there is no tensor.
+
+    Attributes:
+        made: of each leaf of the result its form or, if it is no tensor, its value.
+    """
+
+    func: Callable[..., Any]
+    arguments: Arguments
+    sources: list[int]
+    outputs: list[int | None]
+    made: list[Any]
+    ambient: Ambient
+
+    def run(self, values: dict[int, Any]) -> None:
+        """Calls it again, and stores what it makes."""
+        args, kwargs = self.arguments.build([values[source] for source in self.sources])
+        if self.ambient is Ambient.current():
+            result = self.func(*args, **kwargs)
+        else:
+            with self.ambient.entered():
+                result = self.func(*args, **kwargs)
+        leaves: list[Any] = []
+        flatten(result, leaves)
+        if len(leaves) != len(self.made):
+            raise Differs
+        for slot, made, leaf in zip(self.outputs, self.made, leaves, strict=True):
+            if _form(leaf) != made:
+                raise Differs
+            if slot is not None:
+                values[slot] = leaf
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """Python has looked at the numbers of a tensor that does not depend on the batch."""
+
+    source: int
+    digest: int
+
+    def run(self, values: dict[int, Any]) -> None:
+        if _digest(values[self.source]) != self.digest:
+            raise Differs
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Something of an earlier microbatch is about to change that a command of it has captured."""
+
+    arguments: Arguments
+    place: int
+
+    def run(self, values: dict[int, Any]) -> None:
+        with torch.no_grad():
+            self.arguments.replace(self.place, self.arguments.tensors[self.place].clone())
+
+
 class Tape:
-    """The ordinary calls of one microbatch that depend on its inputs.
+    """The calls on ordinary tensors in one microbatch.
 
     Args:
         inputs: the leaves of the microbatch's arguments.
+        before: the tensors that there were before the step.
+
+    Attributes:
+        unseen: names a tensor that was made where nothing is seen; None: there is none.
     """
 
-    def __init__(self, inputs: list[Any]) -> None:
+    def __init__(self, inputs: list[Any], before: TensorsBefore) -> None:
+        self.unseen: str | None = None
+        self._before = before
         self._slots: dict[int, int] = {}
         self._kept: list[Any] = []  # keeps recorded tensors alive, so that their ids stay theirs
-        self._calls: list[tuple[Callable[..., Any], Arguments, list[int | None], list[int | None]]] = []
+        self._entries: list[_Call | _Look | _Copy] = []
         self._bindings: list[tuple[Arguments, int, int]] = []
-        self._num_inputs = len(inputs)
+        self._gradients: list[tuple[Backward, int, int]] = []
+        self._outside: dict[int, torch.Tensor] = {}
+        self._versions: dict[int, tuple[torch.Tensor, int]] = {}  # of what was there before, as first seen
+        self._changed: list[int] = []  # slots of what was there before and is changed in place
+        self._of_batch: set[int] = set()
         self._num_slots = len(inputs)
         for number, leaf in enumerate(inputs):
             if isinstance(leaf, torch.Tensor):
-                self._slots[id(leaf)] = number
+                self._slots.setdefault(id(leaf), number)
                 self._kept.append(leaf)
+                self._versions[number] = leaf, version_of(leaf)
+                self._of_batch.add(number)
 
     def slot(self, tensor: object) -> int | None:
         return self._slots.get(id(tensor))
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs an ordinary torch function and notes it if it depends on the inputs."""
+        """Runs an ordinary torch function and notes it."""
+        ambient = Ambient.current()
+        if ambient.num_modes >= FUNCTORCH:
+            return func(*args, **kwargs)  # what comes out of the transformation is unseen
         arguments = Arguments.of(args, kwargs)
-        sources = [self.slot(tensor) for tensor in arguments.tensors]
-        if all(source is None for source in sources):
-            return func(*args, **kwargs)
+        sources = [self._source(tensor) for tensor in arguments.tensors]
+        depends = any(source in self._of_batch for source in sources)
         if getattr(func, "__name__", "") in LOOKS_AT_DATA:
-            raise refuse(f"looks at the data of its inputs ({function_name(func)}())")
+            if depends:
+                raise refuse(f"looks at the data of its inputs ({function_name(func)}())")
+            pairs = zip(sources, arguments.tensors, strict=True)
+            self._entries += [_Look(source, _digest(tensor)) for source, tensor in pairs]
+            return func(*args, **kwargs)
+        versions = [version_of(tensor) for tensor in arguments.tensors]
         result = func(*args, **kwargs)
         leaves: list[Any] = []
         flatten(result, leaves)
-        outputs: list[int | None] = []
-        for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor):
-                outputs.append(None)
-                continue
-            if id(leaf) not in self._slots:
-                self._slots[id(leaf)] = self._num_slots
-                self._kept.append(leaf)
-                self._num_slots += 1
-            outputs.append(self._slots[id(leaf)])
-        if any(output is not None for output in outputs) or result is None:
-            self._calls.append((func, arguments, sources, outputs))
+        outputs = [self._new_slot(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+        changed = [
+            source
+            for source, tensor, version in zip(sources, arguments.tensors, versions, strict=True)
+            if version_of(tensor) != version
+        ]
+        if depends:
+            self._of_batch.update(changed, (slot for slot in outputs if slot is not None))
+        if changed or result is None or any(output is not None for output in outputs):
+            made = list(map(_form, leaves))
+            self._entries.append(_Call(func, arguments, sources, outputs, made, ambient))
         return result
 
-    def bind(self, recording: Recording) -> None:
-        """Finds the captured tensors that change from batch to batch."""
+    def copied(self, arguments: Arguments, i: int) -> torch.Tensor:
+        """A copy for a command, maybe of an earlier microbatch, of an argument that is about to change."""
+        if (id(arguments), i) in self._before.bound:
+            self._entries.append(_Copy(arguments, i))
+            return arguments.tensors[i].clone()
+        copy: torch.Tensor = self.call(torch.clone, (arguments.tensors[i],), {})
+        self._bindings.append((arguments, i, self._slots[id(copy)]))
+        return copy
+
+    def _new_slot(self, tensor: torch.Tensor) -> int:
+        found = self._slots.get(id(tensor))
+        if found is None:
+            found = self._slots[id(tensor)] = self._num_slots
+            self._num_slots += 1
+            self._kept.append(tensor)
+            if tensor.is_nested and self.unseen is None:
+                self.unseen = "a nested tensor, of which nobody can tell the form"
+        return found
+
+    def _source(self, tensor: torch.Tensor) -> int:
+        found = self._slots.get(id(tensor))
+        if found is None:
+            found = self._new_slot(tensor)
+            self._outside[found] = tensor
+            self._versions[found] = tensor, version_of(tensor)
+            self._look_for(tensor)
+        return found
+
+    def _look_for(self, tensor: torch.Tensor) -> None:
+        """Notes if the tensor, which no noted call has made, was not there before the step."""
+        if tensor not in self._before and self.unseen is None:
+            self.unseen = f"a tensor of shape {list(tensor.shape)}"
+
+    def bind(self, recording: Recording, outputs: Sequence[Any]) -> None:
+        """The microbatch has been recorded: finds what in it changes from batch to batch.
+
+        Args:
+            outputs: the leaves of its result.
+        """
         for command in recording.commands:
             for i, source in enumerate(command.sources):
-                slot = self.slot(command.arguments.tensors[i]) if source < 0 else None
-                if slot is not None:
+                if source < 0 and (slot := self._bound(command.arguments.tensors[i])) is not None:
                     self._bindings.append((command.arguments, i, slot))
+        self._before.bound.update((id(arguments), i) for arguments, i, _ in self._bindings)
+        for backward in recording.backwards:
+            for i, gradient in enumerate(backward.gradients):
+                if gradient is not None and (slot := self._bound(gradient)) is not None:
+                    self._gradients.append((backward, i, slot))
+        for leaf in outputs:
+            if isinstance(leaf, torch.Tensor) and type(leaf) is not PlacedTensor:
+                self._bound(leaf)
+        for slot, (tensor, version) in self._versions.items():
+            if version_of(tensor) != version:
+                self._changed.append(slot)
+        # From now on slots stand for what the batch and the calls have made.
+        for entry in self._entries:
+            for i, source in enumerate(entry.sources if type(entry) is _Call else ()):
+                if source not in self._outside:
+                    entry.arguments.replace(i, None)
+        self._kept.clear()
+        self._slots.clear()
+        self._versions.clear()
+
+    def _bound(self, tensor: torch.Tensor) -> int | None:
+        """The slot of what a replay makes anew; None: it is the tensor itself."""
+        slot = self._slots.get(id(tensor))
+        if slot is None:
+            self._look_for(tensor)
+        return None if slot in self._outside else slot
+
+    def changed(self, inputs: list[Any]) -> list[torch.Tensor]:
+        """The tensors from before the step that a replay changes in place."""
+        return [self._outside[slot] if slot in self._outside else inputs[slot] for slot in self._changed]
 
     def replay(self, inputs: list[Any]) -> dict[int, Any]:
-        """Puts the tensors made from these inputs into the commands; returns all slots."""
-        values: dict[int, Any] = dict(enumerate(inputs))
-        for func, arguments, sources, outputs in self._calls:
-            tensors = [
-                tensor if source is None else values[source]
-                for tensor, source in zip(arguments.tensors, sources, strict=True)
-            ]
-            args, kwargs = arguments.build(tensors)
-            leaves: list[Any] = []
-            flatten(func(*args, **kwargs), leaves)
-            for slot, leaf in zip(outputs, leaves, strict=True):
-                if slot is not None:
-                    values[slot] = leaf
+        """Puts the tensors made from these inputs into the commands; returns all slots.
+
+        Raises:
+            Differs: the step must be recorded.
+        """
+        values: dict[int, Any] = {**self._outside, **dict(enumerate(inputs))}
+        for entry in self._entries:
+            entry.run(values)
         for arguments, i, slot in self._bindings:
-            arguments.tensors[i] = arguments.leaves[arguments.positions[i]] = values[slot]
+            arguments.replace(i, values[slot])
+        for backward, i, slot in self._gradients:
+            backward.gradients = (*backward.gradients[:i], values[slot], *backward.gradients[i + 1 :])
         return values
+
+
+def _form(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return TensorMeta.of(leaf) if not leaf.is_nested else None
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunction():
+        return digest_of(tensor.detach().cpu())
 
 
 def step_key(inputs: list[Any]) -> tuple[tuple[Any, ...], list[list[Any]]]:

@@ -21,7 +21,8 @@ from ..record.describe.effects import Effects, NeedsOpening
 from ..record.interception import listening
 from ..record.recorder import Recorder
 from ..record.recording import Recording
-from ..record.replay import Tape, given_objects, refuse, step_key
+from ..record.replay import Differs, Tape, TensorsBefore, given_objects, refuse, step_key
+from ..record.source_line import warn_once_at_user_line
 from ..record.state.ambient import Ambient
 from ..record.state.python_state import PythonState
 from ..record.state.random_state import python_state
@@ -34,6 +35,15 @@ from .static_state import Surroundings
 
 FIRST_CHECKED_STEPS = 3
 CHECK_EVERY_STEPS = 100
+_MOST_DIFFERING = 3
+_UNSEEN = (
+    "static_mode: True, but this step is recorded every time: it uses {}, which was made in it where no "
+    "torch function is seen (torch.vmap, torch.jit, another thread, an earlier microbatch)"
+)
+_DIFFERS = (
+    "static_mode: True, but this step is recorded every time: tensors that it makes have other shapes for "
+    "other numbers (x[mask]), or it looks at numbers that change"
+)
 
 
 class StepContext:
@@ -65,12 +75,13 @@ class StepContext:
         assert self.runtime is not None
         return self.runtime.recorder
 
-    def start_recording(self, runtime: ModelRuntime) -> None:
-        """From here on, module calls and torch functions are recorded."""
+    def start_recording(self, runtime: ModelRuntime, *, has_begun: bool = False) -> None:
+        """From here on, module calls and torch functions are recorded; ``has_begun``: the step has begun."""
         self.runtime = runtime
         runtime.recorder.backward_state.effects.step_function = self._function
         checked = self._checked_inputs()
-        runtime.begin_step(len(self.inputs), checked)
+        if not has_begun:
+            runtime.begin_step(len(self.inputs), checked)
         tensors = (tensor for _, _, tensor in _input_tensors(self.inputs))
         compared = not runtime.peers.are_alone
         runtime.recorder.ordinary.begin_step(tensors, strict=checked[0] != 0, compared=compared)
@@ -101,17 +112,45 @@ class StepContext:
         of_inputs, leaves = step_key(self.inputs)
         key = (model.training, Ambient.current(), *of_inputs)
         found = static.get(key)
+        if found is not None and found.is_never_replayed:
+            return self._record(function, detach_outputs, None)
         if found is None or found.surroundings is None or found.surroundings.have_changed():
             static.pop(key, None)
             kept = StaticStep()
             result = self._record(function, detach_outputs, kept)
-            given = [value for value in given_objects(self.inputs) if value is not model]
-            kept.surroundings = Surroundings(model.module, function, kept.names, kept.recordings, given)
+            unseen = [tape.unseen for tape in kept.tapes if tape.unseen is not None]
+            if unseen:
+                kept = StaticStep(is_never_replayed=True)
+                warn_once_at_user_line(_UNSEEN.format(unseen[0]))
+            else:
+                given = [value for value in given_objects(self.inputs) if value is not model]
+                kept.surroundings = Surroundings(model.module, function, kept.names, kept.recordings, given)
             static[key] = kept
             return result
-        return self._replay(found, model.runtime, leaves, detach_outputs)
+        self.runtime = model.runtime
+        self.runtime.begin_step(len(self.inputs), self._checked_inputs())
+        slots = self._made_again(found, leaves)
+        if slots is None:
+            found.num_differing += 1
+            if found.num_differing >= _MOST_DIFFERING:
+                static[key] = StaticStep(is_never_replayed=True)
+                warn_once_at_user_line(_DIFFERS)
+            return self._record(function, detach_outputs, None, has_begun=True)
+        found.num_differing = 0
+        for recording in found.recordings:
+            recording.draw_again()
+            self.runtime.runner.add(recording)
+        self.has_backward = found.has_backward
+        return self._finish(found.outputs, detach_outputs, slots)
 
-    def _record(self, function: Callable[..., Any], detach_outputs: bool, kept: StaticStep | None) -> Any:
+    def _record(
+        self,
+        function: Callable[..., Any],
+        detach_outputs: bool,
+        kept: StaticStep | None,
+        *,
+        has_begun: bool = False,
+    ) -> Any:
         outputs: list[tuple[list[Any], Any]] = []
         effects = None if kept is None else self._effects_of(function)
         drawn = None if kept is None else python_state()
@@ -120,14 +159,15 @@ class StepContext:
                 self._stack.enter_context(effects.watched())
             model = self.session.model
             if model is not None and model.runtime is not None:
-                self.start_recording(model.runtime)
+                self.start_recording(model.runtime, has_begun=has_begun)
+            before = None if kept is None else TensorsBefore()
             for m, (args, kwargs) in enumerate(self.inputs):
                 self.microbatch_index = m
                 with _no_collection():
                     if self.runtime is not None and m > 0:
                         self._begin_microbatch()
-                    if kept is not None:
-                        self.recorder.tape = Tape(_leaves((args, kwargs)))
+                    if before is not None:
+                        self.recorder.tape = Tape(_leaves((args, kwargs)), before)
                     try:
                         returned = function(*args, **kwargs)
                     except NeedsOpening as reason:  # from what watches the step for replay
@@ -163,19 +203,20 @@ class StepContext:
         except NeedsOpening as reason:
             raise refuse(f"runs code that {reason}") from None
 
-    def _replay(
-        self, kept: StaticStep, runtime: ModelRuntime, all_leaves: list[list[Any]], detach_outputs: bool
-    ) -> Any:
-        """Executes a recorded step again with this step's inputs."""
-        self.runtime = runtime
-        runtime.begin_step(len(self.inputs), self._checked_inputs())
-        slots = []
-        for recording, tape, leaves in zip(kept.recordings, kept.tapes, all_leaves, strict=True):
-            slots.append(tape.replay(leaves))
-            recording.draw_again()
-            runtime.runner.add(recording)
-        self.has_backward = kept.has_backward
-        return self._finish(kept.outputs, detach_outputs, slots)
+    @staticmethod
+    def _made_again(kept: StaticStep, all_leaves: list[list[Any]]) -> list[dict[int, Any]] | None:
+        """What the tapes make of this step's inputs; None: the step must be recorded, nothing has changed."""
+        pairs = list(zip(kept.tapes, all_leaves, strict=True))
+        changed = {id(tensor): tensor for tape, leaves in pairs for tensor in tape.changed(leaves)}
+        with torch.no_grad():
+            copies = [(tensor, tensor.clone()) for tensor in changed.values()]
+        try:
+            return [tape.replay(leaves) for tape, leaves in pairs]
+        except Differs:
+            with torch.no_grad():
+                for tensor, copy in copies:
+                    tensor.copy_(copy)
+            return None
 
     def _end_microbatch(self, result: Any, kept: StaticStep | None) -> tuple[list[Any], Any]:
         """Flattens a result; its placed values are wanted after the step."""
@@ -196,13 +237,13 @@ class StepContext:
                 recording.needed.add(value)
                 leaves[i] = _Output(self.microbatch_index, value)
             elif recorder.tape is not None and (slot := recorder.tape.slot(leaf)) is not None:
-                leaves[i] = _Slot(slot, leaf)
+                leaves[i] = _Slot(slot, leaf)  # which this step returns
         self.has_backward |= bool(recording.backwards)
         del result, leaf, placed  # what only the result held need not be written back
         recorder.end_microbatch()
         if kept is not None:
             assert recorder.tape is not None
-            recorder.tape.bind(recording)
+            recorder.tape.bind(recording, leaves)
             kept.recordings.append(recording)
             kept.tapes.append(recorder.tape)
         return leaves, spec
@@ -303,6 +344,8 @@ class StaticStep:
     tapes: list[Tape] = field(default_factory=list)
     outputs: list[tuple[list[Any], Any]] = field(default_factory=list)
     has_backward: bool = False
+    is_never_replayed: bool = False
+    num_differing: int = 0  # times in a row that a replay came out in another form
     names: Names = field(default_factory=Names)  # that its code has mentioned
     surroundings: Surroundings | None = None
 

@@ -64,8 +64,9 @@ _FOREIGN = (
     "mpi4py",
     "_abc",
 )
-_COMMUNICATION = f"{__name__.partition('.')[0]}.comm."
-"""What parallel layers talk through; it says nothing while a module runs on fake tensors."""
+_OWN = tuple(f"{__name__.partition('.')[0]}.{part}" for part in ("comm.", "session", "steps.", "runtime."))
+"""What parallel layers talk through, which says nothing while a module runs on fake tensors, and what runs
+steps, which is found from an optimizer."""
 # Swapped for fake ones during a fake run, which looks after them itself.
 _TABLES = frozenset(("_parameters", "_buffers", "_flat_weights"))
 _RANDOM = (random.Random, torch.Generator)
@@ -443,7 +444,7 @@ def may_change(value: Any) -> bool:
 
 def _is_users(module: str | None) -> bool:
     name = module or ""
-    return name.partition(".")[0] not in _FOREIGN and not name.startswith(_COMMUNICATION)
+    return name.partition(".")[0] not in _FOREIGN and not name.startswith(_OWN)
 
 
 def _slots_of(kind: type) -> tuple[str, ...]:

@@ -36,9 +36,9 @@ class Arguments:
         spec = flatten((args, kwargs), leaves)
         return cls(leaves, spec)
 
-    def replace(self, i: int, tensor: torch.Tensor) -> None:
-        """Another tensor in the place of the i-th."""
-        self.tensors[i] = self.leaves[self.positions[i]] = tensor
+    def replace(self, i: int, tensor: torch.Tensor | None) -> None:
+        """Another tensor in the place of the i-th; None: nothing, until it is built with others."""
+        self.tensors[i] = self.leaves[self.positions[i]] = tensor  # type: ignore[assignment]
 
     def forget(self, sources: Sequence[int]) -> None:
         """Lets go of the placed tensors, which their sources stand for from now on."""

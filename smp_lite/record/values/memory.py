@@ -17,9 +17,14 @@ _NOTHING = contextlib.nullcontext()
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
-    """Identifies the memory of an ordinary tensor."""
+    """Identifies the memory of an ordinary tensor; None: it has none of its own that can be told."""
     with torch._C.DisableTorchFunction():  # no call of the user's
-        return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+        if tensor.layout is not torch.strided:
+            return None
+        try:
+            return tensor.untyped_storage()._cdata
+        except NotImplementedError:  # inside a transformation of torch.func it stands for another tensor
+            return None
 
 
 def place_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -30,8 +35,10 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 def is_shared(tensor: torch.Tensor) -> bool:
     """Whether somebody beside torch may hold an ordinary tensor's memory: numpy, which changes it unheard."""
+    if storage_of(tensor) is None:
+        return False
     with torch._C.DisableTorchFunction():
-        return tensor.layout is torch.strided and not tensor.untyped_storage().resizable()
+        return not tensor.untyped_storage().resizable()
 
 
 def is_given_back(tensor: torch.Tensor) -> bool:

@@ -353,5 +353,6 @@ def _laid_out(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 def _changed(command: Command, what: str) -> SMPError:
     return SMPError(
         f"{command.label} returned {what}, other than it was recorded with: the form of its result must not "
-        "depend on anything but its inputs and attributes"
+        "depend on anything but its inputs and attributes, and under static_mode True, where the step "
+        "function is not run again, on nothing but the forms of its inputs: set that to False"
     )

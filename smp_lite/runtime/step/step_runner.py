@@ -199,14 +199,15 @@ class StepRunner:
             state = executor.states[m]
             run = executor.result_of(command)
             leaves = state.leaves[command.index]
-            found = run.effect or describe_result(
-                run.result,
-                run.tensors,
-                [leaves.get(s) for s in command.sources],
-                buffers=run.buffers,
-                states=run.states,
-                draws=run.drew,
-            )
+            with torch._C.DisableTorchFunction():  # no calls of the script's
+                found = run.effect or describe_result(
+                    run.result,
+                    run.tensors,
+                    [leaves.get(s) for s in command.sources],
+                    buffers=run.buffers,
+                    states=run.states,
+                    draws=run.drew,
+                )
         found = self.peers.share_object(found, stage, f"the result of {command.label}")
         assert found is not None
         if executor is not None and isinstance(found, str):
