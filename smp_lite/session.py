@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import devices
+from .alike_between import BetweenSteps
 from .comm.axis import Axis
 from .comm.collectives import Collectives
 from .comm.peers import OneProcess, Peers, RankPeers
@@ -75,6 +76,7 @@ class Session:
         self.model: Any = None
         self.module_manager = ModuleManager()
         self.optimizer: Any = None
+        self.between_steps = BetweenSteps()
         self.unread_optimizer: str | None = None  # the file of a state that was saved, while there was none
         self.step: Any = None
         self.batch_owner: Any = None
@@ -244,6 +246,10 @@ class Session:
     def stage_of(self, rank: int) -> int:
         """The stage that a rank holds, or a part of."""
         return self.topology.coordinate(rank).get("pp", 0)
+
+    def ranks_of_stage(self, stage: int) -> list[int]:
+        """All ranks of the job that hold the stage, or a part of it."""
+        return [rank for rank in range(self.topology.world_size) if self.stage_of(rank) == stage]
 
     def _with_one_batch(self) -> list[tuple[int, ...]]:
         """Sets of ranks that get the same batch, of those that hold one replica."""

@@ -26,7 +26,7 @@ from .waiting import wait_until
 from .world import World
 
 PACK_BELOW_BYTES = 1 << 16
-NUM_CHECKS = 5
+NUM_CHECKS = 6
 """How many checks ranks compare at a time: always as many, so that they meet wherever each of them is."""
 
 _ONE_BATCH = (
@@ -108,12 +108,29 @@ class Check:
         digest: a number of up to 62 bits.
         lines: describes it line by line, to find the first difference.
         of_batch: it must be the same only on the ranks that get the same batch.
+        advice: what to do about it; "": that which goes for what has been recorded.
     """
 
     what: str
     digest: int
     lines: Callable[[], list[str]]
     of_batch: bool = False
+    advice: str = ""
+
+
+class PeerOutOfMemory(PeerFailed, torch.OutOfMemoryError):
+    """The error of the rank that has failed, so that scripts can leave out its batch on all ranks."""
+
+
+def peer_failed(text: str, its_error: str) -> PeerFailed:
+    """Another rank has failed.
+
+    Args:
+        text: of the error.
+        its_error: that rank's own, with its type in front.
+    """
+    kind = PeerOutOfMemory if its_error.startswith(torch.OutOfMemoryError.__name__) else PeerFailed
+    return kind(text)
 
 
 class OneProcess:
@@ -323,10 +340,11 @@ class RankPeers:
         failed = {rank: row[1] for rank, row in zip(self.ranks, theirs, strict=True) if row[0] == _FAILED}
         if failed:
             texts = [self.world.receive_failure(rank, number) for rank, number in failed.items()]
-            raise PeerFailed(
+            raise peer_failed(
                 f"rank {next(iter(failed))} failed while it recorded a step, so the step cannot run: "
                 f"{texts[0]}. "
-                "The next step can, if that rank goes on"
+                "The next step can, if that rank goes on",
+                texts[0],
             )
         *columns, are_ahead = zip(*theirs, strict=True)
         if len(set(are_ahead)) > 1:
@@ -338,6 +356,7 @@ class RankPeers:
                     lines = self.world.exchange(check.lines(), self._replica, f"comparing {check.what}")
                     ranks = [self.ranks[i] for i in members]
                     advice = _ONE_BATCH if check.of_batch or self._replica == "MP" else _ONE_SHAPE
+                    advice = check.advice or advice
                     found = _first_difference(check.what, [lines[i] for i in members], ranks)
                     raise SMPMismatch(f"{found}. {advice}")
         return True

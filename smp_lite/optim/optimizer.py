@@ -121,6 +121,8 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         self._step_took = self._step_swapped = False  # whether the inner optimizer's step has done so
         self._sharding = ShardedNames(session, groups)
         session.optimizer = self
+        session.between_steps.groups = lambda: torchs.param_groups
+        session.between_steps.keys = sorted({*torchs.defaults, "initial_lr"})
         if session.model.partitioned:
             self.after_partition()
         else:
@@ -260,6 +262,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         any.
         """
         refuse_inside_step(self._session, "optimizer.step()")
+        self._session.between_steps.note("optimizer.step()")
         if self._checked is not None:
             self._checked.before_step(self._torchs)
         if not self._features.may_step(self._state, closure):
@@ -298,6 +301,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
                 "optimizer.zero_grad() was called inside an smp.step after its first microbatch or backward: "
                 "call it before the step"
             )
+        self._session.between_steps.note("optimizer.zero_grad()")
         with self._groups.here(stand_ins=False):
             if set_to_none is None:
                 self.optimizer.zero_grad()

@@ -46,6 +46,8 @@ __all__ = ["CommandWriter"]
 
 Function = Callable[..., Any]
 
+_GRADIENT = frozenset(("grad", "_grad"))
+
 
 class CommandWriter:
     """Writes into the present recording of a recorder.
@@ -123,6 +125,8 @@ class CommandWriter:
         command = self._command(name, arguments, described, ambient, home)
         command.module, command.bare = module, bare
         command.unit = recorder.placement.unit(module)
+        if recorder.num_microbatches > 1 and ambient.grad:
+            command.looks_at_gradients = recorder.descriptions.mentions(module, _GRADIENT)
         if not isinstance(described, Description) or described.meta.draws:
             # Neither the partition nor what else is recorded changes what is drawn.
             if type(module) is CheckpointedRun:

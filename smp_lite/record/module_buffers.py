@@ -51,6 +51,14 @@ class ModuleBuffers:
         """How many modules have parameters that are changed in place between calls."""
         return len(self._stateful)
 
+    def changing(self) -> dict[int, str]:
+        """Names, by id, of the buffers that closed calls change."""
+        found = {}
+        for (_, name), module in self._changing.items():
+            buffer = plain_table(module._buffers).get(name)
+            found[id(buffer)] = f"{self.placement.name(module)}.{name}"
+        return found
+
     def begin_step(self) -> None:
         """Copies what closed calls of earlier steps have changed."""
         self._exposed.clear()

@@ -10,7 +10,7 @@ overlap, so it warns once a source line.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..errors import SMPError
 from .backward.saved_state import SavedState
 from .backward.state import BackwardState
 from .checkpointed_runs import CheckpointedRuns
+from .collectives import EndedWork, as_it_runs, is_collective
 from .command_writer import CommandWriter
 from .describe.descriptions import Descriptions
 from .forced import Forced, Host
@@ -64,6 +65,7 @@ class Recorder:
         self.serial = -1  # counts microbatches over all steps
         self.recording: Recording | None = None
         self.tape: Tape | None = None  # set while a step is recorded for replay
+        self.ranks_of_stage: Callable[[int], Collection[int]] = lambda stage: ()
         self.num_microbatches = 1
         self.num_modes = 0  # torch's own modes and ours, without the user's
         self.draws = Draws()
@@ -72,6 +74,7 @@ class Recorder:
         self.buffers = ModuleBuffers(self)
         self.read_between = ReadBetween()
         self.backward_state = BackwardState(placement, self.descriptions, self.read_between)
+        self.backward_state.changing_buffers = self.buffers.changing
         self.saved_state = SavedState()
         self.survivors: list[tuple[int, PlacedTensor]] = []
         self.forced = Forced(self)
@@ -191,6 +194,12 @@ class Recorder:
         found = self.repeated.find(func, args, kwargs)
         if found is not None:
             return self.repeated.write(found)
+        if is_collective(func):
+            stage = self.writer.stage(self.arguments(args, kwargs), None)
+            args, kwargs, was_async = as_it_runs(func, args, kwargs, stage, self.ranks_of_stage(stage))
+            if was_async:
+                self.torch_function(func, args, kwargs)
+                return EndedWork()
         name = getattr(func, "__name__", "")
         if name in LOOKS_AT_DATA:
             return self.forced.call(func, args, kwargs)

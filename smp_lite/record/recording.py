@@ -54,7 +54,8 @@ class Command:
     calls get the tensors that were made, where others get leaves of those of earlier segments. ``must_stay``
     names parameters and buffers that the call must not really change. ``seeds`` takes the place of
     ``seed_key`` where several modules are called in one go. ``unit`` is that of the module, where parameters
-    are sharded; a call without one belongs to that of the call before it on its stage.
+    are sharded; a call without one belongs to that of the call before it on its stage. ``looks_at_gradients``
+    tells of code that may read ``grad`` of parameters.
     """
 
     index: int
@@ -80,6 +81,7 @@ class Command:
     outputs: tuple[int, ...] = ()
     changes: tuple[tuple[int, int], ...] = ()
     unit: int | None = None
+    looks_at_gradients: bool = False
 
     def is_seeded(self) -> bool:
         """Whether it draws random numbers, or may: nobody knows yet what it does."""
@@ -108,6 +110,7 @@ class Command:
             unit=self.unit,
             meta=self.meta,
             seed_key=self.seed_key,
+            looks_at_gradients=self.looks_at_gradients,
         )
 
     def carry(self, state: list[tuple[Place, Any]]) -> None:

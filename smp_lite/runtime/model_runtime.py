@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..alike_between import BetweenSteps
 from ..comm.peers import Peers
 from ..comm.ranks import Ranks
 from ..comm.stage_peers import StagePeers
@@ -31,6 +32,7 @@ from ..record.source_line import warn_once_at_user_line
 from .choosing import ScheduleChooser
 from .graphs.stage_graphs import StageGraphs
 from .offloading.offload import ActivationOffload, longest_wait
+from .reduction.drift import drift_between
 from .reduction.reductions import Reductions, broadcast_parameters, rule_of
 from .reduction.replicated_gradients import check_replicated_gradients, check_results
 from .sharded.parameters import ShardedParameters
@@ -59,6 +61,9 @@ class ReductionOptions:
     broadcast_buffers: bool = True
     backward_passes_per_step: int = 1
     average_grads_across_microbatches: bool = True
+
+
+_OF_GRADIENTS = frozenset(("backward", "grad", "grad_fn", "register_prehook"))
 
 
 class Scaling(Protocol):
@@ -93,6 +98,7 @@ class ModelRuntime:
         waiting: parameters that have no memory yet, of which this stage's get theirs now; None: all have it.
         chooser: takes the schedule from the policy's hands; None: the policy stays.
         graphs: segments of replayed steps may become graphs of the device.
+        between: what the script does between steps.
     """
 
     def __init__(
@@ -110,8 +116,10 @@ class ModelRuntime:
         waiting: Waiting | None = None,
         chooser: ScheduleChooser | None = None,
         graphs: bool = False,
+        between: BetweenSteps | None = None,
     ) -> None:
         self.placement = placement
+        self._between = between
         self._chooser = chooser
         self.peers = peers
         self.options = options
@@ -169,7 +177,11 @@ class ModelRuntime:
                 splits = (
                     False  # gathered copies, and what is hooked to leave memory, are made for one backward
                 )
-            weights[stage] = WeightGradients(books.touched, placement.alias) if splits else None
+            weights[stage] = (
+                WeightGradients(books.touched, placement.alias, keeps_whole=self._looks_at_gradients)
+                if splits
+                else None
+            )
         self.executors = {
             stage: StageExecutor(
                 stage,
@@ -197,10 +209,21 @@ class ModelRuntime:
             for stage, books in self.books.items()
         }
         self.runner = StepRunner(
-            placement.num_stages, peers, policy, self.executors, self.books, self.streams, stage_peers
+            placement.num_stages,
+            peers,
+            policy,
+            self.executors,
+            self.books,
+            self.streams,
+            stage_peers,
+            between,
         )
         self._may_run_ahead = stage_peers is None and sharding is None and activation_horizon is None
         self.recorder = Recorder(placement, self.runner)
+
+    def _looks_at_gradients(self, module: nn.Module) -> bool:
+        """Whether code that has run in calls of the module mentions gradients, or nodes of autograd."""
+        return self.recorder.descriptions.mentions(module, _OF_GRADIENTS)
 
     @staticmethod
     def _make_whole(
@@ -344,7 +367,10 @@ class ModelRuntime:
         """Averages gradients over the replicas, unless the step has failed on one of them."""
         if self.reducer is None or not self._reduce_now:
             return
-        failed = self.reducer.finish(failed=error is not None)
+        said = None if self._between is None else self._between.digest()
+        failed = self.reducer.finish(failed=error is not None, said=said)
+        if self.reducer.differs:
+            self._refuse_drift()
         if not failed:
             return
         self.reducer.put_back(failed=True)
@@ -357,6 +383,21 @@ class ModelRuntime:
                 kind, f"another replica failed, so gradients were not averaged: rank {rank}: {text}"
             )
 
+    def _refuse_drift(self) -> None:
+        """Replicas have stepped otherwise: says in what, on all of them.
+
+        Raises:
+            SMPMismatch: always.
+        """
+        assert self.reducer is not None and self._exchange is not None and self._between is not None
+        self.reducer.put_back(failed=True)
+        names = {id(p): self.placement.alias(p) or "" for p in self._parameters}
+        values = [(names[id(p)], bits) for p, bits in self.reducer.few_values()]
+        mine = (self.peers.rank, self._between.lines(), values)
+        heard = self._exchange(mine)
+        self.runner.drop_gradients_of(self.placement)
+        raise drift_between(heard)
+
     # Backwards outside a step count like those of steps; see .plain_backward.
 
     @property
@@ -368,6 +409,11 @@ class ModelRuntime:
     def reduces_next_pass(self) -> bool:
         """Whether gradients are reduced at the end of the next backward."""
         return (self._passes + 1) % self._passes_per_reduction == 0
+
+    @property
+    def splits_backwards(self) -> bool:
+        """Whether gradients of parameters may come in actions of their own."""
+        return any(executor.weights is not None for executor in self.executors.values())
 
     @property
     def passes(self) -> int:

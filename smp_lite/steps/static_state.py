@@ -36,6 +36,8 @@ class Surroundings:
     names: what the model's code mentions that has run.
     recordings: of the step.
     given: objects among its arguments that may change in place.
+    watches_closed: attributes of modules that stages run count too. Their code runs with what they hold, but
+        something may have been learned of it (:mod:`..runtime.weights`).
     """
 
     def __init__(
@@ -45,15 +47,21 @@ class Surroundings:
         names: Names,
         recordings: Iterable[Recording],
         given: Iterable[Any] = (),
+        *,
+        watches_closed: bool = False,
     ) -> None:
-        closed = {
-            id(part)
-            for recording in recordings
-            for called in {
-                id(c.module): c.module for c in recording.commands if c.module is not None
-            }.values()
-            for part in called.modules()
-        }
+        closed = (
+            set()
+            if watches_closed
+            else {
+                id(part)
+                for recording in recordings
+                for called in {
+                    id(c.module): c.module for c in recording.commands if c.module is not None
+                }.values()
+                for part in called.modules()
+            }
+        )
         self._modules = list(module.modules())
         self._containers = [part for part in self._modules if id(part) not in closed]
         self._parameters = list(module.parameters())

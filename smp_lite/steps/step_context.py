@@ -124,7 +124,14 @@ class StepContext:
                 warn_once_at_user_line(_UNSEEN.format(unseen[0]))
             else:
                 given = [value for value in given_objects(self.inputs) if value is not model]
-                kept.surroundings = Surroundings(model.module, function, kept.names, kept.recordings, given)
+                kept.surroundings = Surroundings(
+                    model.module,
+                    function,
+                    kept.names,
+                    kept.recordings,
+                    given,
+                    watches_closed=model.runtime.splits_backwards,
+                )
             static[key] = kept
             return result
         self.runtime = model.runtime
@@ -296,6 +303,8 @@ class StepContext:
         if self.runtime is not None:
             self.runtime.recorder.tape = None
             self.runtime.abandon(error)
+        elif self.session.model is not None:
+            self.session.model.failed_before_partition(error)
 
 
 @contextlib.contextmanager

@@ -36,12 +36,14 @@ from ..tensor_parallel.replacement import replace_marked, translations
 from ..tensor_parallel.splitting import refuse_own_batches
 from .activation_checkpointing import check_marked, group_marked
 from .delayed import begin_without_data, lacks, prepare_delayed
+from .first_meeting import FirstMeeting
 from .half_precision import HalfPrecision, check_cast
 from .hops import end_hops
 from .lazy_modules import has_lazy_modules, initialise_lazy_modules
 from .model_with_state import ModelWithState
 from .outside_step import OutsideStep
 from .partitioning import decide_partition, load_partition, report_partition
+from .same_weights import take_over_first
 from .schedules import Schedules, first_policy, schedule_chooser
 from .sharding import announce_slices, sharding_of
 
@@ -120,6 +122,9 @@ class DistributedModel(ModelWithState):
         self._measure_times = trace_execution_times
         self._session = session
         self._runtime: ModelRuntime | None = None
+        in_stages = session.world is not None and session.num_stages > 1
+        self._meeting = FirstMeeting(session.world) if in_stages else None
+        self._has_met = False  # in the step that runs, if the model is not cut yet
         self._outside: OutsideStep | None = None  # a step; with one partition
         self._frozen: list[tuple[str, nn.Parameter]] = []  # at partition, and where there are replicas
         self.own_parameters: OwnParameters | None = None  # after partition
@@ -249,6 +254,7 @@ class DistributedModel(ModelWithState):
             SMPError: a parameter trains now that did not when reductions over replicas were set up.
         """
         self.put_away()
+        self._has_met = False
         check_current()
         if self._outside is not None:
             self._outside.settle()
@@ -294,6 +300,25 @@ class DistributedModel(ModelWithState):
         return self._partition
 
     def _partition_now(self, example: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
+        """Cuts the model; collective over all ranks."""
+        if self._meeting is None:
+            self._cut(example)
+            return
+        self._has_met = True
+        self._meeting.come()
+        try:
+            self._cut(example)
+        except Exception as error:
+            self._meeting.fail(error)
+            raise
+        self._meeting.come()
+
+    def failed_before_partition(self, error: BaseException) -> None:
+        """The step that runs has failed before its first call of the model: tells the other ranks."""
+        if self._meeting is not None and self._runtime is None and not self._has_met:
+            self._meeting.fail(error)
+
+    def _cut(self, example: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
         session = self._session
         if example is not None and self._half is not None:
             example = self._half.cast_inputs(*example)
@@ -301,6 +326,7 @@ class DistributedModel(ModelWithState):
         waiting = prepare_delayed(session, self.module, measures=self._measure_times, loaded=loaded)
         if example is not None:
             initialise_lazy_modules(self.module, *example)
+        take_over_first(session, self.module)
         peers = session.peers()
         partition, costs, self.schedules = decide_partition(
             session,
@@ -332,7 +358,10 @@ class DistributedModel(ModelWithState):
             waiting,
             schedule_chooser(session, self.schedules),
             graphs=session.cfg.static_mode and are_wanted(),
+            between=session.between_steps,
         )
+        if session.world is not None:
+            self._runtime.recorder.ranks_of_stage = session.ranks_of_stage
         group_marked(self._runtime.recorder.runs)
         self.own_parameters.after_partition()
         if self._runtime.reducer is not None:
@@ -399,6 +428,12 @@ class DistributedModel(ModelWithState):
         What is away here is away in the copy too; ``smp.gathered(copy)`` makes it whole.
         """
         return copy.deepcopy(self.module, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise SMPError(
+            "a DistributedModel cannot be pickled: it belongs to this process's job. Save "
+            "model.state_dict(), or smp.save(model.get_module())"
+        )
 
     # As of torch -------------------------------------------------------------------------------------------
 
@@ -479,6 +514,12 @@ def _check_wrapping(session: session_module.Session, module: nn.Module) -> None:
         raise SMPError(
             "the model is wrapped in torch's DistributedDataParallel: wrap the plain model and set "
             "ddp: True in the parameters"
+        )
+    is_compiled = type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+    if is_compiled and session.num_stages > 1:
+        raise SMPError(
+            "the model is compiled as a whole (torch.compile), and its stages run on several ranks: compile "
+            "modules that lie on one stage, such as its blocks, before it is wrapped"
         )
     if isinstance(module, torch.jit.ScriptModule):
         raise SMPError("TorchScript modules are not supported: wrap the eager module")

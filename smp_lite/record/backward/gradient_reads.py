@@ -7,9 +7,10 @@ of other microbatches have added to it. So this is an error, whatever the hook d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -17,9 +18,10 @@ from ...errors import SMPError
 from ..code.frames import users_line
 from ..parameters.placement import Placement
 from ..values.meant import meant
+from ..values.torch_functions import is_metadata
 from .part import Part
 
-__all__ = ["GradientReads", "refuse_reads_elsewhere"]
+__all__ = ["GradientReads", "refuse_reads_elsewhere", "refuse_reads_of_changing"]
 
 _OF_GRADIENTS = tuple(
     access
@@ -40,6 +42,47 @@ class GradientReads(TorchFunctionMode):
         if func in _OF_GRADIENTS:
             self._on_read(args[0])
         return meant(func)(*args, **(kwargs or {}))
+
+
+class _TensorReads(TorchFunctionMode):
+    """Tells of each tensor that is given to a torch function for more than what it knows without its data."""
+
+    def __init__(self, on_read: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._on_read = on_read
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = meant(func)
+        # On fake tensors kernels are Python too, and none of the user's.
+        is_real = torch._C._len_torch_dispatch_stack() == 0
+        if is_real and not is_metadata(func, getattr(func, "__name__", "")):
+            for value in (*args, *(kwargs or {}).values()):
+                if isinstance(value, Tensor):
+                    self._on_read(value)
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_reads_of_changing(buffers: Mapping[int, str]) -> TorchFunctionMode:
+    """Around a part of a backward.
+
+    Args:
+        buffers: names, by id, of those that forwards of the step change.
+
+    Returns:
+        A mode that raises where one of them is read: forwards of later microbatches have changed it by then.
+    """
+
+    def look(tensor: Any) -> None:
+        if id(tensor) in buffers:
+            raise SMPError(
+                f"the buffer {buffers[id(tensor)]!r} is read at {users_line()}, in code that runs within a "
+                "backward (a hook, an autograd function's backward), and changed by forwards of the step: in "
+                "one process each backward comes after its own forward, here forwards of other microbatches "
+                "come between. Save what the backward needs (ctx.save_for_backward(buffer.clone()), a clone "
+                "in the hook's closure), or set microbatches to 1"
+            )
+
+    return _TensorReads(look)
 
 
 def refuse_reads_elsewhere(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from ..parameters.placement import Placement
 from ..state.between import ReadBetween
 from ..state.places import ModuleAttribute, Place, PlacesRead, Seen, in_force
 from .effects import BACKWARD_CODE, BackwardEffects
+from .gradient_reads import refuse_reads_of_changing
 from .part import Owners, Part
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class BackwardState:
 
     Attributes:
         runs_python: whether any such code has been met, or a checkpoint, which runs forward code again.
+        changing_buffers: gives names, by id, of the buffers that closed calls change.
         effects: what it changes.
     """
 
@@ -66,6 +68,9 @@ class BackwardState:
         self._read_between = read_between
         self._descriptions = descriptions
         self.runs_python = False
+        self.changing_buffers: Callable[[], Mapping[int, str]] = dict  # of those that forwards change
+        self._recomputes = False  # backwards run forwards again
+        self._is_repeated = False  # the step has several microbatches
         self.effects = BackwardEffects(placement)
         self._of_classes: dict[type, PlacesRead] = {}
         self._of_hooks: PlacesRead | None = None  # of this step
@@ -75,6 +80,7 @@ class BackwardState:
 
     def begin_step(self, num_microbatches: int) -> None:
         self._of_hooks = None
+        self._is_repeated = num_microbatches > 1
         self._heard.clear()
         self._called.clear()
         self.effects.begin_step(num_microbatches)
@@ -93,6 +99,7 @@ class BackwardState:
             own = cls.__module__.partition(".")[0] in _OURS
             places = self._of_classes[cls] = PlacesRead([]) if own else places_of_class(cls)
             self.runs_python |= issubclass(cls, CheckpointFunction)
+            self._recomputes |= issubclass(cls, CheckpointFunction)
             if not own:
                 self.runs_python = True
                 for name in ("backward", "vjp"):
@@ -115,7 +122,7 @@ class BackwardState:
 
     def hears_checkpoint(self) -> None:
         """Backward passes will run forward code again."""
-        self.runs_python = True
+        self.runs_python = self._recomputes = True
 
     def note(self, recording: Recording, values: Sequence[int]) -> None:
         """``model.backward()`` of these values is called now."""
@@ -202,7 +209,9 @@ class BackwardState:
         state = list(called.changed.values())
         m, all_commands = called.microbatch_index, called.commands
         part = Part.of(m, stage_index, all_commands if self.effects.is_possible else (), commands)
-        with self.effects.watched(part), in_force(state):
+        changing = self.changing_buffers() if self._is_repeated and not self._recomputes else {}
+        reads = refuse_reads_of_changing(changing) if changing else contextlib.nullcontext()
+        with self.effects.watched(part), in_force(state), reads:
             before = [place.get() for place, _ in state]
             yield
             self._check_only_changed_by_one(state, before)

@@ -189,6 +189,11 @@ class Descriptions:
         """The code that modules of that signature have been seen to enter; it may become more."""
         return self._names[signature].functions
 
+    def mentions(self, module: nn.Module, names: frozenset[str]) -> bool:
+        """Whether code that has been seen in calls of the module has one of these names in it."""
+        known = self._names.get(self.signatures.of(module))
+        return known is not None and not known.attributes.isdisjoint(names)
+
     def all_places(self) -> list[PlacesRead]:
         """What the code of all modules reads that have been called."""
         return [places for _, _, places in self._places.values()]

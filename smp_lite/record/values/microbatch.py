@@ -161,6 +161,8 @@ def _cut_tensor(tensor: torch.Tensor, count: int, axis: int, name: str) -> list[
             "set its batch axis in input_split_axes, or list it in non_split_inputs"
         )
     size = tensor.shape[axis]
+    if not size:
+        return [tensor.narrow(axis, 0, 0) for _ in range(count)]
     if size % count:
         raise ValueError(
             f"smp.step: argument {name!r} has {size} samples on axis {axis}, which microbatches={count} does "

@@ -9,6 +9,7 @@ nobody used keeps ``grad = None``, and one that only some used counts as zero on
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,12 +18,16 @@ import torch
 from torch import nn
 
 from ...comm.collectives import Collectives, Pending
+from ...comm.layout import sum_of_bits
 from ...comm.waiting import wait_until
-from ...devices import CPU
+from ...devices import CPU, is_host
 from ...errors import SMPError, SMPMismatch
+from ...nn.guarding import plain
 from ...record.values.memory import place_of
 
-_STEPS_MODULO = 1_000_003  # a float32 sum of as many replicas as there are stays exact
+_STEPS_MODULO = 1_000_003  # a sum of as many replicas as there are stays exact
+_FEW, _SMALL = 8, 4096  # parameters that are compared, and their elements at most
+_LOOK_EVERY = 100
 
 Hook = Callable[[Any, "GradBucket"], "torch.futures.Future[torch.Tensor]"]
 
@@ -101,6 +106,9 @@ class Reducer:
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._next = 0
         self._steps = 0
+        self.differs = False  # whether members have stepped otherwise, as the last finish() found
+        trained = [p for p in parameters if p.requires_grad and p.numel() <= _SMALL]
+        self._few = sorted(trained, key=lambda p: p.numel())[:_FEW]
 
     def begin_step(self) -> None:
         self._steps += 1
@@ -120,11 +128,25 @@ class Reducer:
             self._start()
             self.started_in_backward += 1
 
-    def finish(self, *, failed: bool = False) -> bool:
+    def few_values(self) -> list[tuple[nn.Parameter, int]]:
+        """A few small parameters, which must be the same on all members, and the sums of their bits."""
+        return [(parameter, sum_of_bits(plain(parameter))) for parameter in self._few]
+
+    def _state(self, said: int) -> int:
+        """A number of 20 bits for what must be the same on all members when they reduce."""
+        # To read a device's numbers its host has to wait: now and then.
+        is_near = all(is_host(parameter.device) for parameter in self._few)
+        is_looked_at = is_near or self._steps % _LOOK_EVERY in (1, 2, 3)
+        values = [bits for _, bits in self.few_values()] if is_looked_at and self.hook is None else []
+        return zlib.crc32(repr((said, values)).encode()) & 0xFFFFF
+
+    def finish(self, *, failed: bool = False, said: int | None = None) -> bool:
         """Starts what has not been, waits for all, and puts the averages in place.
 
         Args:
             failed: the step has failed here; the other members must not wait in vain.
+            said: what the script has done between steps; ``differs`` tells afterwards whether that, or one of
+                a few small parameters, is not the same on all members. None: they are not compared.
 
         Returns:
             Whether the step has failed on any member; then gradients are not to be used.
@@ -132,12 +154,16 @@ class Reducer:
         Raises:
             SMPMismatch: the members are at different steps.
         """
+        state = 0 if said is None else self._state(said)
         used = torch.tensor(
             [
                 *[float(p.grad is not None) for bucket in self._buckets for p in bucket.parameters],
                 float(failed),
                 float(self._steps % _STEPS_MODULO),
+                float(state),
+                float(state * state),
             ],
+            dtype=torch.float64,
             device=CPU,
         )
         while self._next < len(self._buckets):
@@ -146,12 +172,14 @@ class Reducer:
         for number, bucket in enumerate(self._buckets):
             self._wait(bucket, number)
         wait_until(pending_use.done, lambda: "the dp group did not agree on which parameters were used")
-        *numbers, num_failed, steps = used.tolist()
+        *numbers, num_failed, steps, states, squares = used.tolist()
         if steps != self.collectives.size * (self._steps % _STEPS_MODULO):
             raise SMPMismatch(
                 "the replicas are at different steps: one of them left out a step that the others made, or "
                 "failed in one and went on. All replicas must call the same step functions equally often"
             )
+        # That the mean of the squares is the square of the mean is so on all members, or on none.
+        self.differs = not num_failed and self.collectives.size * int(squares) != int(states) ** 2
         if num_failed:
             return True
         flags = iter(numbers)

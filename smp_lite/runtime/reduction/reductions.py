@@ -86,14 +86,14 @@ class Reductions:
         most_elements: int | None = None,
     ) -> None:
         self._ranks = ranks
-        by_rule: dict[Rule, list[nn.Parameter]] = {
-            rule_of(nn.Parameter(torch.empty(0, device=CPU)), ranks): []
-        }
+        base = rule_of(nn.Parameter(torch.empty(0, device=CPU)), ranks)
+        by_rule: dict[Rule, list[nn.Parameter]] = {base: []}
         sharded = {id(parameter) for group in groups for parameter in group.parameters}
         for parameter in parameters:
             if id(parameter) not in sharded:
                 by_rule.setdefault(rule_of(parameter, ranks), []).append(parameter)
         self._reducers: list[Reducer] = []
+        self._base: Reducer | None = None  # over all that have a batch of their own
         self._of: dict[int, Reducer] = {}
         self._by_axes: dict[tuple[str, ...], Collectives | None] = {}
         self._summed: list[nn.Parameter] = []
@@ -113,6 +113,8 @@ class Reductions:
                     as_views=as_views,
                 )
                 self._reducers.append(reducer)
+                if rule == base:
+                    self._base = reducer
                 self._of.update(dict.fromkeys(map(id, members), reducer))
                 if collectives.size != rule.divisor:
                     self._summed += members
@@ -217,10 +219,22 @@ class Reductions:
         if reducer is not None:
             reducer.on_final(parameter)
 
-    def finish(self, *, failed: bool) -> bool:
+    def finish(self, *, failed: bool, said: int | None = None) -> bool:
         """As :meth:`Reducer.finish`, for all of them."""
-        heard = [reducer.finish(failed=failed) for reducer in self._reducers]
+        heard = [
+            reducer.finish(failed=failed, said=said if reducer is self._base else None)
+            for reducer in self._reducers
+        ]
         return any(heard)
+
+    @property
+    def differs(self) -> bool:
+        """Whether replicas turned out to have stepped otherwise, in the last :meth:`finish`."""
+        return self._base is not None and self._base.differs
+
+    def few_values(self) -> list[tuple[nn.Parameter, int]]:
+        """The parameters that were compared, and the sums of their bits."""
+        return [] if self._base is None else self._base.few_values()
 
     def _over(self, axes: tuple[str, ...]) -> Collectives | None:
         if axes not in self._by_axes:

@@ -14,7 +14,9 @@ from torch.nn.modules import module as torch_module
 from ...errors import SMPError
 from ...plan.step.segments import Segment
 from ...record.backward.engine import edge_of
+from ...record.backward.gradient_reads import GradientReads
 from ...record.backward.saved_state import unchanged, unchanged_parameter
+from ...record.code.frames import users_line
 from ...record.describe.checkpointed_calls import seeded_by
 from ...record.describe.effects import Buffers, Effects, NeedsOpening
 from ...record.parameters.placement import Placement
@@ -29,7 +31,7 @@ from ...record.values.structure import LEAF, flatten
 from ..sharded.parameters import ShardedParameters
 from .random_streams import RandomStreams
 
-_NO_SEEDS = contextlib.nullcontext()
+_NO_SEEDS = _NO_GUARD = contextlib.nullcontext()
 
 
 class CommandRunner:
@@ -105,9 +107,10 @@ class CommandRunner:
             self.streams.seed(m, command.seed_key)
         seeding = seeded_by(self.streams.seeding(m, command.seeds)) if command.seeds else _NO_SEEDS
         watched = self.observer is not None and command.module is not None
+        guard = GradientReads(self._refuse_read) if command.looks_at_gradients else _NO_GUARD
         if command.meta is None:
             seen = self.observer.before(command, args, kwargs) if watched else None
-            with seeding:
+            with seeding, guard:
                 run = self.undescribed[command.index] = _run_for_real(command, tensors, args, kwargs)
             if watched and run.effect is None:
                 self.observer.ran(m, command, *seen, run.result)
@@ -115,13 +118,23 @@ class CommandRunner:
         if watched:
             with in_force(command.carried or ()):
                 seen = self.observer.before(command, args, kwargs)
-        with seeding:
+        with seeding, guard:
             result = _call(command, args, kwargs)
         if watched:
             self.observer.ran(m, command, *seen, result)
         self._store(command, result, local)
         for old, new in command.changes:
             local[new] = changed[old]
+
+    def _refuse_read(self, tensor: Any) -> None:
+        """Code of a module looks at a gradient while it runs forward."""
+        name = self.placement.alias(tensor)
+        if name is not None:
+            raise SMPError(
+                f"the gradient of the parameter {name!r} is read or set at {users_line()}, in a forward "
+                "inside an smp.step: backwards of earlier microbatches have not come there yet as they have "
+                "in one process. Look at gradients between steps, or set microbatches to 1"
+            )
 
     def _before_changes(
         self,

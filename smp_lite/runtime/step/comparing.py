@@ -9,6 +9,10 @@ from ...record.recording import Recording, describe_command
 
 __all__ = ["ALL", "CUT_AT", "LOOKS", "ONE", "checks"]
 
+_ONE_OPTIMIZER = (
+    "Each rank steps the parameters of its stage, so all must do the same with the optimizer: leave out "
+    "steps, set rates and call schedulers by what all ranks know (the results of a step), never by smp.rank()"
+)
 ALL, LOOKS, ONE, CUT_AT = 0, 1, 2, 3
 """Where a rank stands when it compares: at the end of recording, at a look at data, after one microbatch, or
 (``CUT_AT + m``) at microbatch m, which is not like those before (:mod:`..stage.ahead`)."""
@@ -20,6 +24,7 @@ def checks(
     contents: Sequence[tuple[tuple[int, ...], int]],
     inputs: tuple[int, Callable[[], list[str]]],
     random_state: int,
+    between: tuple[int, Callable[[], list[str]]],
 ) -> list[Check]:
     """What is compared.
 
@@ -29,6 +34,7 @@ def checks(
         contents: shapes and digests of tensors of the script's own that its calls read.
         inputs: a digest of the batch and its description; 0: it is not compared.
         random_state: of the start, if the step function has drawn random numbers; 0: it is not compared.
+        between: a digest of what the script has done between steps, and its description.
     """
 
     def calls() -> list[str]:
@@ -60,6 +66,7 @@ def checks(
             lambda: [f"has the random state {random_state:x}"],
             of_batch=True,
         ),
+        Check("what a script does between steps", *between, advice=_ONE_OPTIMIZER),
     ]
 
 

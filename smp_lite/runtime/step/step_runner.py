@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...alike_between import BetweenSteps
 from ...comm.peers import Peers
 from ...comm.stage_peers import StagePeers
 from ...devices import home
@@ -50,6 +51,7 @@ class StepRunner:
         books: for each stage played here.
         streams: random seeds, shared with the executors.
         stage_peers: the ranks that share the stage; None where there are no others.
+        between: what the script does between steps.
     """
 
     def __init__(
@@ -61,8 +63,10 @@ class StepRunner:
         books: dict[int, GradientBooks],
         streams: RandomStreams,
         stage_peers: StagePeers | None = None,
+        between: BetweenSteps | None = None,
     ) -> None:
         self.peers = peers
+        self._between = between if between is not None else BetweenSteps()
         self._stage_peers = stage_peers
         self.executors = executors
         self.books = books
@@ -492,6 +496,7 @@ class StepRunner:
                 self._recorder.ordinary.contents,
                 self._inputs if is_last else (0, list),
                 self._start_state if is_last and self.drew() else 0,
+                (self._between.digest(), self._between.lines),
             ),
             ahead=ahead,
         )

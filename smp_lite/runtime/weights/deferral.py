@@ -68,6 +68,7 @@ class WeightGradients:
         parameters_of: the parameters that a segment of a recording may use.
         name_of: of a parameter, for errors.
         are_equal: compares the gradient that has arrived with what a rule has made; None: bit by bit.
+        keeps_whole: whether the code of a module may look at gradients itself, or at autograd's nodes.
     """
 
     def __init__(
@@ -75,7 +76,10 @@ class WeightGradients:
         parameters_of: Callable[[Recording, Segment], Sequence[nn.Parameter]],
         name_of: Callable[[nn.Parameter], str | None],
         are_equal: Callable[[Tensor, Tensor], bool] | None = None,
+        keeps_whole: Callable[[nn.Module], bool] = lambda module: False,
     ) -> None:
+        self._keeps_whole = keeps_whole
+        self._kept: dict[Any, frozenset[int]] = {}  # by form, ids of parameters that are never split
         self._are_equal = are_equal or same_bits
         self._parameters_of = parameters_of
         self._name_of = name_of
@@ -148,7 +152,7 @@ class WeightGradients:
             if (m, segment.visit) in later and segment.commands[0] not in state.forward_done:
                 learned = self._learned.get(_form(state, segment), _NOTHING)
             split.update((number, touched[number]) for number in learned)
-            whole.update(touched.keys() - learned)
+            whole.update(touched.keys() - learned, self._kept[_form(state, segment)])
             earlier = before.setdefault(m, set())
             whole.update(touched.keys() & earlier)  # tied over segments: their sum has an order of its own
             earlier.update(touched)
@@ -166,6 +170,9 @@ class WeightGradients:
         if form not in self._touched:
             self._modules[form] = _modules_of(state.recording, segment)
             self._touched[form] = {id(p): p for p in self._parameters_of(state.recording, segment)}
+            owners = [state.recording.commands[index].module for index in segment.commands]
+            kept = [owner for owner in owners if owner is not None and self._keeps_whole(owner)]
+            self._kept[form] = frozenset([id(p) for owner in kept for p in owner.parameters()])
         return self._touched[form]
 
     def end(self) -> None:
@@ -275,9 +282,11 @@ class WeightGradients:
             for parameter in use.parameters:
                 if id(parameter) in done or not _same_state(parameter, self._grads[id(parameter)]):
                     raise SMPError(
-                        f"the gradient of {self._names([parameter])} has come from more calls than in the "
-                        "first step: where gradients of parameters are given later, how often a module uses "
-                        "a parameter must not depend on data; set pipeline to 'interleaved'"
+                        f"the gradient of {self._names([parameter])} has come from other calls than in the "
+                        "first step: more of them, or one that gives its gradient at once, since its input "
+                        "is not contiguous or wants no gradient, or another parameter stands in its layer. "
+                        "Where gradients of parameters are given later, how a module uses a parameter must "
+                        "not depend on data; set pipeline to 'interleaved'"
                     )
                 done.add(id(parameter))
             # One call after the other: what was just made is added while it is in the cache.

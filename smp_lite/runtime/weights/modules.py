@@ -112,11 +112,12 @@ class SplitLinear:
         took: hears of each use to which autograd has come.
     """
 
-    __slots__ = ("_took", "module", "parameters")
+    __slots__ = ("_bias", "_took", "_weight", "module", "parameters")
 
     def __init__(self, module: nn.Linear, took: Callable[[Any, Tensor, bool], None]) -> None:
         self.module = module
         self._took = took
+        self._weight, self._bias = module.weight, module.bias
         trained = module.bias is not None and module.bias.requires_grad
         self.parameters = (module.weight, module.bias) if trained else (module.weight,)
 
@@ -131,8 +132,9 @@ class SplitLinear:
             or not may_split()
         ):
             return nn.Linear.forward(self.module, input)  # whole
-        # Now, since a script may set weight.data in a forward.
         weight, bias = self.module.weight, self.module.bias
+        if weight is not self._weight or bias is not self._bias:
+            return nn.Linear.forward(self.module, input)  # with others in their places for this call
         output = LINEAR(input, weight.detach(), None if bias is None else bias.detach())
         node = output.grad_fn
         assert node is not None

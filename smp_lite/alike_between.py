@@ -1,0 +1,60 @@
+"""What a script does with its optimizer between steps, which all ranks must do alike.
+
+Each stage's parameters are stepped by the rank that holds them, and each replica steps its own copy. So a
+rate that one rank changes alone (``if smp.rank() == 0: scheduler.step()``), or a step of the optimizer that
+one replica leaves out because of its own loss, would train something that no one process trains. What has
+been done is a number: the ranks of a replica compare it with every step that they have recorded, and replicas
+as they reduce gradients.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["BetweenSteps"]
+
+_Plain = bool | int | float | str | None
+
+
+class BetweenSteps:
+    """What this rank has done so far.
+
+    Attributes:
+        groups: gives the optimizer's parameter groups; set by the optimizer.
+        keys: of their settings.
+    """
+
+    def __init__(self) -> None:
+        self._calls: Counter[str] = Counter()
+        self.groups: Callable[[], Sequence[Mapping[str, Any]]] = list
+        self.keys: Sequence[str] = ()
+
+    def note(self, call: str) -> None:
+        """The script has called this."""
+        self._calls[call] += 1
+
+    def digest(self) -> int:
+        """A number for all of it."""
+        return zlib.crc32(repr((sorted(self._calls.items()), self._settings())).encode())
+
+    def lines(self) -> list[str]:
+        """It in words, for errors."""
+        calls = [f"has called {call} {count} times" for call, count in sorted(self._calls.items())]
+        return calls + [
+            f"has the optimizer's setting {key} of parameter group {number} at {value}"
+            for number, group in enumerate(self._settings())
+            for key, value in group
+        ]
+
+    def _settings(self) -> list[list[tuple[str, Any]]]:
+        found = [[(key, group[key]) for key in self.keys if key in group] for group in self.groups()]
+        return [[(key, value) for key, value in group if _is_plain(value)] for group in found]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return isinstance(value, _Plain)

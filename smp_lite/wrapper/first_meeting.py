@@ -1,0 +1,78 @@
+"""Ranks meet before the model is cut, and after: one that has failed instead tells the others, and goes on.
+
+Until then there is no runtime that ranks could hear each other by (:meth:`smp_lite.comm.peers.Peers.fail`),
+and a rank whose first step ends by an error of its own would be waited for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..comm.collectives import Pending
+from ..comm.peers import peer_failed
+from ..comm.waiting import wait_until
+from ..comm.world import World
+from ..devices import CPU
+from ..errors import SMPTimeout
+
+__all__ = ["FirstMeeting"]
+
+_FIRST_NUMBER = 1_000_000
+"""Of failures: those of the runtime are counted from 1."""
+
+
+class FirstMeeting:
+    """Making one is collective over all ranks.
+
+    Args:
+        world: the job.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._ranks = world.group("WORLD")
+        self._others = [rank for rank in self._ranks if rank != world.rank]
+        self._collectives = world.collectives("WORLD")
+        self._number = _FIRST_NUMBER
+        self._unawaited: list[tuple[Pending, Any]] = []
+
+    def come(self) -> None:
+        """Collective.
+
+        Raises:
+            PeerFailed: a rank has failed instead of coming.
+            SMPTimeout: one has not come.
+        """
+        pending, theirs = self._begin(0)
+        wait_until(
+            pending.done,
+            lambda: "the first call of the model is collective: not all ranks have come to it",
+            lambda: self._others,
+        )
+        self._unawaited[:] = [item for item in self._unawaited if not item[0].done()]
+        failed = {rank: n for rank, n in zip(self._ranks, theirs.flatten().tolist(), strict=True) if n}
+        if failed:
+            texts = [self._world.receive_failure(rank, number) for rank, number in failed.items()]
+            raise peer_failed(
+                f"rank {next(iter(failed))} failed in the first step, before the model was cut, so the step "
+                f"cannot run: {texts[0]}. The next step can, if that rank goes on",
+                texts[0],
+            )
+
+    def fail(self, error: BaseException) -> None:
+        """This rank will not come: tells the others."""
+        if not isinstance(error, Exception) or isinstance(error, SMPTimeout):
+            return
+        self._number += 1
+        pending, theirs = self._begin(self._number)
+        self._unawaited.append((pending, theirs))  # kept until it has ended: nobody may be there now
+        text = f"{type(error).__name__}: {error}"
+        posted = self._world.post_failure(self._number, text, self._others)
+        self._unawaited += [(each, text) for each in posted]
+
+    def _begin(self, number: int) -> tuple[Pending, torch.Tensor]:
+        mine = torch.tensor([number], dtype=torch.int64, device=CPU)
+        theirs = torch.empty(len(self._ranks), 1, dtype=torch.int64, device=CPU)
+        return self._collectives.all_gather(mine, theirs), theirs
