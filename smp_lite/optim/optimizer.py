@@ -121,8 +121,11 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         self._step_took = self._step_swapped = False  # whether the inner optimizer's step has done so
         self._sharding = ShardedNames(session, groups)
         session.optimizer = self
-        session.between_steps.groups = lambda: torchs.param_groups
-        session.between_steps.keys = sorted({*torchs.defaults, "initial_lr"})
+        # Groups of one rank's own parameters (model.local_parameters()) are other ones on each stage.
+        given = {id(parameter) for group in torchs.param_groups for parameter in group["params"]}
+        if all(id(p) in given for p in session.model.module.parameters() if p.requires_grad):
+            session.between_steps.groups = lambda: torchs.param_groups
+            session.between_steps.keys = sorted({*torchs.defaults, "initial_lr"})
         if session.model.partitioned:
             self.after_partition()
         else:
