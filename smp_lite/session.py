@@ -87,6 +87,7 @@ class Session:
         self.process_groups: dict[str, Any] = {}
         # Called with each step's plan and recordings before it is executed; ``smp-lite plan`` listens.
         self.on_planned: Callable[..., None] | None = None
+        self.takes_rest_alike = False  # ``smp-lite plan``: all microbatches are like the second, if that is
         self.checker: Any = None  # of ``smp-lite check``: runs each step
         self.observer: Any = None  # of the same: sees each command that runs
         self.assigned_stages: dict[int, tuple[Any, int]] = {}  # id(module) -> (module, stage)

@@ -18,7 +18,8 @@ parameters: their collectives give the shapes of results, and talk to nobody.
 
 A *script* is run up to the end of recording its first step that has a backward, in a session that plays all
 stages. A ``package:function`` returns a model, or a model and the inputs of one batch: a tensor, a tuple, or
-a dict of keyword arguments. Without inputs, ``--input`` describes them.
+a dict of keyword arguments. Without inputs, ``--input`` describes them. Its microbatches get inputs of the
+same form: if the second repeats the first, so do all others, and are not recorded one by one.
 """
 
 from __future__ import annotations
@@ -193,6 +194,7 @@ def _plan_function(args: argparse.Namespace) -> PlanReady:
             total = total + loss
         model.backward(total)
 
+    session_module.current().takes_rest_alike = True  # they get the same inputs
     try:
         with without_gc():  # one step, which is short and makes much
             train(model, call_args, call_kwargs)

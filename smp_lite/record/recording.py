@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from .state.ambient import Ambient
 from .state.draws import Draw
 from .state.places import Place
 from .values.calls import Arguments, ResultMeta
+from .values.memory import storage_of
 from .values.placed import TensorMeta
 
 _NOTHING = contextlib.nullcontext()
@@ -166,6 +167,34 @@ class Recording:
             if command.draw is not None:
                 command.draw.note()
                 command.draw.advance()
+
+    def one_more(self, microbatch_index: int, earlier: Recording) -> Recording:
+        """Another microbatch that does the same, to plan with: it has ordinary tensors of its own.
+
+        Args:
+            microbatch_index: which.
+            earlier: one that this repeats; what both have captured is not made for each microbatch.
+        """
+        commands = []
+        made: dict[int, torch.Tensor] = {}
+        for command, before in zip(self.commands, earlier.commands, strict=True):
+            pairs = zip(command.sources, command.arguments.tensors, before.arguments.tensors, strict=True)
+            own = [
+                i
+                for i, (source, now, then) in enumerate(pairs)
+                if source < 0 and storage_of(now) != storage_of(then)
+            ]
+            if own:
+                arguments = command.arguments.copy()
+                for i in own:
+                    tensor = arguments.tensors[i]
+                    if id(tensor) not in made:
+                        with torch.no_grad(), torch._C.DisableTorchFunction():
+                            made[id(tensor)] = tensor.clone()
+                    arguments.replace(i, made[id(tensor)])
+                command = replace(command, arguments=arguments)
+            commands.append(command)
+        return replace(self, microbatch_index=microbatch_index, commands=commands)
 
     def roots(self) -> list[int]:
         return [value for backward in self.backwards for value in backward.values]

@@ -36,6 +36,12 @@ class Arguments:
         spec = flatten((args, kwargs), leaves)
         return cls(leaves, spec)
 
+    def copy(self) -> Arguments:
+        """The same arguments, to be replaced one by one."""
+        same = Arguments([], self.spec)
+        same.leaves, same.tensors, same.positions = list(self.leaves), list(self.tensors), self.positions
+        return same
+
     def replace(self, i: int, tensor: torch.Tensor | None) -> None:
         """Another tensor in the place of the i-th; None: nothing, until it is built with others."""
         self.tensors[i] = self.leaves[self.positions[i]] = tensor  # type: ignore[assignment]
