@@ -10,6 +10,8 @@ import pytest
 
 from smp_lite import session
 from smp_lite.cli import main
+from smp_lite.record.recorder import Recorder
+from smp_lite.steps.step_context import StepContext
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOUR = json.dumps({"partitions": 4, "microbatches": 8})
@@ -29,6 +31,22 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "        return nn.Sequential(*[nn.Linear(100_000, 100_000) for _ in range(8)])\n"
         "def number():\n"
         "    return 3\n"
+        "class Masked(nn.Module):\n"
+        "    def __init__(self, grows=False):\n"
+        "        super().__init__()\n"
+        "        self.parts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))\n"
+        "        self.grows, self.calls = grows, 0\n"
+        "    def forward(self, x):\n"
+        "        self.calls += 1\n"
+        "        times = self.calls if self.grows else 1\n"
+        "        mask = torch.arange(64.) * 2\n"
+        "        for part in [*self.parts[:-1]] * times + [self.parts[-1]]:\n"
+        "            x = part(x) * mask\n"
+        "        return x\n"
+        "def masked():\n"
+        "    return Masked(), torch.zeros(64, 64)\n"
+        "def growing():\n"
+        "    return Masked(True), torch.zeros(64, 64)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     return "planned"
@@ -55,6 +73,26 @@ def test_a_function_is_planned(package: str, capsys: pytest.CaptureFixture[str],
     assert float(work[1]) == pytest.approx(3 * 8 * 2 * 64 * 512 * 512 / 1e9, rel=0.1)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert not session.is_initialized()
+
+
+@pytest.mark.parametrize("name", ["equal", "masked", "growing"])
+def test_microbatches_that_repeat_the_second_are_not_recorded(
+    name: str, package: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[int] = []
+    begin, take = Recorder.begin_microbatch, StepContext._take_rest
+    monkeypatch.setattr(
+        Recorder, "begin_microbatch", lambda recorder, m: (recorded.append(m), begin(recorder, m))[1]
+    )
+    texts, counts = [], []
+    for function in (take, lambda context, recording: False):
+        monkeypatch.setattr(StepContext, "_take_rest", function)
+        recorded.clear()
+        assert main(["plan", "--parameters", FOUR, "--lists", f"{package}:{name}"]) == 0
+        texts.append(capsys.readouterr().out)
+        counts.append(len(recorded))
+    assert texts[0] == texts[1]
+    assert counts == ([8, 8] if name == "growing" else [2, 8])
 
 
 def test_options_may_follow_a_function(package: str, capsys: pytest.CaptureFixture[str]) -> None:
