@@ -187,7 +187,10 @@ def init_in_memory(config: Mapping[str, Any]) -> None:
     with one process for each stage.
     """
     if is_initialized():
-        raise SMPError("smp.init() was called twice: call it once, first thing in the script")
+        raise SMPError(
+            "smp.init() was called twice: call it once, first thing in the script, or smp.reset() before it "
+            "(a cell of a notebook that runs again)"
+        )
     set_current(_in_memory(load_config(config, {})))
     listen()
 

@@ -134,6 +134,8 @@ def run_plan(args: argparse.Namespace, overrides: Sequence[str] = ()) -> int:
     is_script = args.target.endswith(".py") or Path(args.target).is_file()
     if args.input and is_script:
         raise ValueError("--input is for a package:function; a script makes its own inputs")
+    if args.png and not Path(args.png).parent.is_dir():
+        raise ValueError(f"--png {args.png}: there is no folder {Path(args.png).parent}")
     ready_for = contextlib.nullcontext()
     if is_script and Path(args.target).is_file():
         ready_for = prepared_here(args.target, cuda_as_cpu=args.cuda_as_cpu)

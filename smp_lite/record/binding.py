@@ -89,8 +89,8 @@ class Binder:
         meta, stage_index = leaf.meta, command.stage_index
         if len(meta.stride) != len(meta.shape):
             raise SMPError(
-                f"{command.label} returns a sparse tensor, which cannot go from one module to another: make "
-                "and use it within one module, or return it as to_dense()"
+                f"{command.label} returns a sparse or nested tensor, which cannot go from one module to "
+                "another: make and use it within one module, or return to_dense() or to_padded_tensor(0.0)"
             )
         value = self.recording.new_value(stage_index, meta)
         placed = PlacedTensor.of_value(meta, self.listener, stage_index, self.serial, value)

@@ -508,7 +508,8 @@ def _check_wrapping(session: session_module.Session, module: nn.Module) -> None:
     if session.model is not None or isinstance(module, DistributedModel):
         raise SMPError(
             "there is a DistributedModel already: a script can have one. Put several models into one "
-            "nn.Module and wrap that"
+            "nn.Module and wrap that; to begin anew (a cell of a notebook that runs again), call smp.reset() "
+            "and smp.init() first"
         )
     if isinstance(module, nn.parallel.DistributedDataParallel):
         raise SMPError(

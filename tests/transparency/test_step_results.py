@@ -412,3 +412,18 @@ def test_a_backward_outside_of_the_step(num_stages: int, open_session: OpenSessi
     kept[0] += 1.0
     with pytest.raises(smp.SMPError, match=r"model\.backward\(loss\) inside"):
         (sum(kept) + penalty).backward()
+
+
+def test_what_is_no_tensor_says_what_to_take(model: smp.DistributedModel) -> None:
+    loss = smp.step(lambda model, x: model(x).mean())(model, BATCH["x"])
+    for use in (lambda: loss.item(), lambda: loss.mean()):
+        with pytest.raises(AttributeError, match=r"reduce_mean\(\)"):
+            use()
+    for use in (lambda: float(loss), lambda: loss[0], lambda: f"{loss:.3f}"):
+        with pytest.raises(TypeError, match=r"reduce_mean\(\)"):
+            use()
+    assert f"{loss}".startswith("StepOutput([")
+    assert copy.deepcopy(loss).outputs[0] == loss.outputs[0]
+    assert not hasattr(loss, "shape")
+    with pytest.raises(TypeError, match=r"smp.step: <lambda>\(\): missing a required argument: 'x'"):
+        smp.step(lambda model, x: model(x))(model)

@@ -12,13 +12,18 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from .structure import flatten, rebuild
+
+_ONE_FOR_EACH = (
+    "it holds one tensor for each microbatch. Take .reduce_mean() or .reduce_sum() of a loss, .concat() or "
+    ".stack() of other results, .outputs for the list"
+)
 
 
 class StepOutput:
@@ -57,6 +62,17 @@ class StepOutput:
     def __repr__(self) -> str:
         return f"StepOutput({self.outputs!r})"
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"StepOutput has no attribute {name!r}: {_ONE_FOR_EACH}")
+
+    def _refuse(self, *args: Any) -> NoReturn:
+        raise TypeError(f"a StepOutput is no tensor: {_ONE_FOR_EACH}")
+
+    __float__ = __int__ = __getitem__ = _refuse
+
+    def __format__(self, spec: str) -> str:
+        return self._refuse() if spec else repr(self)
+
 
 class Splitter:
     """Cuts the arguments of one function.
@@ -78,6 +94,7 @@ class Splitter:
         input_split_axes: Mapping[str, int] | None = None,
     ) -> None:
         self.signature = inspect.signature(function)
+        self._name = getattr(function, "__name__", "the function")
         self.non_split_inputs = frozenset(non_split_inputs)
         self.input_split_axes = dict(input_split_axes or {})
         kinds = {parameter.kind for parameter in self.signature.parameters.values()}
@@ -95,7 +112,10 @@ class Splitter:
         Raises:
             TypeError: the function does not take them.
         """
-        return self.signature.bind(*args, **kwargs)
+        try:
+            return self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"smp.step: {self._name}(): {error}") from None
 
     def split(
         self, bound: inspect.BoundArguments, num_microbatches: int
