@@ -25,12 +25,14 @@ class BetweenSteps:
     Attributes:
         groups: gives the optimizer's parameter groups; set by the optimizer.
         keys: of their settings.
+        is_training: tells the mode of the model.
     """
 
     def __init__(self) -> None:
         self._calls: Counter[str] = Counter()
         self.groups: Callable[[], Sequence[Mapping[str, Any]]] = list
         self.keys: Sequence[str] = ()
+        self.is_training: Callable[[], bool] = lambda: True
 
     def note(self, call: str) -> None:
         """The script has called this."""
@@ -38,12 +40,14 @@ class BetweenSteps:
 
     def digest(self) -> int:
         """A number for all of it."""
-        return zlib.crc32(repr((sorted(self._calls.items()), self._settings())).encode())
+        done = sorted(self._calls.items()), self._settings(), self.is_training()
+        return zlib.crc32(repr(done).encode())
 
     def lines(self) -> list[str]:
         """It in words, for errors."""
         calls = [f"has called {call} {count} times" for call, count in sorted(self._calls.items())]
-        return calls + [
+        mode = f"has the model in {'training' if self.is_training() else 'evaluation'} mode"
+        return [mode, *calls] + [
             f"has the optimizer's setting {key} of parameter group {number} at {value}"
             for number, group in enumerate(self._settings())
             for key, value in group

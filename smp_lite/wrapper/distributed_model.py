@@ -138,6 +138,7 @@ class DistributedModel(ModelWithState):
         self._timeline: StepTimeline | None = None
         self._comm_hook: tuple[Any, Any] | None = None
         session.model = self
+        session.between_steps.is_training = lambda: module.training
         # Sharded parameters stay whole until then, for groups by dimensions and for initialisation.
         announce_slices(session, module)
         waits = bool(session.shard_axes) or has_lazy_modules(module) or (self._was_meta and lacks(module))

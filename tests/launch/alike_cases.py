@@ -97,6 +97,8 @@ def replicas(what: str) -> str:
             optimizer.step()
             if what == "rate" and alone:
                 optimizer.param_groups[0]["lr"] = 0.01
+            elif what == "mode" and alone:
+                model.eval()
             elif what == "weights" and alone:
                 with torch.no_grad():
                     next(iter(model.local_parameters())).mul_(1.5)

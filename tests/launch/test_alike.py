@@ -36,6 +36,7 @@ def test_a_rank_of_a_replica_steps_otherwise(what: str, text: str) -> None:
     [
         ("skips", "rank 0 has called optimizer.step() 2 times, rank 1 has called optimizer.step() 1 times"),
         ("rate", "setting lr of parameter group 0 at 0.01"),
+        ("mode", "rank 0 has the model in training mode, rank 1 has the model in evaluation mode"),
         ("weights", "the parameter '2.bias' is not the same"),
         ("nothing", ""),
     ],
