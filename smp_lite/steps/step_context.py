@@ -9,20 +9,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..record.code.watch import Names
 from ..record.describe.effects import Effects, NeedsOpening
 from ..record.interception import listening
 from ..record.recorder import Recorder
 from ..record.recording import Recording
-from ..record.replay import Differs, Tape, TensorsBefore, given_objects, refuse, step_key
-from ..record.source_line import warn_once_at_user_line
+from ..record.replay import Tape, TensorsBefore, given_objects, refuse, step_key
 from ..record.state.ambient import Ambient
 from ..record.state.python_state import PythonState
 from ..record.state.random_state import python_state
@@ -31,19 +27,11 @@ from ..record.values.placed import PlacedTensor
 from ..record.values.structure import flatten, rebuild
 from ..runtime.model_runtime import ModelRuntime
 from ..session import Session
-from .static_state import Surroundings
+from .input_digests import describe_inputs, input_digest, input_tensors
+from .static_steps import Slot, StaticStep, StaticSteps
 
 FIRST_CHECKED_STEPS = 3
 CHECK_EVERY_STEPS = 100
-_MOST_DIFFERING = 3
-_UNSEEN = (
-    "static_mode: True, but this step is recorded every time: it uses {}, which was made in it where no "
-    "torch function is seen (torch.vmap, torch.jit, another thread, an earlier microbatch)"
-)
-_DIFFERS = (
-    "static_mode: True, but this step is recorded every time: tensors that it makes have other shapes for "
-    "other numbers (x[mask]), or it looks at numbers that change"
-)
 
 
 class StepContext:
@@ -82,7 +70,7 @@ class StepContext:
         checked = self._checked_inputs()
         if not has_begun:
             runtime.begin_step(len(self.inputs), checked)
-        tensors = (tensor for _, _, tensor in _input_tensors(self.inputs))
+        tensors = (tensor for _, _, tensor in input_tensors(self.inputs))
         compared = not runtime.peers.are_alone
         runtime.recorder.ordinary.begin_step(tensors, strict=checked[0] != 0, compared=compared)
         self._stack.enter_context(listening(runtime.recorder))
@@ -114,36 +102,19 @@ class StepContext:
         found = static.get(key)
         if found is not None and found.is_never_replayed:
             return self._record(function, detach_outputs, None)
-        if found is None or found.surroundings is None or found.surroundings.have_changed():
+        if found is None or found.have_surroundings_changed():
             static.pop(key, None)
             kept = StaticStep()
             result = self._record(function, detach_outputs, kept)
-            unseen = [tape.unseen for tape in kept.tapes if tape.unseen is not None]
-            if unseen:
-                kept = StaticStep(is_never_replayed=True)
-                warn_once_at_user_line(_UNSEEN.format(unseen[0]))
-            else:
-                given = [value for value in given_objects(self.inputs) if value is not model]
-                kept.surroundings = Surroundings(
-                    model.module,
-                    function,
-                    kept.names,
-                    kept.recordings,
-                    given,
-                    watches_closed=model.runtime.splits_backwards,
-                )
+            given = [value for value in given_objects(self.inputs) if value is not model]
+            kept.settle(model, function, given)
             static[key] = kept
             return result
         self.runtime = model.runtime
         self.runtime.begin_step(len(self.inputs), self._checked_inputs())
-        slots = self._made_again(found, leaves)
+        slots = found.made_again(leaves)
         if slots is None:
-            found.num_differing += 1
-            if found.num_differing >= _MOST_DIFFERING:
-                static[key] = StaticStep(is_never_replayed=True)
-                warn_once_at_user_line(_DIFFERS)
             return self._record(function, detach_outputs, None, has_begun=True)
-        found.num_differing = 0
         for recording in found.recordings:
             recording.draw_again()
             self.runtime.runner.add(recording)
@@ -224,21 +195,6 @@ class StepContext:
         except NeedsOpening as reason:
             raise refuse(f"runs code that {reason}") from None
 
-    @staticmethod
-    def _made_again(kept: StaticStep, all_leaves: list[list[Any]]) -> list[dict[int, Any]] | None:
-        """What the tapes make of this step's inputs; None: the step must be recorded, nothing has changed."""
-        pairs = list(zip(kept.tapes, all_leaves, strict=True))
-        changed = {id(tensor): tensor for tape, leaves in pairs for tensor in tape.changed(leaves)}
-        with torch.no_grad():
-            copies = [(tensor, tensor.clone()) for tensor in changed.values()]
-        try:
-            return [tape.replay(leaves) for tape, leaves in pairs]
-        except Differs:
-            with torch.no_grad():
-                for tensor, copy in copies:
-                    tensor.copy_(copy)
-            return None
-
     def _end_microbatch(self, result: Any, kept: StaticStep | None) -> tuple[list[Any], Any]:
         """Flattens a result; its placed values are wanted after the step."""
         leaves: list[Any] = []
@@ -258,7 +214,7 @@ class StepContext:
                 recording.needed.add(value)
                 leaves[i] = _Output(self.microbatch_index, value)
             elif recorder.tape is not None and (slot := recorder.tape.slot(leaf)) is not None:
-                leaves[i] = _Slot(slot, leaf)  # which this step returns
+                leaves[i] = Slot(slot, leaf)  # which this step returns
         self.has_backward |= bool(recording.backwards)
         del result, leaf, placed  # what only the result held need not be written back
         recorder.end_microbatch()
@@ -302,7 +258,7 @@ class StepContext:
         def filled(leaf: Any, values: dict[int, Any]) -> Any:
             if type(leaf) is _Output:
                 return by_value[leaf.microbatch_index, leaf.value]
-            if type(leaf) is _Slot:
+            if type(leaf) is Slot:
                 leaf = values.get(leaf.slot, leaf.recorded)
             return leaf.detach() if detach_outputs and isinstance(leaf, torch.Tensor) else leaf
 
@@ -350,65 +306,7 @@ class _Output:
         self.microbatch_index, self.value = microbatch_index, value
 
 
-class _Slot:
-    """An ordinary tensor in a step's result that a replay makes anew."""
-
-    __slots__ = ("recorded", "slot")
-
-    def __init__(self, slot: int, recorded: Any) -> None:
-        self.slot, self.recorded = slot, recorded
-
-
-@dataclass
-class StaticStep:
-    """A step recorded once under ``static_mode``."""
-
-    recordings: list[Recording] = field(default_factory=list)
-    tapes: list[Tape] = field(default_factory=list)
-    outputs: list[tuple[list[Any], Any]] = field(default_factory=list)
-    has_backward: bool = False
-    is_never_replayed: bool = False
-    num_differing: int = 0  # times in a row that a replay came out in another form
-    names: Names = field(default_factory=Names)  # that its code has mentioned
-    surroundings: Surroundings | None = None
-
-
-StaticSteps = dict[tuple[Any, ...], StaticStep]
-
-
 def _leaves(value: Any) -> list[Any]:
     leaves: list[Any] = []
     flatten(value, leaves)
     return leaves
-
-
-def _input_tensors(inputs: list[Any]) -> Iterator[tuple[int, int, torch.Tensor]]:
-    for m, (args, kwargs) in enumerate(inputs):
-        leaves: list[Any] = []
-        flatten((args, kwargs), leaves)
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
-                yield m, i, leaf
-
-
-def _bytes_digest(tensor: torch.Tensor) -> int:
-    if tensor.layout is not torch.strided:
-        tensor = tensor.detach().to_dense()
-    data = tensor.detach().cpu().contiguous()
-    hasher = hashlib.blake2b(str((data.dtype, tuple(data.shape))).encode(), digest_size=8)
-    hasher.update(data.reshape(-1).view(torch.uint8).numpy())
-    return int.from_bytes(hasher.digest(), "little") >> 3
-
-
-def input_digest(inputs: list[Any]) -> int:
-    """A number made of the bytes of all tensors among the inputs; never 0."""
-    return hash(tuple(_bytes_digest(tensor) for _, _, tensor in _input_tensors(inputs))) | 1
-
-
-def describe_inputs(inputs: list[Any]) -> list[str]:
-    """One line for each tensor among the inputs."""
-    return [
-        f"got as tensor {i} of microbatch {m} {tensor.dtype}{list(tensor.shape)} with digest "
-        f"{_bytes_digest(tensor):x}"
-        for m, i, tensor in _input_tensors(inputs)
-    ]

@@ -10,7 +10,8 @@ from ..errors import SMPError
 from ..record.values.inputs import inputs_here
 from ..record.values.microbatch import Splitter
 from .batch_owner import BatchOwner
-from .step_context import StaticSteps, StepContext
+from .static_steps import StaticSteps
+from .step_context import StepContext
 
 
 class StepFunction:

@@ -12,7 +12,8 @@ from transformers.trainer_pt_utils import nested_detach
 from ...devices import home
 from ...errors import SMPMismatch
 from ...session import Session
-from ...steps.step_context import CHECK_EVERY_STEPS, FIRST_CHECKED_STEPS, input_digest
+from ...steps.input_digests import input_digest
+from ...steps.step_context import CHECK_EVERY_STEPS, FIRST_CHECKED_STEPS
 from .agreement import exchange
 from .arguments import data_kind, data_rank, data_size
 from .composition import Composition, count_labels, label_values
