@@ -24,6 +24,7 @@ from ..devices import CPU
 from ..errors import SMPError
 from ..nn.distributed import CannotShare
 from ..nn.layout import layout_of, part_of
+from ..nn.one_d.parts import check_no_hooks
 from ..record.source_line import warn_once_at_user_line
 from ..session import Session
 from .marks import Mark, mark_of
@@ -99,6 +100,8 @@ class _Work:
             if any(holder not in inside for holder in self._holders[id(parameter)]):
                 _say_why_not(where, f"its {parameter_name} is shared with a module outside")
                 return None
+        for part in module.modules():
+            check_no_hooks(where, part)
         try:
             new = _made(module, registration, wanted.options)
         except CannotShare as error:

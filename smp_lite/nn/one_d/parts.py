@@ -53,13 +53,22 @@ class SplitModule(KeepsLayouts):
 def check_no_hooks(name: str, dense: nn.Module) -> None:
     """
     Raises:
-        ValueError: the module has hooks, which would see one rank's part of what they were written for.
+        ValueError: the module or a parameter of its own has hooks, or another forward than its class, which
+            would see one rank's part of what they were written for.
     """
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(vars(dense).get(kind) for kind in kinds):
+    parameters = [parameter for parameter in dense._parameters.values() if parameter is not None]
+    if any(vars(dense).get(kind) for kind in kinds) or any(
+        parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters
+    ):
         raise ValueError(
-            f"{name} has hooks, which would see one rank's part of its input or output: remove them before "
-            "it is split, or leave it out"
+            f"{name} has hooks, which would see one rank's part of its input, output or parameters: remove "
+            "them before it is split, or leave it out"
+        )
+    if "forward" in vars(dense):
+        raise ValueError(
+            f"{name} has been given another forward, which a layer that is split does not have: take it off "
+            "before it is split, or leave it out"
         )
 
 

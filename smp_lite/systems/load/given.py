@@ -81,7 +81,7 @@ def _looks_like_parameters(config: Mapping[str, Any] | str | os.PathLike[str]) -
             return _is_no_enflame_file(config)
     else:
         return not isinstance(config, str | os.PathLike) or not os.path.isfile(config)
-    if not isinstance(keys, Mapping) or not keys or any(key in Config.model_fields for key in keys):
+    if not isinstance(keys, Mapping) or not keys:
         return True
     try:
         return detect_dialect(keys, "the dictionary") == "sagemaker"

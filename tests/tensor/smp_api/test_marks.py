@@ -223,3 +223,22 @@ def test_wrong_arguments_of_an_init_hook() -> None:
     smp.set_tensor_parallelism(net)
     with pytest.raises(smp.SMPError, match=r"replaced by a DistributedLinear.*Let init_hook return"):
         smp.DistributedModel(net)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda layer: layer.register_forward_hook(lambda module, args, output: 2 * output),
+        lambda layer: layer.register_forward_pre_hook(lambda module, args: None),
+        lambda layer: layer.register_full_backward_hook(lambda module, given, made: None),
+        lambda layer: layer.weight.register_hook(lambda gradient: 2 * gradient),
+        lambda layer: layer.bias.register_post_accumulate_grad_hook(lambda parameter: None),
+        lambda layer: setattr(layer, "forward", lambda x: x),
+    ],
+)
+def test_what_a_replacement_would_lose_is_refused(hook: Any) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    hook(net[1])
+    smp.set_tensor_parallelism(net)
+    with pytest.raises(ValueError, match=r"^1 \(Linear\) has (hooks|been given another forward)"):
+        smp.DistributedModel(net)
