@@ -45,7 +45,7 @@ class FirstMeeting:
             PeerFailed: a rank has failed instead of coming.
             SMPTimeout: one has not come.
         """
-        pending, theirs = self._begin(0)
+        pending, _mine, theirs = self._begin(0)
         wait_until(
             pending.done,
             lambda: "the first call of the model is collective: not all ranks have come to it",
@@ -66,13 +66,14 @@ class FirstMeeting:
         if not isinstance(error, Exception) or isinstance(error, SMPTimeout):
             return
         self._number += 1
-        pending, theirs = self._begin(self._number)
-        self._unawaited.append((pending, theirs))  # kept until it has ended: nobody may be there now
+        pending, *memory = self._begin(self._number)
+        self._unawaited.append((pending, memory))  # kept until it has ended: nobody may be there now
         text = f"{type(error).__name__}: {error}"
         posted = self._world.post_failure(self._number, text, self._others)
         self._unawaited += [(each, text) for each in posted]
 
-    def _begin(self, number: int) -> tuple[Pending, torch.Tensor]:
+    def _begin(self, number: int) -> tuple[Pending, torch.Tensor, torch.Tensor]:
+        """What is under way, and the memory that it reads and writes, to be held until it has ended."""
         mine = torch.tensor([number], dtype=torch.int64, device=CPU)
         theirs = torch.empty(len(self._ranks), 1, dtype=torch.int64, device=CPU)
-        return self._collectives.all_gather(mine, theirs), theirs
+        return self._collectives.all_gather(mine, theirs), mine, theirs

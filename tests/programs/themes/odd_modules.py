@@ -109,7 +109,7 @@ def in_place_and_flat_used_again(smp: Any, out: Any) -> None:
     fit(smp, out, _Sum(_Convolved("argument_too"), _Convolved("changed_again")))
 
 
-@program(stages=(2,), ranks=(2,), refused="returns a sparse tensor")
+@program(stages=(2,), ranks=(2,), refused="returns a sparse or nested tensor")
 def sparse_between_modules(smp: Any, out: Any) -> None:
     class Sparse(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
