@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from smp_lite.entrypoints.mpi.mpirun import own_memory_folder, own_session_folder
+from smp_lite.entrypoints.mpi.mpirun import own_session_folder
 
 # Before any test module imports torch, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,7 +25,7 @@ if os.access("/dev/shm", os.W_OK):
     _folders.append(
         tempfile.TemporaryDirectory(prefix="smp-lite-tests-", dir="/dev/shm", ignore_cleanup_errors=True)
     )
-    os.environ.update(own_memory_folder(_folders[1].name, (), {}))
+    os.environ["SMP_LITE_TESTS_MEMORY"] = _folders[1].name  # see tests.harness, which imports torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -22,13 +22,14 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from smp_lite.devices import DEVICE_VARIABLE
 from smp_lite.entrypoints.mpi.launch_plan import plan_mpirun
-from smp_lite.entrypoints.mpi.mpirun import find_mpirun, stop_mpirun
+from smp_lite.entrypoints.mpi.mpirun import find_mpirun, own_memory_folder, stop_mpirun
 from smp_lite.errors_record import ERROR_DIR_VARIABLE, FailureRecord, read_failures
 
 __all__ = ["WorldPool", "run_distributed", "run_script"]
@@ -41,6 +42,9 @@ _STOP_GRACE_S = 5.0
 _TAIL_LINES = 40
 _MOST_RANKS = 12
 """How many ranks may stay alive between calls: each holds a few hundred MB."""
+
+MEMORY_VARIABLE = "SMP_LITE_TESTS_MEMORY"
+"""A folder in which each mpirun of this process of pytest gets one for the memory that its ranks share."""
 
 DEVICES_VARIABLE = "SMP_LITE_PRETENDED_DEVICES"
 """How many pretended devices (`tests.pretended_device`) a process finds; unset: there is no such device."""
@@ -275,6 +279,10 @@ def _mpirun(
         environment=environment,
         is_root=os.geteuid() == 0,
     )
+    if MEMORY_VARIABLE in os.environ:  # pools live beside each other and beside other jobs
+        memory = tempfile.mkdtemp(dir=os.environ[MEMORY_VARIABLE])
+        own = own_memory_folder(memory, plan.argv, os.environ)
+        plan = replace(plan, environment={**plan.environment, **own})
     search_path = os.pathsep.join([str(_REPOSITORY), *filter(None, [os.getenv("PYTHONPATH")])])
     return subprocess.Popen(
         (plan.argv[0], *options, *plan.argv[1:]),
