@@ -55,7 +55,14 @@ class BetweenSteps:
 
     def _settings(self) -> list[list[tuple[str, Any]]]:
         found = [[(key, group[key]) for key in self.keys if key in group] for group in self.groups()]
-        return [[(key, value) for key, value in group if _is_plain(value)] for group in found]
+        return [[(key, _plain(value)) for key, value in group if _is_plain(value)] for group in found]
+
+
+def _plain(value: Any) -> Any:
+    """1 and 1.0 are one rate, as are numpy's numbers."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def _is_plain(value: Any) -> bool:

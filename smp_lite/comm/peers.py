@@ -20,8 +20,8 @@ import torch
 from ..devices import CPU
 from ..errors import PeerFailed, SMPError, SMPMismatch
 from ..record.values.placed import TensorMeta
-from .collectives import Pending
 from .layout import arrival, as_bytes, departure
+from .unawaited import keep, let_go_of_ended
 from .waiting import wait_until
 from .world import World
 
@@ -212,7 +212,6 @@ class RankPeers:
         self._collectives = world.collectives(replica)
         shares_stages = len(self.ranks) > len(world.group("PP"))
         self._between_stages = world.collectives("PP") if shares_stages else self._collectives
-        self._unawaited: list[tuple[Pending, Any]] = []
         self._num_failures = 0
 
     def drive(self, generators: Mapping[int, Iterator[str]]) -> None:
@@ -366,10 +365,9 @@ class RankPeers:
         mine = torch.full((NUM_CHECKS + 1,), _FAILED, dtype=torch.int64, device=CPU)
         mine[1] = self._num_failures
         theirs = torch.empty(len(self.ranks), len(mine), dtype=torch.int64, device=CPU)
-        # Kept until it has ended: nobody may be there to end it now.
-        self._unawaited.append((self._collectives.all_gather(mine, theirs), (mine, theirs)))
-        posted = self.world.post_failure(self._num_failures, text, self._others)
-        self._unawaited += [(pending, text) for pending in posted]
+        keep(self._collectives.all_gather(mine, theirs), (mine, theirs))
+        for posted in self.world.post_failure(self._num_failures, text, self._others):
+            keep(posted, text)
 
     def outcomes(
         self, mine: Any, what: str, keeps: Sequence[tuple[int, int]] = ()
@@ -387,8 +385,12 @@ class RankPeers:
         mine = torch.tensor(numbers, dtype=torch.int64, device=CPU)
         theirs = torch.empty(len(self.ranks), len(mine), dtype=torch.int64, device=CPU)
         pending = self._collectives.all_gather(mine, theirs)
-        self._wait(pending.done, f"not all mp ranks came to {what}")
-        self._unawaited[:] = [item for item in self._unawaited if not item[0].done()]
+        try:
+            self._wait(pending.done, f"not all mp ranks came to {what}")
+        except BaseException:
+            keep(pending, (mine, theirs))  # they may come yet
+            raise
+        let_go_of_ended()
         return theirs
 
 

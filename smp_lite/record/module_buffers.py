@@ -41,6 +41,7 @@ class ModuleBuffers:
         self.placement = recorder.placement
         self.rebound: dict[_Key, nn.Module] = {}
         self._changing: dict[_Key, nn.Module] = {}  # those that closed calls change
+        self._changing_now: dict[_Key, nn.Module] = {}  # those of this step
         self._exposed: dict[int | None, nn.Module] = {}  # whose buffers Python code has seen, by memory
         self._saved: dict[_Key, tuple[nn.Module, torch.Tensor, torch.Tensor]] = {}
         self._numbers: dict[int, int] = {}
@@ -52,15 +53,18 @@ class ModuleBuffers:
         return len(self._stateful)
 
     def changing(self) -> dict[int, str]:
-        """Names, by id, of the buffers that closed calls change."""
+        """Names, by their memory, of the buffers that closed calls of this step change."""
         found = {}
-        for (_, name), module in self._changing.items():
+        for (_, name), module in self._changing_now.items():
             buffer = plain_table(module._buffers).get(name)
-            found[id(buffer)] = f"{self.placement.name(module)}.{name}"
+            memory = None if buffer is None else storage_of(buffer)
+            if memory is not None:
+                found[memory] = f"{self.placement.name(module)}.{name}"
         return found
 
     def begin_step(self) -> None:
         """Copies what closed calls of earlier steps have changed."""
+        self._changing_now.clear()
         self._exposed.clear()
         self._saved.clear()
         for (_, name), module in self._changing.items():
@@ -81,6 +85,7 @@ class ModuleBuffers:
         for name in buffers:
             prefix, _, own = name.rpartition(".")
             part = module.get_submodule(prefix)
+            self._changing_now[id(part), own] = part
             if (id(part), own) not in self._changing:
                 self._changing[id(part), own] = part
                 self._save(part, own)

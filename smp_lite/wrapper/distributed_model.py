@@ -430,6 +430,11 @@ class DistributedModel(ModelWithState):
         """
         return copy.deepcopy(self.module, memo)
 
+    def __copy__(self) -> DistributedModel:
+        same = type(self).__new__(type(self))
+        same.__dict__.update(self.__dict__)
+        return same
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise SMPError(
             "a DistributedModel cannot be pickled: it belongs to this process's job. Save "

@@ -6,12 +6,11 @@ and a rank whose first step ends by an error of its own would be waited for.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..comm.collectives import Pending
 from ..comm.peers import peer_failed
+from ..comm.unawaited import keep
 from ..comm.waiting import wait_until
 from ..comm.world import World
 from ..devices import CPU
@@ -36,7 +35,6 @@ class FirstMeeting:
         self._others = [rank for rank in self._ranks if rank != world.rank]
         self._collectives = world.collectives("WORLD")
         self._number = _FIRST_NUMBER
-        self._unawaited: list[tuple[Pending, Any]] = []
 
     def come(self) -> None:
         """Collective.
@@ -45,13 +43,17 @@ class FirstMeeting:
             PeerFailed: a rank has failed instead of coming.
             SMPTimeout: one has not come.
         """
-        pending, _mine, theirs = self._begin(0)
-        wait_until(
-            pending.done,
-            lambda: "the first call of the model is collective: not all ranks have come to it",
-            lambda: self._others,
-        )
-        self._unawaited[:] = [item for item in self._unawaited if not item[0].done()]
+        pending, *memory = self._begin(0)
+        try:
+            wait_until(
+                pending.done,
+                lambda: "the first call of the model is collective: not all ranks have come to it",
+                lambda: self._others,
+            )
+        except BaseException:
+            keep(pending, memory)  # they may come yet
+            raise
+        _, theirs = memory
         failed = {rank: n for rank, n in zip(self._ranks, theirs.flatten().tolist(), strict=True) if n}
         if failed:
             texts = [self._world.receive_failure(rank, number) for rank, number in failed.items()]
@@ -67,10 +69,10 @@ class FirstMeeting:
             return
         self._number += 1
         pending, *memory = self._begin(self._number)
-        self._unawaited.append((pending, memory))  # kept until it has ended: nobody may be there now
+        keep(pending, memory)
         text = f"{type(error).__name__}: {error}"
-        posted = self._world.post_failure(self._number, text, self._others)
-        self._unawaited += [(each, text) for each in posted]
+        for posted in self._world.post_failure(self._number, text, self._others):
+            keep(posted, text)
 
     def _begin(self, number: int) -> tuple[Pending, torch.Tensor, torch.Tensor]:
         """What is under way, and the memory that it reads and writes, to be held until it has ended."""

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..comm.layout import arrival, as_bytes, departure, sum_of_bits
+from ..comm.layout import arrival, as_bytes, departure
 from ..comm.waiting import wait_until
+from ..deferred import is_deferred
 from ..errors import SMPMismatch
 from ..nn.guarding import plain
 from ..nn.layout import layout_of
 from ..record.parameters.away import is_away
+from ..record.values.memory import digest_of
 from ..record.values.placed import TensorMeta
 
 if TYPE_CHECKING:
@@ -61,6 +63,11 @@ def take_over_first(session: Session, module: nn.Module) -> None:
     is_first = world.group_rank(_GROUP) == 0
     for name in differing:
         tensor = plain(own[name])
+        if 0 in tensor.stride():
+            raise SMPMismatch(
+                f"{name!r} has other numbers on the ranks {list(ranks)}, and several of its elements are one "
+                "in memory (expand), so the first rank's cannot be taken: build the same on all ranks"
+            )
         meta = TensorMeta.of(tensor)._replace(stride=first[name][2], requires_grad=False)
         row = departure(tensor, meta) if is_first else arrival(meta)
         pending = collectives.broadcast(as_bytes(row), 0)
@@ -78,10 +85,10 @@ def take_over_first(session: Session, module: nn.Module) -> None:
 
 
 def _said(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, tuple[int, ...], int]:
-    """Shape, type, strides and the sum of the bits."""
+    """Shape, type, strides and a digest of the numbers, in their places."""
     found = plain(tensor)
     kind = str(found.dtype).removeprefix("torch.")
-    return tuple(found.shape), kind, tuple(found.stride()), sum_of_bits(found)
+    return tuple(found.shape), kind, tuple(found.stride()), digest_of(found.cpu())
 
 
 def _whole_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -90,6 +97,9 @@ def _whole_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
         name: tensor
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
         if not nn.parameter.is_lazy(tensor)
+        and not is_deferred(tensor)
+        and not tensor.is_nested
+        and not tensor.is_quantized
         and tensor.layout is torch.strided
         and not tensor.is_meta
         and not is_away(tensor)

@@ -7,21 +7,26 @@ of other microbatches have added to it. So this is an error, whatever the hook d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.utils.checkpoint
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...errors import SMPError
 from ..code.frames import users_line
 from ..parameters.placement import Placement
 from ..values.meant import meant
+from ..values.memory import storage_of
 from ..values.torch_functions import is_metadata
 from .part import Part
 
-__all__ = ["GradientReads", "refuse_reads_elsewhere", "refuse_reads_of_changing"]
+__all__ = ["GradientReads", "parameter_reads", "refuse_reads_elsewhere", "refuse_reads_of_changing"]
 
 _OF_GRADIENTS = tuple(
     access
@@ -44,6 +49,44 @@ class GradientReads(TorchFunctionMode):
         return meant(func)(*args, **(kwargs or {}))
 
 
+class _Gradient:
+    """In the place of ``Parameter.grad``: tells of who reads or sets it. A function mode would switch torch's
+    fused kernels off."""
+
+    def __init__(self, on_read: Callable[[Any], None]) -> None:
+        self._on_read = on_read
+
+    def __get__(self, tensor: Any, owner: type) -> Any:
+        if tensor is None:
+            return self
+        self._on_read(tensor)
+        return Tensor.grad.__get__(tensor, owner)
+
+    def __set__(self, tensor: Any, value: Any) -> None:
+        self._on_read(tensor)
+        Tensor.grad.__set__(tensor, value)
+
+    def __delete__(self, tensor: Any) -> None:
+        self._on_read(tensor)
+        Tensor.grad.__delete__(tensor)
+
+
+@contextlib.contextmanager
+def parameter_reads(on_read: Callable[[Any], None]) -> Iterator[None]:
+    """Within: tells of each parameter whose ``grad`` Python code reads or sets."""
+    own = {name: vars(nn.Parameter)[name] for name in ("grad", "_grad") if name in vars(nn.Parameter)}
+    for name in ("grad", "_grad"):
+        setattr(nn.Parameter, name, _Gradient(on_read))
+    try:
+        yield
+    finally:
+        for name in ("grad", "_grad"):
+            if name in own:
+                setattr(nn.Parameter, name, own[name])
+            else:
+                delattr(nn.Parameter, name)
+
+
 class _TensorReads(TorchFunctionMode):
     """Tells of each tensor that is given to a torch function for more than what it knows without its data."""
 
@@ -57,8 +100,9 @@ class _TensorReads(TorchFunctionMode):
         is_real = torch._C._len_torch_dispatch_stack() == 0
         if is_real and not is_metadata(func, getattr(func, "__name__", "")):
             for value in (*args, *(kwargs or {}).values()):
-                if isinstance(value, Tensor):
-                    self._on_read(value)
+                for item in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(item, Tensor):
+                        self._on_read(item)
         return func(*args, **(kwargs or {}))
 
 
@@ -73,9 +117,10 @@ def refuse_reads_of_changing(buffers: Mapping[int, str]) -> TorchFunctionMode:
     """
 
     def look(tensor: Any) -> None:
-        if id(tensor) in buffers:
+        memory = storage_of(tensor)
+        if memory is not None and memory in buffers and not _computes_again():
             raise SMPError(
-                f"the buffer {buffers[id(tensor)]!r} is read at {users_line()}, in code that runs within a "
+                f"the buffer {buffers[memory]!r} is read at {users_line()}, in code that runs within a "
                 "backward (a hook, an autograd function's backward), and changed by forwards of the step: in "
                 "one process each backward comes after its own forward, here forwards of other microbatches "
                 "come between. Save what the backward needs (ctx.save_for_backward(buffer.clone()), a clone "
@@ -83,6 +128,16 @@ def refuse_reads_of_changing(buffers: Mapping[int, str]) -> TorchFunctionMode:
             )
 
     return _TensorReads(look)
+
+
+def _computes_again() -> bool:
+    """Whether a checkpoint runs forward code, which reads what it has read before."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def refuse_reads_elsewhere(

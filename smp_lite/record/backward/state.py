@@ -59,7 +59,7 @@ class BackwardState:
 
     Attributes:
         runs_python: whether any such code has been met, or a checkpoint, which runs forward code again.
-        changing_buffers: gives names, by id, of the buffers that closed calls change.
+        changing_buffers: gives names, by their memory, of the buffers that closed calls of a step change.
         effects: what it changes.
     """
 
@@ -68,8 +68,7 @@ class BackwardState:
         self._read_between = read_between
         self._descriptions = descriptions
         self.runs_python = False
-        self.changing_buffers: Callable[[], Mapping[int, str]] = dict  # of those that forwards change
-        self._recomputes = False  # backwards run forwards again
+        self.changing_buffers: Callable[[], Mapping[int, str]] = dict
         self._is_repeated = False  # the step has several microbatches
         self.effects = BackwardEffects(placement)
         self._of_classes: dict[type, PlacesRead] = {}
@@ -99,7 +98,6 @@ class BackwardState:
             own = cls.__module__.partition(".")[0] in _OURS
             places = self._of_classes[cls] = PlacesRead([]) if own else places_of_class(cls)
             self.runs_python |= issubclass(cls, CheckpointFunction)
-            self._recomputes |= issubclass(cls, CheckpointFunction)
             if not own:
                 self.runs_python = True
                 for name in ("backward", "vjp"):
@@ -122,7 +120,7 @@ class BackwardState:
 
     def hears_checkpoint(self) -> None:
         """Backward passes will run forward code again."""
-        self.runs_python = self._recomputes = True
+        self.runs_python = True
 
     def note(self, recording: Recording, values: Sequence[int]) -> None:
         """``model.backward()`` of these values is called now."""
@@ -209,7 +207,7 @@ class BackwardState:
         state = list(called.changed.values())
         m, all_commands = called.microbatch_index, called.commands
         part = Part.of(m, stage_index, all_commands if self.effects.is_possible else (), commands)
-        changing = self.changing_buffers() if self._is_repeated and not self._recomputes else {}
+        changing = self.changing_buffers() if self._is_repeated else {}
         reads = refuse_reads_of_changing(changing) if changing else contextlib.nullcontext()
         with self.effects.watched(part), in_force(state), reads:
             before = [place.get() for place, _ in state]

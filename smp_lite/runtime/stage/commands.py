@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_module
 from ...errors import SMPError
 from ...plan.step.segments import Segment
 from ...record.backward.engine import edge_of
-from ...record.backward.gradient_reads import GradientReads
+from ...record.backward.gradient_reads import parameter_reads
 from ...record.backward.saved_state import unchanged, unchanged_parameter
 from ...record.code.frames import users_line
 from ...record.describe.checkpointed_calls import seeded_by
@@ -107,7 +107,8 @@ class CommandRunner:
             self.streams.seed(m, command.seed_key)
         seeding = seeded_by(self.streams.seeding(m, command.seeds)) if command.seeds else _NO_SEEDS
         watched = self.observer is not None and command.module is not None
-        guard = GradientReads(self._refuse_read) if command.looks_at_gradients else _NO_GUARD
+        is_guarded = command.looks_at_gradients and (recording.backwards or not recording.complete)
+        guard = parameter_reads(self._refuse_read) if is_guarded else _NO_GUARD
         if command.meta is None:
             seen = self.observer.before(command, args, kwargs) if watched else None
             with seeding, guard:
