@@ -14,7 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["BetweenSteps"]
+__all__ = ["SETTINGS", "BetweenSteps"]
+
+SETTINGS = (
+    *("lr", "initial_lr", "max_lr", "min_lr", "lr_decay", "momentum", "base_momentum", "max_momentum"),
+    *("betas", "weight_decay", "eps", "dampening", "nesterov", "amsgrad", "maximize", "alpha", "rho"),
+    "momentum_decay",
+)
+"""Those that scripts and schedulers set; others may be counts that an optimizer keeps itself."""
 
 _Plain = bool | int | float | str | None
 

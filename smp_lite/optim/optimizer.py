@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import session as session_module
+from ..alike_between import SETTINGS
 from ..errors import MissingAttribute, SMPError
 from ..record.parameters.away import is_away, needed
 from .checked_settings import CheckedSettings
@@ -125,7 +126,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         given = {id(parameter) for group in torchs.param_groups for parameter in group["params"]}
         if all(id(p) in given for p in session.model.module.parameters() if p.requires_grad):
             session.between_steps.groups = lambda: torchs.param_groups
-            session.between_steps.keys = sorted({*torchs.defaults, "initial_lr"})
+            session.between_steps.keys = SETTINGS
         if session.model.partitioned:
             self.after_partition()
         else:
@@ -303,6 +304,11 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
             raise SMPError(
                 "optimizer.zero_grad() was called inside an smp.step after its first microbatch or backward: "
                 "call it before the step"
+            )
+        if step is not None and self._session.cfg.static_mode:
+            raise SMPError(
+                "static_mode: True, but the step function calls optimizer.zero_grad(), which a replayed step "
+                "would not do again: call it before the step"
             )
         self._session.between_steps.note("optimizer.zero_grad()")
         with self._groups.here(stand_ins=False):

@@ -9,6 +9,7 @@ import torch
 
 from ..errors import SMPError
 from .recording import Backward
+from .replay import refuse
 from .values.placed import PlacedTensor, TensorMeta
 
 if TYPE_CHECKING:
@@ -118,6 +119,8 @@ def set_attribute(recorder: Recorder, func: Callable[..., Any], args: tuple[Any,
         require_gradient(recorder, target, value)
         return
     if name == "grad" and value is None and target.smp_parameter is not None:
+        if recorder.tape is not None:
+            raise refuse("clears gradients")
         gradient_of(recorder, target)
         recorder.placement.parameter(target.smp_parameter).grad = None
         return

@@ -29,12 +29,16 @@ from .describe.signature import tensor_meta
 from .recording import Backward, Recording
 from .state.ambient import FUNCTORCH, Ambient
 from .values.calls import Arguments
-from .values.memory import digest_of, version_of
+from .values.memory import digest_of, storage_of, version_of
 from .values.placed import PlacedTensor, TensorMeta
 from .values.structure import exact_spec, flatten
-from .values.torch_functions import LOOKS_AT_DATA, function_name
+from .values.torch_functions import LOOKS_AT_DATA, SHARES_MEMORY, function_name
 
 __all__ = ["Differs", "Tape", "TensorsBefore", "given_objects", "refuse", "step_key"]
+
+
+_OF_FOREIGN_MEMORY = frozenset(("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack"))
+"""Functions whose result may lie in memory that is not torch's."""
 
 
 def refuse(what: str) -> SMPError:
@@ -147,12 +151,14 @@ class Tape:
         self._versions: dict[int, tuple[torch.Tensor, int]] = {}  # of what was there before, as first seen
         self._changed: list[int] = []  # slots of what was there before and is changed in place
         self._of_batch: set[int] = set()
+        self._known_versions: dict[int | None, int] = {}  # of memory, as noted calls have left it
         self._num_slots = len(inputs)
         for number, leaf in enumerate(inputs):
             if isinstance(leaf, torch.Tensor):
                 self._slots.setdefault(id(leaf), number)
                 self._kept.append(leaf)
                 self._versions[number] = leaf, version_of(leaf)
+                self._note_version(leaf)
                 self._of_batch.add(number)
 
     def slot(self, tensor: object) -> int | None:
@@ -166,7 +172,10 @@ class Tape:
         arguments = Arguments.of(args, kwargs)
         sources = [self._source(tensor) for tensor in arguments.tensors]
         depends = any(source in self._of_batch for source in sources)
-        if getattr(func, "__name__", "") in LOOKS_AT_DATA:
+        name = getattr(func, "__name__", "")
+        if (name in SHARES_MEMORY or name in _OF_FOREIGN_MEMORY) and self.unseen is None:
+            self.unseen = "memory that others than torch may write to"
+        if name in LOOKS_AT_DATA:
             if depends:
                 raise refuse(f"looks at the data of its inputs ({function_name(func)}())")
             pairs = zip(sources, arguments.tensors, strict=True)
@@ -182,6 +191,8 @@ class Tape:
             for source, tensor, version in zip(sources, arguments.tensors, versions, strict=True)
             if version_of(tensor) != version
         ]
+        for tensor in (*arguments.tensors, *[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]):
+            self._note_version(tensor)
         if depends:
             self._of_batch.update(changed, (slot for slot in outputs if slot is not None))
         if changed or result is None or any(output is not None for output in outputs):
@@ -208,8 +219,21 @@ class Tape:
                 self.unseen = "a nested tensor, of which nobody can tell the form"
         return found
 
+    def _note_version(self, tensor: torch.Tensor) -> None:
+        """Changes of the tensor's memory are known up to here."""
+        memory = storage_of(tensor)
+        if memory is not None:
+            self._known_versions[memory] = version_of(tensor)
+
+    def _look_at_version(self, tensor: torch.Tensor) -> None:
+        """Notes if the tensor has been changed where nothing is seen."""
+        known = self._known_versions.get(storage_of(tensor))
+        if known is not None and known != version_of(tensor) and self.unseen is None:
+            self.unseen = f"a tensor of shape {list(tensor.shape)} that was changed"
+
     def _source(self, tensor: torch.Tensor) -> int:
         found = self._slots.get(id(tensor))
+        self._look_at_version(tensor)
         if found is None:
             found = self._new_slot(tensor)
             self._outside[found] = tensor
@@ -257,6 +281,7 @@ class Tape:
         slot = self._slots.get(id(tensor))
         if slot is None:
             self._look_for(tensor)
+        self._look_at_version(tensor)
         return None if slot in self._outside else slot
 
     def changed(self, inputs: list[Any]) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import time
 import warnings
@@ -20,6 +21,7 @@ __all__ = [
     "async_sum",
     "at_a_rate",
     "first_step_fails",
+    "memory_of_failures",
     "odd_uses",
     "pretrained",
     "replicas",
@@ -207,6 +209,31 @@ def first_step_fails(partitions: int, ddp: bool, fails_in: int) -> list[tuple[st
         optimizer.step()
         found.append(("", False))
     return found
+
+
+def memory_of_failures() -> bool:
+    """Both ranks fail in their first step, one later: whether what the other gets then is its own still."""
+    smp.init({"partitions": 2, "microbatches": 2})
+    model = smp.DistributedModel(_net())
+    rank = smp.rank()
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Tensor:
+        if rank == 0:
+            time.sleep(1.0)
+        raise ValueError("early")
+
+    try:
+        step(model, torch.ones(4, 4))
+    except ValueError:
+        pass
+    del model, step
+    smp.reset()
+    gc.collect()
+    kept = [torch.full((2,), 7, dtype=torch.int64) for _ in range(20_000)]
+    smp.init({"partitions": 2, "microbatches": 2})
+    smp.barrier()
+    return all(bool((tensor == 7).all()) for tensor in kept)
 
 
 def odd_uses() -> dict[str, str]:

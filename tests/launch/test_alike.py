@@ -80,6 +80,10 @@ def test_a_rank_fails_before_its_model_call(partitions: int, ddp: bool, fails_in
         assert is_memory
 
 
+def test_what_nobody_waits_for_keeps_its_memory() -> None:
+    assert run("memory_of_failures", 2) == [True, True]
+
+
 def test_what_else_is_refused_or_works() -> None:
     for found in run("odd_uses", 2):
         assert "model.state_dict()" in found["pickle"]

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -153,6 +154,27 @@ def _thread(model: Any, x: Tensor, y: Tensor, backward: Any) -> Any:
     return loss
 
 
+def _by_numpy(model: Any, x: Tensor, y: Tensor, backward: Any) -> Any:
+    mask = numpy.zeros((ROWS, WIDTH), dtype=numpy.float32)
+    weight = torch.from_numpy(mask)
+    weight[x > 0] = 2.0
+    ones = torch.ones(ROWS, WIDTH)
+    ones.numpy()[0] = 3.0
+    loss = ((model(x) - y).square() * weight * ones).mean()
+    backward(loss)
+    return loss
+
+
+def _unseen_change(model: Any, x: Tensor, y: Tensor, backward: Any) -> Any:
+    weight = torch.zeros(ROWS, WIDTH)
+    thread = threading.Thread(target=lambda: weight.copy_(x.abs()))
+    thread.start()
+    thread.join()
+    loss = ((model(x) - y).square() * weight).mean()
+    backward(loss)
+    return loss
+
+
 def _teacher(model: Any, x: Tensor, y: Tensor, backward: Any) -> Any:
     weight = TEACHER.abs() * 2
     loss = (model(x) @ weight - y).square().mean()
@@ -194,6 +216,8 @@ CASES: dict[str, tuple[type[_Net], Step, Any, bool]] = {
     "vmap": (_Net, _vmap, _nothing, False),
     "grad": (_Net, _grad, _nothing, False),
     "thread": (_Net, _thread, _nothing, False),
+    "numpy": (_Net, _by_numpy, _nothing, False),
+    "unseen change": (_Net, _unseen_change, _nothing, False),
     "teacher": (_Net, _teacher, _change_teacher, False),
     "given gradient": (_Net, _given, _nothing, True),
 }
@@ -259,6 +283,24 @@ def test_a_buffer_bound_anew_is_refused() -> None:
     with torch.no_grad():
         step(model, torch.ones(2, WIDTH))
         with pytest.raises(smp.SMPError, match=r"static_mode: True.*binds the buffer scale"):
+            step(model, torch.ones(2, WIDTH))
+
+
+@pytest.mark.parametrize("what", ["optimizer", "model"])
+def test_clearing_gradients_in_the_step_is_refused(what: str) -> None:
+    smp.init_in_memory({"partitions": 2, "microbatches": 1, "static_mode": True})
+    model = smp.DistributedModel(_Net())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Any:
+        (optimizer if what == "optimizer" else model).zero_grad()
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    with pytest.raises(smp.SMPError, match=r"static_mode: True"):
+        for _ in range(2):  # the first partitions
             step(model, torch.ones(2, WIDTH))
 
 
