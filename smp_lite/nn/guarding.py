@@ -19,7 +19,16 @@ from torch import nn
 from ..errors import SMPError
 from ..record.values.torch_functions import METADATA_FUNCTIONS, function_name
 
-__all__ = ["Piece", "PieceParameter", "as_ordinary", "guarded", "plain", "unguarded"]
+__all__ = [
+    "HARMLESS",
+    "Piece",
+    "PieceParameter",
+    "as_ordinary",
+    "guarded",
+    "is_elementwise",
+    "plain",
+    "unguarded",
+]
 
 _open = 0
 
@@ -29,7 +38,7 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_HARMLESS = METADATA_FUNCTIONS | words(
+HARMLESS = METADATA_FUNCTIONS | words(
     """
     detach detach_ clone requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad copy_
     zero_ fill_ to cpu float double half bfloat16 type type_as contiguous set_ zeros_like ones_like empty_like
@@ -37,6 +46,7 @@ _HARMLESS = METADATA_FUNCTIONS | words(
     as_subclass is_shared share_memory_ __deepcopy__ new_zeros new_empty new_ones new_full new_tensor
     """
 )
+"""Functions that are right on a part of a tensor, whatever they do with it."""
 _OTHER_SHAPE = frozenset(["T", "mT", "H", "mH", "real", "imag"])
 _ARITHMETIC = words(
     """
@@ -84,7 +94,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _is_elementwise(name: str) -> bool:
+def is_elementwise(name: str) -> bool:
     """Whether every element of the result depends on the elements at its place alone."""
     if name.startswith("__"):
         return name.strip("_") in _ARITHMETIC
@@ -109,7 +119,7 @@ def _guard(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs:
             if attribute not in _OTHER_SHAPE:
                 result = func(*args, **(kwargs or {}))
                 return guarded(result) if attribute == "data" and name == "__get__" else result
-        elif name in _HARMLESS or _is_elementwise(name):
+        elif name in HARMLESS or is_elementwise(name):
             result = func(*args, **(kwargs or {}))
             return result if name in METADATA_FUNCTIONS else _guarded_like(result, args)
         shape = next((list(a.shape) for a in args if isinstance(a, PieceParameter | Piece)), None)

@@ -12,7 +12,9 @@ which are sums over the tensors. If the tensors end at different places, it look
 Where parameters are split over the ranks of a stage, each rank steps its part, and that equals one process
 for optimizers that treat every element by itself. So the tensors are also stepped in halves: Adafactor, Muon
 and LAMB end at other places than with the whole. Pieces of sharded parameters have one dimension, so one that
-asks for the number of dimensions is found out as well.
+asks for the number of dimensions is found out as well. Some look at whole tensors only where these are large
+(Adafactor of other libraries from 128 rows and columns on, optimizers of 8 bits in blocks), so halves are
+tried with larger tensors, too.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import math
 import random
 import sys
 import warnings
@@ -42,6 +45,7 @@ NUM_STEPS = 12
 _MOST_PER_KIND = 2  # small tensors for each group and number of dimensions
 _MOST = 6
 _LONGEST = 4  # of a small tensor's dimensions
+_LARGE = 2**16  # elements: of two dimensions each is 128 or more, of one it is several blocks
 _TOLERANCE = 1e-4
 _SMALLEST_RATE = 1e-3
 
@@ -140,6 +144,14 @@ class _CannotTell(Exception):
 
 
 @dataclass(frozen=True)
+class _Chosen:
+    """A parameter that is tried out, and where the tensor that takes its place begins."""
+
+    parameter: torch.Tensor
+    start: torch.Tensor
+
+
+@dataclass(frozen=True)
 class _Trial:
     """What a copy of the optimizer made of its tensors.
 
@@ -168,8 +180,7 @@ def _looks_across(optimizer: torch.optim.Optimizer) -> bool:
             failure = error
             continue
         same = all(
-            one.evaluations == together.evaluations
-            and _same(one.ends[0], together.ends[i], _start(chosen[i], i))
+            one.evaluations == together.evaluations and _same(one.ends[0], together.ends[i], chosen[i].start)
             for i, one in enumerate(alone)
         )
         if not same and _random_state() != before:
@@ -183,34 +194,41 @@ def _looks_within(optimizer: torch.optim.Optimizer, in_pieces: bool) -> bool:
     failure: Exception | None = None
     for with_closure in (False, True):
         try:
-            for i, parameter in enumerate(chosen := _choose(optimizer)):
-                whole = _run(optimizer, chosen, [i], with_closure).ends[0]
-                start = _start(parameter, i)
-                if (in_pieces or is_sharded(parameter)) and start.numel() > 1:
-                    pieces = [_run(optimizer, chosen, [i], with_closure, _piece(at)).ends[0] for at in (0, 1)]
-                    if not _same(torch.cat(pieces), whole.reshape(-1), start.reshape(-1)):
-                        return True
-                for dim in range(whole.ndim):
-                    if whole.shape[dim] < 2:
-                        continue
-                    halves = [
-                        _run(optimizer, chosen, [i], with_closure, _half(dim, which)).ends[0]
-                        for which in (0, 1)
-                    ]
-                    if not _same(torch.cat(halves, dim), whole, start):
-                        return True
-            return False
+            return any(
+                _differs_in_halves(optimizer, chosen, i, in_pieces, with_closure)
+                for chosen in (_choose(optimizer), _choose(optimizer, _large_shape))
+                for i in range(len(chosen))
+            )
         except Exception as error:  # whatever a foreign class raises
             failure = error
     raise _CannotTell(f"{type(failure).__name__}: {failure}")
 
 
+def _differs_in_halves(
+    optimizer: torch.optim.Optimizer, chosen: list[_Chosen], i: int, in_pieces: bool, with_closure: bool
+) -> bool:
+    def end(cut: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> torch.Tensor:
+        return _run(optimizer, chosen, [i], with_closure, cut).ends[0]
+
+    start = chosen[i].start
+    whole = end()
+    if (in_pieces or is_sharded(chosen[i].parameter)) and start.numel() > 1:
+        pieces = [end(_piece(at)) for at in (0, 1)]
+        if not _same(torch.cat(pieces), whole.reshape(-1), start.reshape(-1)):
+            return True
+    return any(
+        not _same(torch.cat([end(_half(dim, which)) for which in (0, 1)], dim), whole, start)
+        for dim in range(whole.ndim)
+        if whole.shape[dim] > 1
+    )
+
+
 def _half(dim: int, which: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda tensor: tensor.tensor_split(2, dim)[which].clone()
+    return lambda tensor: tensor.tensor_split(2, dim)[which]
 
 
 def _piece(which: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda tensor: tensor.reshape(-1).tensor_split(2)[which].clone()
+    return lambda tensor: tensor.reshape(-1).tensor_split(2)[which]
 
 
 def _shape_of(parameter: torch.Tensor) -> torch.Size:
@@ -219,26 +237,39 @@ def _shape_of(parameter: torch.Tensor) -> torch.Size:
     return parameter.shape if layout is None or layout.flat is None else torch.Size(layout.shape)
 
 
-def _choose(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _small_shape(shape: torch.Size) -> list[int]:
+    return [min(size, _LONGEST) for size in shape]
+
+
+def _large_shape(shape: torch.Size) -> list[int]:
+    """That of the parameter, the longest dimension halved until it is small enough to be tried."""
+    sizes = list(shape)
+    while math.prod(sizes) > _LARGE:
+        longest = sizes.index(max(sizes))
+        sizes[longest] = -(-sizes[longest] // 2)
+    return sizes
+
+
+def _choose(
+    optimizer: torch.optim.Optimizer, shape: Callable[[torch.Size], list[int]] = _small_shape
+) -> list[_Chosen]:
     """A few of its parameters, of every group and number of dimensions."""
-    chosen: list[torch.Tensor] = []
+    chosen: list[_Chosen] = []
     for group in optimizer.param_groups:
         count: defaultdict[int, int] = defaultdict(int)
         for parameter in group["params"]:
-            dims = len(_shape_of(parameter))
-            if count[dims] < _MOST_PER_KIND and parameter.numel() and len(chosen) < _MOST:
-                count[dims] += 1
-                chosen.append(parameter)
+            whole = _shape_of(parameter)
+            if count[len(whole)] < _MOST_PER_KIND and parameter.numel() and len(chosen) < _MOST:
+                count[len(whole)] += 1
+                chosen.append(_Chosen(parameter, _start(parameter.dtype, shape(whole), len(chosen))))
     return chosen
 
 
-def _start(parameter: torch.Tensor, number: int) -> torch.Tensor:
-    """A small tensor with as many dimensions as the parameter."""
-    shape = [min(size, _LONGEST) for size in _shape_of(parameter)]
-    wide = parameter.dtype in (torch.float32, torch.float64) or parameter.is_complex()
-    values = torch.arange(1, torch.Size(shape).numel() + 1, dtype=torch.float64, device=CPU)
+def _start(dtype: torch.dtype, shape: list[int], number: int) -> torch.Tensor:
+    wide = dtype in (torch.float32, torch.float64) or dtype.is_complex
+    values = torch.arange(1, math.prod(shape) + 1, dtype=torch.float64, device=CPU)
     small = 0.02 * torch.sin(values * (number + 1)) + 0.01 * (number + 1)
-    return small.reshape(shape).to(parameter.dtype if wide else torch.float32)
+    return small.reshape(shape).to(dtype if wide else torch.float32)
 
 
 def _slope(start: torch.Tensor, number: int, step_index: int) -> torch.Tensor:
@@ -255,7 +286,7 @@ def _slope(start: torch.Tensor, number: int, step_index: int) -> torch.Tensor:
 
 def _run(
     optimizer: torch.optim.Optimizer,
-    chosen: Sequence[torch.Tensor],
+    chosen: Sequence[_Chosen],
     members: Sequence[int],
     with_closure: bool,
     cut: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
@@ -265,8 +296,9 @@ def _run(
     The loss of each is ``slope * (p + p**2 / 2)``: its gradient depends on where the tensor is, so
     that optimizers which look around before they step show it.
     """
-    small = {i: nn.Parameter(cut(_start(chosen[i], i))) for i in members}
-    trial = _copy(optimizer, {id(chosen[i]): parameter for i, parameter in small.items()})
+    small = {i: nn.Parameter(cut(chosen[i].start).clone()) for i in members}
+    slopes = [{i: cut(_slope(chosen[i].start, i, at)) for i in members} for at in range(NUM_STEPS)]
+    trial = _copy(optimizer, {id(chosen[i].parameter): parameter for i, parameter in small.items()})
     step = _bare_step(trial)
     if callable(train := getattr(type(trial), "train", None)):
         train(trial)  # schedule-free ones want to be told
@@ -278,7 +310,7 @@ def _run(
             evaluations += 1
             loss = torch.zeros((), dtype=torch.float64, device=CPU)
             for i, parameter in small.items():
-                slope = cut(_slope(_start(chosen[i], i), i, step_index))
+                slope = slopes[step_index][i]
                 at = parameter.detach()
                 parameter.grad = slope * (1 + at)
                 loss = loss + (slope * (at + at * at / 2)).abs().sum().double()

@@ -30,6 +30,7 @@ from .module_calls import ModuleCalls
 from .ordinary_tensors import PARAMETERS, OrdinaryTensors
 from .parameters.away import is_away, needed
 from .parameters.placement import Placement
+from .parameters.split_reads import refuse_split_read
 from .recording import Recording
 from .repeated import RepeatedCalls
 from .replay import Tape, refuse
@@ -251,6 +252,17 @@ class Recorder:
         if self.tape is not None:
             return self.tape.call(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def refuse_split_reads(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """
+        Raises:
+            SMPError: the call is code's that takes a rank's part of a parameter for the whole.
+        """
+        for arg in args:
+            if type(arg) is PlacedTensor or type(arg) in PARAMETERS:
+                name = self.placement.split_name(arg)
+                if name is not None:
+                    refuse_split_read(name, arg, func, kwargs)
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
         """``model.backward``: notes from where the backward pass starts."""

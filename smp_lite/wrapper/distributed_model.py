@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import session as session_module
 from ..devices import check_current, is_host
 from ..errors import SMPError
+from ..nn.distributed.base import note_places
 from ..optim.half.types import half_type
 from ..optim.state.own_parameters import PARTIAL_KEY, OwnParameters
 from ..plan.partitioning.partition import ModuleCost, Partition
@@ -103,6 +104,7 @@ class DistributedModel(ModelWithState):
         apply_plan(session, module)
         module, self._replaced = replace_marked(session, module)
         refuse_own_batches(session, module)
+        note_places(module)
         if (translated := translations(self._replaced)) is not None:
             session.module_manager.translate_functions.append(translated)
         self._half = HalfPrecision.if_asked(session, module)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -63,11 +65,17 @@ def losses(kind: str) -> Any:
             return float(VALUES[rows].mean())
         return float(VALUES[rows].prod())
 
-    def of(inputs: Any, pair: list[Rows], num_items: Any) -> list[float]:
-        first, second = (rows.start for rows in pair)
-        return [over([first, second], num_items), over([first], num_items), over([second], num_items)]
+    return of_sets(over), over
 
-    return of, over
+
+def of_sets(over: Callable[[list[int], Any], float]) -> Callable[[Any, list[Rows], Any], list[float]]:
+    """What a composition asks for: the loss of two sets of rows together, and of each."""
+
+    def of(inputs: Any, both: list[Rows], num_items: Any) -> list[float]:
+        sets = [list(range(*rows)) for rows in both]
+        return [over(sets[0] + sets[1], num_items), *(over(own, num_items) for own in sets)]
+
+    return of
 
 
 @pytest.mark.parametrize("kind", ["scaled", "labels", "rows"])
@@ -93,15 +101,14 @@ def test_another_loss_is_refused_also_where_all_weights_would_be_the_same() -> N
 def weighted(classes: list[float]) -> Any:
     """A mean by weights of classes; of each row there is one label."""
 
-    def of(labels: torch.Tensor, pair: list[Rows], num_items: Any) -> list[float]:
-        rows = [rows.start for rows in pair]
+    def of(labels: torch.Tensor, both: list[Rows], num_items: Any) -> list[float]:
         values = torch.tensor([1.0, 2.0, 4.0, 8.0])
         weights = torch.tensor(classes)[labels]
 
-        def over(own: list[int]) -> float:
+        def over(own: list[int], num_items: Any) -> float:
             return float((weights[own] * values[own]).sum() / weights[own].sum())
 
-        return [over(rows), *(over([row]) for row in rows)]
+        return of_sets(over)(labels, both, num_items)
 
     return of
 
@@ -126,6 +133,48 @@ def test_weights_of_classes_are_refused_in_the_first_batch_that_has_both() -> No
     alike = composition([2.0, 2.0, 2.0])
     for batch in batches:
         assert alike.weights(torch.tensor(batch), 4, None, cuts) == [0.5, 0.5]
+
+
+ROWS = torch.tensor([1.0, 2.0, 4.0, 8.0])
+IMPORTANCE = torch.tensor([1.0, 1.0, 5.0, 1.0])
+
+NOT_OF_TWO_ROWS: dict[str, Callable[[list[int]], torch.Tensor]] = {
+    "the hardest two": lambda own: ROWS[own].topk(min(2, len(own))).values.mean(),
+    "a row in the middle counts more": lambda own: (
+        (ROWS[own] * IMPORTANCE[own]).sum() / IMPORTANCE[own].sum()
+    ),
+    "the largest": lambda own: ROWS[own].mean() + (ROWS[own].max() if len(own) > 2 else 0.0),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_OF_TWO_ROWS)
+def test_cuts_tell_what_two_rows_do_not(kind: str) -> None:
+    over = NOT_OF_TWO_ROWS[kind]
+    of = of_sets(lambda own, num_items: float(over(own)))
+    composition = Composition(lambda labels: None, no_classes, of, is_half=False)
+    with pytest.raises(SMPError, match="the loss of this model over 2 and 2 rows together of a batch is"):
+        composition.weights(LABELS, 4, None, [Rows(0, 2), Rows(2, 4)])
+
+
+def test_a_term_that_begins_later_is_found_now_and_then() -> None:
+    begun = False
+
+    def over(own: list[int], num_items: Any) -> float:
+        return float(ROWS[own].mean() + (ROWS[own].max() if begun else 0.0))
+
+    composition = Composition(lambda labels: None, no_classes, of_sets(over), is_half=False)
+    cuts = [Rows(0, 2), Rows(2, 4)]
+    for batch in range(100):
+        begun = batch > 3
+        composition.weights(LABELS, 4, None, cuts)
+    with pytest.raises(SMPError, match="the loss of this model over 2 and 2 rows together"):
+        composition.weights(LABELS, 4, None, cuts)
+
+
+def test_losses_that_are_no_numbers_say_nothing() -> None:
+    of = of_sets(lambda own, num_items: math.nan)
+    composition = Composition(lambda labels: None, no_classes, of, is_half=False)
+    assert composition.weights(LABELS, 4, None, [Rows(0, 2), Rows(2, 4)]) == [0.5, 0.5]
 
 
 def test_classes_of_rows() -> None:

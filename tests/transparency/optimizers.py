@@ -227,6 +227,36 @@ def two_groups(kind: type[torch.optim.Optimizer]) -> Callable[[Any], torch.optim
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
+
+class Factored(Simple):
+    """Scales matrices of 128 rows and columns by the sizes of these; smaller ones by each element's."""
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Any:
+        for p in self._parameters():
+            assert p.grad is not None
+            size = p.grad.square()
+            if p.dim() == 2 and min(p.shape) >= 128:
+                size = size.mean(0) * size.mean(1, keepdim=True) / size.mean()
+            p.sub_(0.05 * p.grad / (size.sqrt() + 1e-8))
+
+
+class Blocks(Simple):
+    """Rounds gradients by the largest of each 256 elements, where there are 4,096, as 8-bit optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Any:
+        for p in self._parameters():
+            assert p.grad is not None
+            way = p.grad
+            if p.numel() >= 4096:
+                blocks = torch.nn.functional.pad(way.reshape(-1), (0, -p.numel() % 256)).view(-1, 256)
+                most = blocks.abs().amax(1, keepdim=True) / 127
+                way = ((blocks / most).round() * most).reshape(-1)[: p.numel()].view_as(p)
+            p.sub_(0.05 * way)
+
+
+WITHIN_LARGE: dict[str, Make] = {"Factored": Factored, "Blocks": Blocks}
 ACROSS: dict[str, Make] = {
     "LBFGS": torch.optim.LBFGS,
     "MyLBFGS": MyLBFGS,

@@ -51,6 +51,16 @@ def test_one_that_treats_each_parameter_by_itself_is_not(name: str) -> None:
         optimizer_check.check_optimizer(optimizers.SINGLE[name](parameters()))
 
 
+@pytest.mark.parametrize("name", optimizers.WITHIN_LARGE)
+def test_one_that_looks_at_whole_parameters_where_they_are_large_is_not_given_pieces(name: str) -> None:
+    make = optimizers.WITHIN_LARGE[name]
+    large = [nn.Parameter(torch.zeros(300, 700)), nn.Parameter(torch.zeros(40_000))]
+    with pytest.raises(smp.SMPError, match="it steps them otherwise in halves than whole"):
+        optimizer_check.check_pieces(make(large))
+    optimizer_check.check_pieces(make([nn.Parameter(torch.zeros(20, 30))]))
+    optimizer_check.check_pieces(optimizers.MyAdam(large))
+
+
 def test_torchs_own_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_check, "_looks_across", None)
     for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor, torch.optim.ASGD):

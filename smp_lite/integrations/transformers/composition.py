@@ -6,7 +6,9 @@ that are not -100; a mean over rows. What a model's forward does with ``num_item
 from its signature (BERT's classifier takes it and ignores it). So it is tried: the loss of two rows together
 against the losses of each. A loss that is none of these (contrastive, with an auxiliary loss over the batch,
 with weights of classes) is refused by name, never approximated. Rows of one class cannot tell weights of
-classes, so each class that is new is tried against one that is known. With one microbatch and one replica
+classes, so each class that is new is tried against one that is known. Two rows cannot tell everything: a
+vocabulary with weights, the hardest of many tokens, a term that begins after a while. So two neighbouring
+cuts are tried as well, of the first batches and then now and then. With one microbatch and one replica
 nothing is put together, and any loss goes.
 """
 
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 
 from ...errors import SMPError
+from ...steps.step_context import CHECK_EVERY_STEPS, FIRST_CHECKED_STEPS
 from .rows import Rows
 
 __all__ = ["Composition"]
@@ -55,6 +58,7 @@ class Composition:
         self._possible = {True: KINDS, False: KINDS[1:]}
         self._tried: set[bool] = set()
         self._known: dict[bool, list[set[int]]] = {True: [], False: []}
+        self._batches = {True: 0, False: 0}
 
     def weights(self, inputs: Any, num_rows: int, num_items: Any, cuts: Sequence[Rows]) -> list[float]:
         """What the loss of each cut counts in the batch's; what counts nothing may be no number.
@@ -74,13 +78,29 @@ class Composition:
         pairs = self._new_pairs(inputs, is_given)
         if is_given not in self._tried or any(weights != found[0] for weights in found[1:]):
             pairs.insert(0, _telling_rows(counts, num_rows))
-        if not pairs:
-            return found[0]
-        for pair in pairs:
-            kinds = list(self._try(inputs, pair, num_items, counts, kinds))
+        for row, other in pairs:
+            both = [Rows(row, row + 1), Rows(other, other + 1)]
+            kinds = list(self._try(inputs, both, num_items, counts, kinds))
         self._possible[is_given] = tuple(kinds)
         self._tried.add(is_given)
-        return self.weights(inputs, num_rows, num_items, cuts)
+        if pairs:
+            found = [_weights(kind, counts, num_rows, cuts) for kind in kinds]
+        self._try_neighbours(inputs, num_items, counts, kinds, cuts)
+        return found[0]
+
+    def _try_neighbours(
+        self, inputs: Any, num_items: Any, counts: list[int] | None, kinds: list[str], cuts: Sequence[Rows]
+    ) -> None:
+        """Two cuts together, other ones each time."""
+        number = self._batches[num_items is not None]
+        self._batches[num_items is not None] += 1
+        if number >= FIRST_CHECKED_STEPS and number % CHECK_EVERY_STEPS:
+            return
+        first = (2 * number) % (len(cuts) - 1)
+        neighbours = list(cuts[first : first + 2])
+        kinds = [kind for kind in kinds if kind != "labels" or sum(_of(counts, neighbours) or ())]
+        if kinds:  # Else a mean over nothing.
+            self._try(inputs, neighbours, num_items, counts, kinds)
 
     def _new_pairs(self, inputs: Any, is_given: bool) -> list[tuple[int, int]]:
         """Rows with classes that were not in rows tried together yet."""
@@ -100,28 +120,30 @@ class Composition:
     def _try(
         self,
         inputs: Any,
-        rows: tuple[int, int],
+        both: list[Rows],
         num_items: Any,
         counts: list[int] | None,
         kinds: list[str],
     ) -> tuple[str, ...]:
-        """Those of the kinds that two rows of this batch do not tell from each other."""
-        first, second = rows
-        pair = [Rows(first, first + 1), Rows(second, second + 1)]
-        whole, *parts = self._losses(inputs, pair, num_items)
-        own = [_weights(kind, _of(counts, pair), 2, [Rows(0, 1), Rows(1, 2)]) for kind in kinds]
-        errors = [abs(sum(w * loss for w, loss in zip(weights, parts) if w) - whole) for weights in own]
+        """Those of the kinds that two sets of rows of this batch do not tell from each other."""
+        whole, *parts = self._losses(inputs, both, num_items)
+        sizes = [rows.count for rows in both]
+        at = [Rows(0, sizes[0]), Rows(sizes[0], sum(sizes))]
+        own = [_weights(kind, _of(counts, both), sum(sizes), at) for kind in kinds]
+        terms = [[w * loss for w, loss in zip(weights, parts) if w] for weights in own]
+        if not math.isfinite(whole) and all(not math.isfinite(sum(of_kind)) for of_kind in terms):
+            return tuple(kinds)  # Training went wrong, which says nothing of how a loss is made.
+        errors = [abs(sum(of_kind) - whole) for of_kind in terms]
         errors = [math.inf if math.isnan(error) else error for error in errors]
         best = min(range(len(kinds)), key=errors.__getitem__)
-        if not errors[best] <= self._tolerance * max(abs(whole), 1e-6):
+        if not errors[best] <= self._tolerance * max(abs(whole), *map(abs, terms[best]), 1e-6):
+            many = "two rows" if sizes == [1, 1] else f"{sizes[0]} and {sizes[1]} rows together"
             raise SMPError(
-                f"the loss of this model over two rows of a batch is {whole:g}, and of each {parts[0]:g} and "
+                f"the loss of this model over {many} of a batch is {whole:g}, and of each {parts[0]:g} and "
                 f"{parts[1]:g}: it is neither their sum over num_items_in_batch nor a mean over labels or "
-                "rows, "
-                "so the loss of a batch cannot be put together from microbatches and replicas: use "
+                "rows, so the loss of a batch cannot be put together from microbatches and replicas: use "
                 '"microbatches": 1 and one replica, or give the Trainer a compute_loss_func that divides a '
-                "sum "
-                "by num_items_in_batch"
+                "sum by num_items_in_batch"
             )
         return tuple(kind for kind, weights in zip(kinds, own) if weights == own[best])
 
@@ -134,8 +156,8 @@ def _telling_rows(counts: list[int] | None, num_rows: int) -> tuple[int, int]:
     return 0, num_rows - 1
 
 
-def _of(counts: list[int] | None, pair: list[Rows]) -> list[int] | None:
-    return None if counts is None else [counts[rows.start] for rows in pair]
+def _of(counts: list[int] | None, both: list[Rows]) -> list[int] | None:
+    return None if counts is None else [n for rows in both for n in counts[rows.start : rows.end]]
 
 
 def _weights(kind: str, counts: list[int] | None, num_rows: int, cuts: Sequence[Rows]) -> list[float]:

@@ -209,20 +209,19 @@ class Computing(PlainTrainer):
             return inputs["shift_labels"], False
         return inputs.get("labels"), self._loss_shifts_labels
 
-    def _losses_of_rows(self, inputs: Any, pair: list[Rows], num_items: Any) -> list[float]:
-        """Of two rows together, and of each; in evaluation, over the stages."""
-        two = dict(inputs)
-        both = pieces_of(two, number_of_rows(two), pair, num_items)
-        together = Piece(_stacked([piece.inputs for piece in both]), num_items, None, None)
+    def _losses_of_rows(self, inputs: Any, both: list[Rows], num_items: Any) -> list[float]:
+        """Of two sets of rows together, and of each; in evaluation, over the stages."""
+        whole = dict(inputs)
+        parts = pieces_of(whole, number_of_rows(whole), both, num_items)
+        together = Piece(_stacked(both, [part.inputs for part in parts]), num_items, None, None)
         model = self.model_wrapped
         was_training = model.training
         model.eval()
         try:
-            ((whole, _),) = self._evaluated([together], True, False, [])
-            parts = self._evaluated(both, True, False, [])
+            found = self._evaluated([together], True, False, []) + self._evaluated(parts, True, False, [])
         finally:
             model.train(was_training)
-        return [whole.item(), *(loss.item() for loss, _ in parts)]
+        return [loss.item() for loss, _ in found]
 
     # Replicas -----------------------------------------------------------------------------------------------
 
@@ -262,5 +261,5 @@ def _own(inputs: Any) -> Any:
     return type(inputs)(dict(inputs)) if not isinstance(inputs, dict) else dict(inputs)
 
 
-def _stacked(parts: list[Any]) -> Any:
-    return join([(Rows(0, 1), part) for part in parts], "inputs")
+def _stacked(rows: list[Rows], parts: list[Any]) -> Any:
+    return join(list(zip(rows, parts, strict=True)), "inputs")

@@ -144,13 +144,13 @@ class DistributedAttentionLayer(DistributedModule):
         hidden, cross, mask = self._taken_apart(inputs)
         region = self.region
         batch_size = hidden.shape[0] // (1 if self.enters else region.num_batches)
-        x = region.enter(hidden) if self.enters else hidden
+        x = self.enter(hidden) if self.enters else hidden
         normed = self.pre_layernorm(x) if self.has_pre_layernorm else x
         if cross is None:
             query, key, value = map(self._heads, project(normed, (self.query, self.key, self.value), region))
         else:
             (query,) = map(self._heads, project(normed, (self.query,), region))
-            states = region.enter(cross)
+            states = self.enter(cross)
             key, value = map(self._heads, project(states, (self.key, self.value), region))
         if self.causal_mask_size is not None and cross is None and query.shape[-2] > self.causal_mask_size:
             raise ValueError(

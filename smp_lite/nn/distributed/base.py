@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from ..layout import ParameterLayout, layout_of, part_of, whole_of
 from ..one_d.parts import SplitModule, layout_over
 from .region import Region
 
-__all__ = ["DistributedModule", "check_known"]
+__all__ = ["DistributedModule", "check_known", "note_places"]
 
 
 class DistributedModule(SplitModule):
@@ -19,9 +20,11 @@ class DistributedModule(SplitModule):
     Attributes:
         region: how its activations lie; of the session, at construction.
         names_of_all_batches: own parameters that are whole, and used on the batches of all ranks.
+        place: its name in the model, for errors, and to tell it from layers like it.
     """
 
     region: Region
+    place: str = ""
     names_of_all_batches: tuple[str, ...] = ()
 
     def __init__(self) -> None:
@@ -42,6 +45,24 @@ class DistributedModule(SplitModule):
             if parameter is not None and dim is not None and axis.size > 1:
                 layouts[name] = layout_over(parameter, axis, dim)
         self.keep_parts(layouts)
+
+    def meet(self, x: torch.Tensor) -> None:
+        """All ranks bring their own batches to this layer now; see :meth:`Region.meet`.
+
+        Raises:
+            SMPMismatch: another rank is in another layer, or has an input of another shape.
+        """
+        if self.region.own_batches:
+            self.region.meet(f"{self.place or 'a layer'} ({type(self).__name__})", x)
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """``(B, ..., H)`` outside to what it is inside, of all ranks at once.
+
+        Raises:
+            SMPMismatch: as of :meth:`meet`.
+        """
+        self.meet(x)
+        return self.region.enter(x)
 
     def note_all_batches(self, names: Sequence[str]) -> None:
         """These own parameters, which are whole, are used on the batches of all ranks."""
@@ -66,6 +87,13 @@ class DistributedModule(SplitModule):
             for name, tensor in self.state_dict(keep_vars=True).items()
             for layout in (layout_of(tensor),)
         }
+
+
+def note_places(root: nn.Module) -> None:
+    """Tells all distributed modules of a model their names."""
+    for name, module in root.named_modules():
+        if isinstance(module, DistributedModule):
+            module.place = name
 
 
 def check_known(module: str, options: dict[str, object]) -> None:

@@ -82,6 +82,7 @@ class DistributedEmbedding(DistributedModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         region = self.region
+        self.meet(input)
         ids = region.axis.all_gather(input, 0) if region.own_batches else input
         found = F.embedding(
             ids,

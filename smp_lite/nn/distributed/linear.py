@@ -63,6 +63,7 @@ class DistributedLinear(DistributedModule):
                     f"DistributedLinear: without prescaled_batch the input needs a batch dimension, and has "
                     f"shape {list(input.shape)}"
                 )
+            self.meet(input)
             summand = F.linear(all_to_all(input, axis, -1, 0), self.weight)
             output = reduce_scatter_along(summand, axis, 0)
         else:

@@ -94,7 +94,7 @@ class DistributedTransformerOutputLayer(DistributedModule):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         region = self.region
-        x = region.enter(hidden) if self.enters else hidden
+        x = self.enter(hidden) if self.enters else hidden
         found = self.dense1(self.pre_layernorm(x) if self.has_pre_layernorm else x)
         found = self.dense2(_ACTIVATIONS[self.activation](found))
         found = hidden_dropout(found, self.hidden_dropout_prob, self.training, region)

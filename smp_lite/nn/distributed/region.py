@@ -6,6 +6,10 @@ where each brings its own. With ``optimize: "memory"`` a rank has ``(N, S, H / T
 features; with ``"speed"`` all have ``(N, S, H)``. (SMP developer guide, "tensor parallelism": prescaled
 batch, optimize.)
 
+Ranks with batches of their own must be in the same layer, with inputs of one shape, or their rows would be
+mixed up: a model whose forward looks at its data may send them to different ones. So they meet before each
+block (:meth:`Region.meet`), which is one small message to each, on hosts.
+
 Gradients: inside, every rank's gradient of what all ranks hold alike is the whole one. Where ranks bring
 their own batches the losses' gradients meet here, as a sum over the batches.
 """
@@ -14,16 +18,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ... import session as session_module
 from ...comm.axis import Axis
+from ...devices import CPU
+from ...errors import SMPMismatch
 from ..one_d.operations import gather_along, split_along
 from ..one_d.parts import nearest_sizes
 
 __all__ = ["CannotShare", "Region", "all_to_all"]
+
+_MOST_DIMENSIONS = 8
 
 
 class CannotShare(ValueError):
@@ -70,6 +79,36 @@ class Region:
                 f"{what}={size}: the {self.axis.size} tensor-parallel ranks cannot share it equally; the "
                 f"nearest that they can: {nearest_sizes(size, self.axis.size)}"
             )
+
+    def meet(self, where: str, x: torch.Tensor) -> None:
+        """Collective: all ranks bring their own batches to the same layer now.
+
+        Args:
+            where: the layer's name.
+            x: its input, ``(B, ...)``.
+
+        Raises:
+            SMPMismatch: another rank is in another layer, or has an input of another shape or dtype.
+        """
+        if not self.own_batches or isinstance(x, FakeTensor) or x.device.type == "meta":
+            return
+        mine = [crc32(where.encode()), crc32(str(x.dtype).encode()), x.dim(), *x.shape[:_MOST_DIMENSIONS]]
+        mine += [0] * (3 + _MOST_DIMENSIONS - len(mine))
+        every = self.axis.all_gather(torch.tensor([mine], device=CPU)).tolist()
+        other = next((i for i, theirs in enumerate(every) if theirs != mine), None)
+        if other is None:
+            return
+        layer, dtype, dims, *shape = every[other]
+        there = "there" if layer == mine[0] else "in another split layer"
+        other_dtype = "" if dtype == mine[1] else " and another dtype"
+        ranks = self.axis.ranks
+        raise SMPMismatch(
+            f"rank {ranks[self.axis.index]} is in {where} with an input of shape {list(x.shape)}, and rank "
+            f"{ranks[other]} is {there} with one of shape {shape[:dims]}{other_dtype}: tensor-parallel ranks "
+            "that bring batches of their own must run the same layers on inputs of one shape, so the model's "
+            "forward may not branch by their data, or leave out rows. Pad the batches to one shape, or set "
+            '"prescaled_batch": True and give all of them the same batch'
+        )
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """``(B, ..., H)`` outside to what it is inside."""

@@ -129,7 +129,7 @@ class DistributedTransformerLayer(DistributedModule):
 
     def forward(self, inputs: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
         hidden, rest = self._taken_apart(inputs)
-        x = self.region.enter(hidden) if self.enters else hidden
+        x = self.enter(hidden) if self.enters else hidden
         if self.parallel_attn_output:
             found = self.attention((x, rest[0])) + self.output(self.attention.pre_layernorm(x))
             x = add_residual(found, x, in_fp32=self.fp32_residual_addition)

@@ -49,6 +49,7 @@ class VocabularyEmbedding(DistributedModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         region, axis = self.region, self.region.axis
+        self.meet(input)
         ids = axis.all_gather(input, 0) if region.own_batches else input
         check_indices(ids, self.num_embeddings, "DistributedTransformerLMHead: id")
         rows = self.weight.shape[0]
@@ -78,6 +79,7 @@ class VocabularyHead(DistributedModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         region, axis = self.region, self.region.axis
+        self.meet(input)
         if region.own_batches:
             hidden = gather_along(input, axis, 0, gradients="summand")
         else:
@@ -104,6 +106,7 @@ class VocabularyLoss(nn.Module):
     def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         region, axis = self.region, self.region.axis
         labels = _shifted(labels) if self.causal else labels
+        region.meet("the loss over a split vocabulary", labels)
         all_labels = axis.all_gather(labels, 0) if region.own_batches else labels
         losses = vocab_parallel_cross_entropy(
             _wide(logits),

@@ -24,6 +24,7 @@ from ...errors import SMPError
 from ..values.placed import PlacedTensor, TensorMeta
 from .away import LOCAL, away_buffer, forget_memory, is_away, note_gradient, send_away
 from .moving import moved
+from .split_reads import is_split
 from .tables import BufferListener, BufferTable, ParameterTable, plain_table
 
 SPLIT = -1
@@ -106,6 +107,7 @@ class Placement:
             for table, own, full in self._entries
         }
         self._requires_grad: tuple[bool, ...] = ()
+        self.split = frozenset(full for table, own, full in self._entries if is_split(table[own]))
         self.owners = self._owners()
         self._runs: list[nn.Module] = []  # keeps them alive, so ids stay valid
         self._swapped: list[_Swapped] = []
@@ -124,6 +126,13 @@ class Placement:
         """The name of the parameter that this object is."""
         found = self._aliases.get(id(tensor))
         return found[1] if found is not None else None
+
+    def split_name(self, tensor: torch.Tensor) -> str | None:
+        """The name of the split parameter that this object is, or stands for."""
+        if not self.split:
+            return None
+        full = tensor.smp_parameter if type(tensor) is PlacedTensor else self.alias(tensor)
+        return full if full in self.split else None
 
     def home(self, module: nn.Module) -> int:
         """The stage that owns the module, or SPLIT, STATELESS, FOREIGN."""

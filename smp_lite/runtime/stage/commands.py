@@ -20,6 +20,7 @@ from ...record.code.frames import users_line
 from ...record.describe.checkpointed_calls import seeded_by
 from ...record.describe.effects import Buffers, Effects, NeedsOpening
 from ...record.parameters.placement import Placement
+from ...record.parameters.split_reads import SplitReads
 from ...record.recording import Command, Recording
 from ...record.state.ambient import Ambient
 from ...record.state.draws import at_states, default_states
@@ -109,9 +110,13 @@ class CommandRunner:
         watched = self.observer is not None and command.module is not None
         is_guarded = command.looks_at_gradients and (recording.backwards or not recording.complete)
         guard = parameter_reads(self._refuse_read) if is_guarded else _NO_GUARD
+        if self.placement.split and command.module is not None:
+            reads = SplitReads(self.placement.split_name)
+        else:
+            reads = _NO_GUARD
         if command.meta is None:
             seen = self.observer.before(command, args, kwargs) if watched else None
-            with seeding, guard:
+            with seeding, guard, reads:
                 run = self.undescribed[command.index] = _run_for_real(command, tensors, args, kwargs)
             if watched and run.effect is None:
                 self.observer.ran(m, command, *seen, run.result)
@@ -119,7 +124,7 @@ class CommandRunner:
         if watched:
             with in_force(command.carried or ()):
                 seen = self.observer.before(command, args, kwargs)
-        with seeding, guard:
+        with seeding, guard, reads:
             result = _call(command, args, kwargs)
         if watched:
             self.observer.ran(m, command, *seen, result)

@@ -1,0 +1,98 @@
+"""Code that computes with a split parameter and is not the layer that the parameter belongs to.
+
+Such code has one rank's part and would take it for the whole: a penalty on weights counts what is here only,
+a number made of a size is another one than in one process. Where all ranks have the same batch such numbers
+may differ between them and be found so; where each has its own, results differ anyway, and nothing would be
+seen. So it is refused by name, in the step function and in modules' forwards. Not refused is what is right on
+parts: functions of every element by itself through which no gradient flows (averages of weights), and what
+says nothing of sizes. Code of layers that are split knows what it holds.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ...errors import SMPError
+from ...nn.guarding import HARMLESS, is_elementwise
+from ...nn.keeping import KeepsLayouts
+from ...nn.layout import layout_of
+from ..code.frames import users_line
+from ..values.torch_functions import METADATA_FUNCTIONS, changes_first, function_name
+
+__all__ = ["SplitReads", "is_split", "refuse_split_read"]
+
+_SIZES = frozenset(["size", "numel", "nelement", "__len__", "stride"])
+
+
+def is_split(parameter: torch.Tensor) -> bool:
+    """Whether a layer computes with this rank's part of it."""
+    layout = layout_of(parameter)
+    return layout is not None and any(layout.dims)
+
+
+def refuse_split_read(name: str, parameter: torch.Tensor, func: Any, kwargs: Mapping[str, Any]) -> None:
+    """
+    Args:
+        name: of a split parameter, which a torch function is called with now.
+        parameter: itself, or a placed one.
+
+    Raises:
+        SMPError: what the function gives would be one part's.
+    """
+    called = getattr(func, "__name__", "")
+    if called in ("__get__", "__set__", "__delete__"):
+        attribute = getattr(func.__self__, "__name__", "")
+        what, is_right = attribute, attribute not in ("shape", "T", "mT", "H", "mH")
+    elif called in _SIZES:
+        what, is_right = called, False
+    elif called in METADATA_FUNCTIONS or called in HARMLESS or changes_first(called, dict(kwargs)):
+        return
+    else:
+        what, trains = function_name(func), parameter.requires_grad and torch.is_grad_enabled()
+        is_right = is_elementwise(called) and not trains
+    if is_right or _in_a_split_layer():
+        return
+    raise SMPError(
+        f"{what} of the parameter {name!r} at {users_line()}, inside an smp.step: the parameter is split "
+        "over tensor-parallel ranks, and the part that this one has would pass for the whole. For a penalty "
+        "on weights use the optimizer's weight_decay; take sizes from the model's configuration; or keep the "
+        "layer whole"
+    )
+
+
+def _in_a_split_layer() -> bool:
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        names = frame.f_code.co_varnames
+        if names and names[0] == "self" and isinstance(frame.f_locals.get("self"), KeepsLayouts):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class SplitReads(TorchFunctionMode):
+    """While modules of the model run forward.
+
+    Args:
+        name_of: of an object, if it is a split parameter of the model.
+    """
+
+    def __init__(self, name_of: Callable[[Any], str | None]) -> None:
+        super().__init__()
+        self._name_of = name_of
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for arg in args:
+            if isinstance(arg, nn.Parameter) and (name := self._name_of(arg)) is not None:
+                refuse_split_read(name, arg, func, kwargs)
+        return func(*args, **kwargs)
