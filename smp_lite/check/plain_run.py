@@ -42,7 +42,7 @@ class PlainStep:
     """
 
     runs_plainly = True
-    suspended = False
+    suspended = has_split_parameters = False
     descriptions = _NotInferring()
 
     def __init__(

@@ -55,7 +55,7 @@ class _Listener(TorchFunctionMode):
         recorder, func = self.recorder, meant(func)
         if recorder.suspended or recorder.descriptions.inferring:
             return func(*args, **(kwargs or {}))
-        if recorder.placement.split:
+        if recorder.has_split_parameters:
             recorder.refuse_split_reads(func, args, kwargs or {})
         if PlacedTensor in types:
             # Placed tensors bring their own handler. torch would call it next, after a second look at all

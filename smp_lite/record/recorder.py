@@ -63,6 +63,7 @@ class Recorder:
         self.host = host
         self.descriptions = Descriptions()
         self.suspended = False
+        self.has_split_parameters = bool(placement.split)
         self.serial = -1  # counts microbatches over all steps
         self.recording: Recording | None = None
         self.tape: Tape | None = None  # set while a step is recorded for replay

@@ -296,3 +296,17 @@ def test_an_error_in_a_python_file_names_its_line(tmp_path: Path) -> None:
     path.write_text("parallel = dict(\n")
     with pytest.raises(ConfigError, match="is not valid Python"):
         load_plan(path, world_size=8)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"fp16": {"mode": "half"}}, "fp16.mode must be one of 'torch', 'apex', 'naive'"),
+        ({"fp16": {"level": 1}}, "fp16.mode must be one of"),
+        ({"gradient_accumulation": "4"}, "gradient_accumulation must be a whole number"),
+        ({"gradient_accumulation": 0}, "gradient_accumulation must be a whole number of 1 or more"),
+    ],
+)
+def test_what_is_only_carried_is_checked_too(more: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_plan({**parallel(pipeline=2), **more}, world_size=4)

@@ -304,7 +304,7 @@ CONFIGURATIONS: list[tuple[dict[str, Any], int | None]] = [
     (
         {
             "parallel": {"pipeline": 2, "tensor": {"size": 8, "mode": "2.5d", "depth": 2}},
-            "fp16": {"mode": "x"},
+            "fp16": {"mode": "apex"},
         },
         32,
     ),

@@ -320,3 +320,20 @@ def test_a_value_that_is_not_there_can_be_changed_but_not_used(tmp_path: Path) -
     looped = file(tmp_path, lines + "train.dist.pipeline_num_layers = sum(model.depths)\n")
     with pytest.raises(ConfigError, match=r"model.depths is used as a value and is not known"):
         load_plan(looped, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("amp", {"enabled": "yes"}, "train.amp.enabled must be true or false"),
+        ("amp", {"enable": True}, "unknown key 'train.amp.enable': did you mean 'enabled'"),
+        ("activation_checkpoint", True, "train.activation_checkpoint must hold keys and values"),
+        ("rdma_enabled", 1, "train.rdma_enabled must be true or false"),
+        ("input_placement_device", "gpu", "train.input_placement_device must be one of"),
+    ],
+)
+def test_what_libais_trainer_would_do_is_checked_too(key: str, value: Any, told: str) -> None:
+    config = dist()
+    config["train"][key] = value
+    with pytest.raises(ConfigError, match=told):
+        load_plan(config, world_size=1)

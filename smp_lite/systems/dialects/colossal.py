@@ -29,6 +29,7 @@ from ..plan.parallel_plan import (
 )
 from ..plan.stage_assignment import StageRule
 from ..reading.flat_values import flatten_values
+from ..reading.python_tree import Unknown
 from ..reading.written import Written, unknown_key
 
 __all__ = ["KEYS", "MODES", "compile_plan", "path_of"]
@@ -50,6 +51,7 @@ KEYS = (
 _ALIASES = {"NUM_MICRO_BATCHES": "num_microbatches", "num_chunks": "num_model_chunks"}
 _MOST_RANKS = 100_000
 """Of a job, and of stages: more is a slip of the pen, and would take all memory to list."""
+_FP16_MODES = ("torch", "apex", "naive")
 _CARRIED = ("fp16", "gradient_accumulation", "clip_grad_norm")
 _Axes = tuple[tuple[str, int], ...]
 
@@ -101,6 +103,7 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
         text = f"num_microbatches must be a multiple of the pipeline size ({pp}) with model chunks."
         written.fail(text, "num_microbatches", way_out=f"use {max(pp, count // pp * pp)}, for example")
     _check_clip(written)
+    _check_carried(written)
     data_parallel, said_data = _data_parallel(written, pp)
     others = [pair for key in _CARRIED if written.has(key) for pair in flatten_values(key, written.get(key))]
     how_stages = "" if written.has("partition_method") else "balanced by parameters"
@@ -147,6 +150,19 @@ def _check_clip(written: Written) -> None:
         text = "clip_grad_norm must be the largest norm of the whole gradient, a number above 0."
         way_out = "write clip_grad_norm=1.0, for example, or leave it out (as 0 and None, it does not clip)"
         written.fail(text, "clip_grad_norm", way_out=way_out)
+
+
+def _check_carried(written: Written) -> None:
+    """``fp16=dict(mode=AMP_TYPE.NAIVE, ...)``; an enum's member may come as its name."""
+    if written.get("gradient_accumulation") is not None:
+        written.integer("gradient_accumulation", default=1)
+    fp16 = written.tree.get("fp16")
+    if isinstance(fp16, Mapping) and fp16:
+        mode = fp16.get("mode")  # AMP_TYPE.NAIVE, where colossalai need not be there
+        name = repr(mode) if isinstance(mode, Unknown) else str(getattr(mode, "value", mode))
+        if name.rpartition(".")[2].lower() not in _FP16_MODES:
+            text = f"fp16.mode must be one of {', '.join(map(repr, _FP16_MODES))}."
+            written.fail(text, "fp16", "mode", way_out="write one of these")
 
 
 def _is_dict(written: Written, name: str) -> bool:

@@ -110,6 +110,7 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
     )
     axes = (("pp", pp), ("dp", dp), ("tp", tp))
     data_parallel, said_data = _data_parallel(written)
+    _check_carried(written)
     carried = {key: written.get("train", key, default=TRAIN_DEFAULTS[key]) for key in _CARRIED}
     others = [("train.dist.device_type", device)]
     for key, value in carried.items():
@@ -151,6 +152,15 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
     )
     _check_saved(written, plan)
     return plan
+
+
+def _check_carried(written: Written) -> None:
+    """Keys that LiBai's trainer would act on: here they are told, so they must say what they seem to."""
+    for key in ("amp", "activation_checkpoint"):
+        written.check_keys(("enabled",), "train", key)
+        written.switch("train", key, "enabled", default=False)
+    written.switch("train", "rdma_enabled", default=True)
+    written.choice("train", "input_placement_device", options=_DEVICES, default="cuda")
 
 
 def _check_keys(written: Written) -> dict[str, Any]:
