@@ -26,6 +26,7 @@ __all__ = [
     "as_ordinary",
     "guarded",
     "is_elementwise",
+    "is_unguarded",
     "plain",
     "unguarded",
 ]
@@ -66,6 +67,11 @@ def unguarded() -> Iterator[None]:
         yield
     finally:
         _open -= 1
+
+
+def is_unguarded() -> bool:
+    """Whether it is the library that asks now."""
+    return _open > 0
 
 
 @contextlib.contextmanager

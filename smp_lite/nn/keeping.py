@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Self
 
 from torch import nn
 
+from .guarding import is_unguarded
 from .layout import ParameterLayout, set_layout
 
 __all__ = ["KeepsLayouts", "lay_anew"]
@@ -40,6 +42,21 @@ class KeepsLayouts(nn.Module):
         super()._apply(*args, **kwargs)
         self._mark()
         return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if keep_vars or is_unguarded():
+            return  # the library's own question
+        for name, layout in self.__dict__.get("smp_layouts", {}).items():
+            part = destination.get(f"{prefix}{name}")
+            if part is not None and tuple(part.shape) != layout.shape:
+                warnings.warn(
+                    f"state_dict() of a module has one rank's part of {prefix}{name}, which is split over "
+                    "ranks: ask model.state_dict() of the DistributedModel for whole tensors, "
+                    "model.local_state_dict() for parts",
+                    stacklevel=2,
+                )
+                return
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)

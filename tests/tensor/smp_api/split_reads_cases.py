@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -127,3 +128,16 @@ def apart(parameters: dict[str, Any]) -> tuple[str, str, str]:
     branched = _told(branching, plainly, ids)
     shortened = _told(_made(Shortened, parameters), lambda net, ids: net(ids).sum(), ids)
     return branched, shortened, _told(_made(Net, parameters), plainly, ids)
+
+
+def saved(parameters: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """What is warned of when the module's own state is asked for, and when the model's is."""
+    model = _made(Net, parameters)
+    _told(model, plainly, torch.arange(24).reshape(4, 6) % 11)
+    told = []
+    for ask in (model.module.state_dict, lambda: (model.state_dict(), model.local_state_dict())):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ask()
+        told.append([str(each.message) for each in caught])
+    return told[0], told[1]

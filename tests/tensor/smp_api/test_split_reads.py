@@ -48,3 +48,10 @@ def test_ranks_with_their_own_batches_must_be_in_the_same_layer(optimize: str) -
         assert "SMPMismatch" in branched and "in another split layer with one of shape [2, 6, 8]" in branched
         assert "is in embed (DistributedEmbedding) with an input of shape" in shortened
         assert alike == "ran"
+
+
+def test_parts_of_an_unwrapped_module_are_not_saved_unsaid() -> None:
+    for unwrapped, whole in run_distributed(
+        f"{CASES}:saved", 2, kwargs={"parameters": parameters_of(2, True, "memory")}
+    ):
+        assert any("one rank's part of up.weight" in text for text in unwrapped) and whole == []
