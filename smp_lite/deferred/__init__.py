@@ -10,6 +10,7 @@ generator's state of each draw. A room of its own: of the library it knows the e
 from .context import deferring, is_deferring
 from .dispatch import DeferredTensor, constant, from_source, is_deferred
 from .initialising import check_filled, initialise_meta, unfilled
+from .log import origin_of
 from .replay import value_of
 from .taking_place import Waiting, has_deferred
 
@@ -24,6 +25,7 @@ __all__ = [
     "initialise_meta",
     "is_deferred",
     "is_deferring",
+    "origin_of",
     "unfilled",
     "value_of",
 ]

@@ -12,12 +12,14 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import torch
+from torch._ops import OpOverload
 
 from ..errors import SMPError
 
-__all__ = ["Constant", "Memory", "Place", "Write"]
+__all__ = ["Constant", "Memory", "Place", "Write", "origin_of"]
 
 _numbers = itertools.count()
 _SMALL_BYTES = 1 << 16
@@ -175,6 +177,30 @@ class Write:
             return False
         mine = [(place, writes) for place, writes in self.places if place.memory is memory]
         return len(mine) == 1 and mine[0][1] and mine[0][0].is_all
+
+
+def origin_of(place: Place) -> int:
+    """A digest of what its elements will be made from: operations, their numbers, states of generators.
+
+    Two processes in which it is the same make the same elements; not that of large constants, and of what
+    functions bring that read files.
+    """
+    found = 0
+    seen: set[Memory] = set()
+    waiting = [place.memory]
+    while waiting:
+        memory = waiting.pop()
+        if memory in seen:
+            continue
+        seen.add(memory)
+        for write in memory.writes:
+            numbers = [arg for arg in (*write.args, *write.kwargs.values()) if isinstance(arg, int | float)]
+            name = str(write.function) if isinstance(write.function, OpOverload) else "a source"
+            found = crc32(repr((name, numbers)).encode(), found)
+            if write.state is not None:
+                found = crc32(write.state.numpy().tobytes(), found)
+            waiting += [other.memory for other, _ in write.places]
+    return found
 
 
 _WHOLE = frozenset(

@@ -3,12 +3,14 @@
 Each stage keeps what its rank has built. Where only one rank has loaded weights (``if smp.rank() == 0:
 model.load_state_dict(...)``, which suits data parallelism, where they are sent to all), or where each has
 seeded otherwise, the stages would be those of several models. As replicas do (Li et al. 2020, "PyTorch
-Distributed", section 3.1), they begin with those of the first.
+Distributed", section 3.1), they begin with those of the first. What has no memory yet (delayed
+initialization) nobody can send: each stage makes its own, so all must be about to make the same.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import nn
 
 from ..comm.layout import arrival, as_bytes, departure
 from ..comm.waiting import wait_until
-from ..deferred import is_deferred
+from ..deferred import is_deferred, origin_of
 from ..errors import SMPMismatch
 from ..nn.guarding import plain
 from ..nn.layout import layout_of
@@ -44,8 +46,10 @@ def take_over_first(session: Session, module: nn.Module) -> None:
         return
     own = _whole_tensors(module)
     mine = {name: _said(tensor) for name, tensor in own.items()}
-    heard: list[dict[str, Any]] = world.exchange(mine, _GROUP, _WHAT)
+    answers = world.exchange((mine, _origins(module)), _GROUP, _WHAT)
+    heard: list[dict[str, Any]] = [tensors for tensors, _ in answers]
     ranks = session.group(_GROUP)
+    _check_origins([origins for _, origins in answers], ranks)
     first = heard[0]
     names = [name for name in first if all(name in theirs for theirs in heard)]
     for name in names:
@@ -82,6 +86,23 @@ def take_over_first(session: Session, module: nn.Module) -> None:
             "parallelism. Seed ranks alike, or by smp.dp_rank(), and load weights on all of them",
             stacklevel=2,
         )
+
+
+def _origins(module: nn.Module) -> dict[str, int]:
+    """Of what is made later, what it will be made from."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {name: origin_of(tensor.smp_place) for name, tensor in named if is_deferred(tensor)}  # type: ignore[attr-defined]
+
+
+def _check_origins(heard: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> None:
+    for rank, origins in zip(ranks, heard, strict=True):
+        for name, origin in origins.items():
+            if heard[0].get(name, origin) != origin:
+                raise SMPMismatch(
+                    f"the parameter {name!r}, whose initialization is delayed, would begin with other "
+                    f"numbers on rank {rank} than on rank {ranks[0]}, and each stage makes its own: seed these "
+                    "ranks alike before the model is built (by smp.dp_rank(), never by rank)"
+                )
 
 
 def _said(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, tuple[int, ...], int]:

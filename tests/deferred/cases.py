@@ -215,3 +215,23 @@ def meta(parameters: dict[str, Any], *, bare: bool = False) -> dict[str, Any]:
     except smp.SMPError as error:
         return {"error": str(error)}
     return {"state": model.state_dict(), "after": after}
+
+
+def seeded(parameters: dict[str, Any], *, by_rank: bool) -> str:
+    """What the first step tells, where each rank has seeded for itself."""
+    smp.init(parameters)
+    torch.manual_seed(smp.rank() if by_rank else 3)
+    with smp.delay_param_initialization():
+        model = smp.DistributedModel(Net())
+
+    @smp.step
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    try:
+        step(torch.ones(4, WIDTH))
+    except smp.SMPError as error:
+        return f"{type(error).__name__}: {error}"
+    return "ran"

@@ -72,3 +72,15 @@ def test_a_model_trains_that_is_larger_than_the_memory_of_a_rank() -> None:
     delayed = run_distributed(**case, kwargs={"delay": True, **sizes})
     assert all("loss" in each for each in delayed), delayed
     assert sum(each["own"] for each in delayed) == delayed[0]["whole"]
+
+
+@pytest.mark.parametrize("by_rank", [False, True])
+def test_stages_must_be_about_to_make_one_model(by_rank: bool) -> None:
+    size, parameters = _LAYOUTS["pipeline"]
+    for told in run_distributed(
+        "tests.deferred.cases:seeded", size, kwargs={"parameters": parameters, "by_rank": by_rank}
+    ):
+        if by_rank:
+            assert "SMPMismatch: the parameter 'embed.weight', whose initialization is delayed" in told
+        else:
+            assert told == "ran"

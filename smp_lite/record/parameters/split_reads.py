@@ -24,10 +24,12 @@ from ...nn.guarding import HARMLESS, is_elementwise
 from ...nn.keeping import KeepsLayouts
 from ...nn.layout import layout_of
 from ..code.frames import users_line
+from ..code.watch import is_users_code
 from ..values.torch_functions import METADATA_FUNCTIONS, changes_first, function_name
 
 __all__ = ["SplitReads", "is_split", "refuse_split_read"]
 
+_LAYERS = f"{KeepsLayouts.__module__.rpartition('.')[0]}."
 _SIZES = frozenset(["size", "numel", "nelement", "__len__", "stride"])
 
 
@@ -68,11 +70,18 @@ def refuse_split_read(name: str, parameter: torch.Tensor, func: Any, kwargs: Map
 
 
 def _in_a_split_layer() -> bool:
+    """Whether code of a layer is running that was written for parts: the library's own, or a user's class."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
-        names = frame.f_code.co_varnames
-        if names and names[0] == "self" and isinstance(frame.f_locals.get("self"), KeepsLayouts):
+        if str(frame.f_globals.get("__name__", "")).startswith(_LAYERS):
             return True
+        names = frame.f_code.co_varnames
+        if names and names[0] == "self":
+            module = frame.f_locals.get("self")
+            if isinstance(module, KeepsLayouts):
+                return True
+            if isinstance(module, nn.Module) and is_users_code(frame.f_code, frame.f_globals):
+                return False
         frame = frame.f_back
     return False
 
