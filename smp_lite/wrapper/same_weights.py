@@ -100,8 +100,8 @@ def _check_origins(heard: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> 
             if heard[0].get(name, origin) != origin:
                 raise SMPMismatch(
                     f"the parameter {name!r}, whose initialization is delayed, would begin with other "
-                    f"numbers on rank {rank} than on rank {ranks[0]}, and each stage makes its own: seed these "
-                    "ranks alike before the model is built (by smp.dp_rank(), never by rank)"
+                    f"numbers on rank {rank} than on rank {ranks[0]}, and each stage makes its own: seed "
+                    "these ranks alike before the model is built (by smp.dp_rank(), never by rank)"
                 )
 
 
