@@ -78,8 +78,7 @@ def _is_of_the_model(session: Session, optimizer: Any) -> bool:
     model = session.model
     if model is None or model.own_parameters is None:
         return False
-    ours = session.optimizer
-    if ours is not None and (optimizer is ours or ours.is_around(optimizer)):
+    if any(optimizer is ours or ours.is_around(optimizer) for ours in session.optimizers):
         return True  # it may hold no parameters on this rank
     given = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return model.own_parameters.holds_any_of(given)  # type: ignore[no-any-return]

@@ -7,8 +7,10 @@ object, look here.
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +77,8 @@ class Session:
         # What the layers above put here; their types are theirs.
         self.model: Any = None
         self.module_manager = ModuleManager()
-        self.optimizer: Any = None
+        self.optimizer: Any = None  # the last that was wrapped
+        self._optimizers: list[weakref.ref[Any]] = []
         self.between_steps = BetweenSteps()
         self.unread_optimizer: str | None = None  # the file of a state that was saved, while there was none
         self.step: Any = None
@@ -94,6 +97,45 @@ class Session:
         self.partition_stack: list[int] = []
         self.has_engine = False  # Colossal-AI's, which does what its configuration says beside the plan
         self.overrides = contextlib.ExitStack()  # of torch's own functions, until reset
+
+    def add_optimizer(self, optimizer: Any) -> None:
+        """One was wrapped; others that still exist go on working."""
+        self.optimizer = optimizer
+        self._optimizers.append(weakref.ref(optimizer))
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """All that are wrapped and still exist."""
+        return [optimizer for each in self._optimizers if (optimizer := each()) is not None]
+
+    def check_alone(self) -> None:
+        """
+        Raises:
+            SMPError: another optimizer is wrapped, and gradients have one loss scale.
+        """
+        if self.optimizers:
+            self.optimizer = None
+            gc.collect()  # an earlier one, which nobody has any more
+        if self.optimizers:
+            raise SMPError(
+                "fp16: True with a second smp.DistributedOptimizer: gradients have one loss scale, which one "
+                "optimizer decides: give it all parameters, in groups"
+            )
+
+    def check_one_optimizer(self, caller: str) -> None:
+        """
+        Raises:
+            SMPError: there are several, and a checkpoint has the state of one.
+        """
+        if len(self.optimizers) > 1:
+            gc.collect()  # an earlier one, which nobody has any more
+        if len(found := self.optimizers) > 1:
+            kinds = ", ".join(type(each.optimizer).__name__ for each in found)
+            raise SMPError(
+                f"{caller}: the checkpoint has the state of one optimizer, and {len(found)} are wrapped "
+                f"({kinds}): pass load_optimizer=False, and load each one's state_dict(), saved as "
+                "user_content, yourself"
+            )
 
     @property
     def num_stages(self) -> int:

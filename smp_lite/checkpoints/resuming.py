@@ -87,6 +87,8 @@ def resume_from_checkpoint(
     contents: dict[str, Any] = {}
 
     def read() -> None:
+        if load_optimizer and OPTIMIZER in found.files:
+            session.check_one_optimizer(_RESUME)
         for part, file in found.files.items():
             if part == MODEL and found.partition_file is None:
                 root = session.model.module

@@ -119,7 +119,7 @@ def _is_of_the_model(session: Session, optimizer: torch.optim.Optimizer) -> bool
     """Whether it steps parameters of the model and is not in the session's DistributedOptimizer."""
     model = session.model
     assert model is not None
-    if session.optimizer is not None and session.optimizer.is_around(optimizer):
+    if any(each.is_around(optimizer) for each in session.optimizers):
         return False
     own = {id(parameter) for parameter in model.module.parameters()}
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]

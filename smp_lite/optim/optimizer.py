@@ -99,6 +99,8 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
                 "there was an optimizer: call it after both wrappers exist, or with load_optimizer=False"
             )
         torchs = torch_optimizer(optimizer)
+        if session.cfg.fp16:
+            session.check_alone()
         groups = Groups(session, torchs)
         features = Features(session, optimizer, groups)
         features.set_scaling(static_loss_scale, dynamic_loss_scale, dynamic_loss_args, more_dynamic_loss_args)
@@ -121,7 +123,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         )
         self._step_took = self._step_swapped = False  # whether the inner optimizer's step has done so
         self._sharding = ShardedNames(session, groups)
-        session.optimizer = self
+        session.add_optimizer(self)
         # Groups of one rank's own parameters (model.local_parameters()) are other ones on each stage.
         given = {id(parameter) for group in torchs.param_groups for parameter in group["params"]}
         if all(id(p) in given for p in session.model.module.parameters() if p.requires_grad):

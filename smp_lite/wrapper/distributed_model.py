@@ -323,6 +323,7 @@ class DistributedModel(ModelWithState):
 
     def _cut(self, example: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
         session = self._session
+        self.end_waiting()
         if example is not None and self._half is not None:
             example = self._half.cast_inputs(*example)
         loaded = {key for state, _ in self._pending_state for key in state} if self._was_meta else None
@@ -378,19 +379,17 @@ class DistributedModel(ModelWithState):
             if self._half is not None:  # before others, which a backward that is refused must not begin
                 self._half.watch(self.module)
             self._outside = OutsideStep(session, self._runtime)
-        if session.optimizer is not None:
-            session.optimizer.after_partition()
+        for optimizer in session.optimizers:
+            optimizer.after_partition()
         if self._post_partition_hooks:
             local = self._state().local()
             loaded = {key: copy.deepcopy(local[key]) for key in self._loaded_keys & set(local)}
             for hook in list(self._post_partition_hooks.values()):
                 hook(self, session.optimizer)
             self._state().load({**loaded, PARTIAL_KEY: True}, strict=False)
-        for state, strict in self._pending_state:
-            self._state().load(state, strict=strict)
-        self._pending_state.clear()
-        if session.optimizer is not None:
-            session.optimizer.load_pending()
+        self.put_pending_in_place()
+        for optimizer in session.optimizers:
+            optimizer.load_pending()
 
     def partition_for_optimizer(self) -> None:
         """Cuts parameters into slices where that may be done now: scripts look at them before a step."""

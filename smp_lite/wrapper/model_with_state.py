@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 from torch import nn
@@ -13,6 +14,7 @@ from ..session import Session
 from .gathering import Brought, bring, put_back
 from .local_parts import LocalParts
 from .model_state import ModelState
+from .waiting_state import Waiting, set_extra_state, with_present_extra_state
 
 __all__ = ["ModelWithState"]
 
@@ -28,7 +30,8 @@ class ModelWithState(LocalParts):
         super().__init__()
         self._brought: Brought = []  # by cpu()
         self._loaded_keys: set[str] = set()
-        self._pending_state: list[tuple[dict[str, Any], bool]] = []
+        self._pending_state: list[tuple[Mapping[str, Any], bool]] = []
+        self._waiting: Waiting | None = None
 
     def _state(self) -> ModelState:
         return ModelState(self._session, self.module, self._runtime)
@@ -75,11 +78,31 @@ class ModelWithState(LocalParts):
         """
         state = self._state().merged(self._with_own_names(state_dict), same_partition_load)
         if self._runtime is None:
-            if state[PARTIAL_KEY]:
-                self._pending_state.append((state, strict))
+            if state[PARTIAL_KEY] or self._pending_state:  # What is loaded later wins.
+                self.keep_until_partition(state, strict=strict)
+                set_extra_state(self.module, state)
                 return None
             self._loaded_keys |= set(state)
         return self._state().load(state, strict=strict)
+
+    def keep_until_partition(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """A state waits for the first step, and parameters and buffers with it."""
+        self._pending_state.append((state, strict))
+        if self._waiting is None:
+            self._waiting = Waiting(self.module)
+        self._waiting.begin()
+
+    def end_waiting(self) -> None:
+        """The first step cuts the model now; what is kept is put in place when it has done so."""
+        if self._waiting is not None:
+            self._waiting.end()
+            self._waiting = None
+
+    def put_pending_in_place(self) -> None:
+        """After partition."""
+        for state, strict in self._pending_state:
+            self._state().load(with_present_extra_state(self.module, state), strict=strict)
+        self._pending_state.clear()
 
     def _with_own_names(self, state: dict[str, Any]) -> dict[str, Any]:
         """A whole state dict in whose names there are others than the module's: translated."""

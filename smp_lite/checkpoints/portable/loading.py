@@ -24,6 +24,7 @@ from ...record.source_line import warn_once_at_user_line
 from ...session import Session
 from ...storage.layout import USER_CONTENT, part_file
 from ...storage.torch_files import read_torch
+from ...wrapper.waiting_state import set_extra_state
 from .matching import ModelEntries, OptimizerEntries, match_model, match_optimizer
 from .names import Portable
 from .pieces import boxes_of
@@ -97,6 +98,8 @@ class _Load(Mapping[str, Any]):
             self._model = match_model(reader, session.model, strict=self.strict)
             has_optimizer = any(".param_groups." in key for key in reader.entries)
             session.unread_optimizer = None
+            if load_optimizer and has_optimizer:
+                session.check_one_optimizer(_CALLER)
             if load_optimizer and session.optimizer is not None:
                 self._optimizer = match_optimizer(reader, session.model, session.optimizer)
         if load_optimizer and session.optimizer is None and has_optimizer:
@@ -123,13 +126,28 @@ class _Load(Mapping[str, Any]):
             self.session.optimizer.load_state_dict(self._optimizer_state)
             self._optimizer_state = None
 
+    def _put_optimizer_late(self) -> None:
+        """Settings count from when they were loaded: the script may have changed them since."""
+        if self._optimizer_state is not None:
+            present = self.session.optimizer.param_groups
+            groups = [
+                {**settings, **{key: own[key] for key in settings.keys() & own.keys() - {"params"}}}
+                for settings, own in zip(self._optimizer_state["param_groups"], present, strict=True)
+            ]
+            self._optimizer_state["param_groups"] = groups
+        self._put_optimizer()
+
     # Before partition ---------------------------------------------------------------------------------------
 
     def postpone(self) -> None:
         """The first step reads and puts in place."""
         optimizer = self.session.optimizer
         self._take_place()
-        self.session.model._pending_state.append((self, False))
+        model = self.session.model
+        model.keep_until_partition(self, strict=False)
+        with self._reader() as reader:  # The script may look at it, and change it, before the first step.
+            others = self._model.others.items()
+            set_extra_state(model.module, {key: _nest(reader, *place) for key, place in others})
         if self._optimizer is not None:
             for group, settings in zip(optimizer.param_groups, self._optimizer.groups, strict=True):
                 group.update(
@@ -158,7 +176,7 @@ class _Load(Mapping[str, Any]):
                 raise
             if self._optimizer is not None:
                 self.session.optimizer.wait_for_state(False)
-                together(self.session, _CALLER, self._put_optimizer)
+                together(self.session, _CALLER, self._put_optimizer_late)
         assert self._state is not None
         return self._state
 

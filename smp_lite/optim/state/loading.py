@@ -7,7 +7,7 @@ half-precision parameters; so parts, and states of stand-ins, wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class OptimizerState(ReadState):
                 f"{_LOAD}: parameter groups of sizes {sizes}, but the optimizer's have "
                 f"{own_sizes}: it was saved from an optimizer of another model"
             )
+        self._check_settings(state_dict["param_groups"])
         waits = is_part or self._half is not None or self._axis is not None
         if self._session.model.partitioned:
             self._load(state_dict, is_part)
@@ -60,6 +61,22 @@ class OptimizerState(ReadState):
                 at = self._groups.stepped_at
                 state = {i: state_part(at(i), value) for i, value in state.items()}
             self._optimizer.load_state_dict({"state": state, "param_groups": state_dict["param_groups"]})
+
+    def _check_settings(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Raises ValueError where settings are those of an optimizer of another kind.
+
+        A later torch may know more of them, and a scheduler adds its own: it takes both that some are missing
+        and that some are unknown.
+        """
+        for group, own in zip(saved, self._torch_groups(), strict=True):
+            others = {"params", "param_names", "initial_lr"}
+            missing, unknown = own.keys() - group.keys() - others, group.keys() - own.keys() - others
+            if missing and unknown:
+                raise ValueError(
+                    f"{_LOAD}: the state was saved from an optimizer of another kind: it has the settings "
+                    f"{sorted(unknown)}, and not {sorted(missing)}, which {type(self._optimizer).__name__} "
+                    "has. Build the same kind, or begin with a new one (load_optimizer=False)"
+                )
 
     def _check_kind(self, state_dict: Mapping[str, Any]) -> None:
         """Raises SMPError where a state is of a job of another precision."""

@@ -209,6 +209,9 @@ class StandIns:
     def follow(self, *, exactly: bool = False) -> bool:
         """Sets stand-ins anew whose parameters have been changed; whether there were any.
 
+        Element by element: what a script has not changed keeps what its master says more, however the
+        parameter is cut.
+
         Args:
             exactly: all of them, also where a parameter is what its master rounds to.
         """
@@ -218,8 +221,11 @@ class StandIns:
                 if pair.shares_memory:
                     continue
                 value = self._value(pair)
-                if exactly or _is_other(pair.stand_in, value):
+                if exactly:
                     pair.stand_in.detach().copy_(value)
+                    changed = True
+                elif _is_other(pair.stand_in, value):
+                    pair.stand_in.detach().copy_(_followed(pair.stand_in, value))
                     changed = True
         return changed
 
@@ -236,7 +242,7 @@ class StandIns:
         with torch.no_grad(), unguarded():
             value = self._value(pair)
             if not pair.shares_memory and _is_other(pair.stand_in, value):
-                return value.to(pair.stand_in.dtype)
+                return _followed(pair.stand_in, value)
         return pair.stand_in.detach()
 
     def _value(self, pair: _Pair) -> torch.Tensor:
@@ -267,6 +273,12 @@ class StandIns:
 def _is_other(stand_in: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether a parameter's value is not what its stand-in rounds to."""
     return not torch.equal(stand_in.detach().to(value.dtype), value)
+
+
+def _followed(stand_in: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The stand-in with those elements of the parameter that have been changed."""
+    own = stand_in.detach()
+    return torch.where(own.to(value.dtype) == value, own, value.to(own.dtype))
 
 
 def _portions(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
