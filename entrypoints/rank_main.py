@@ -15,6 +15,7 @@ It does six things and then gets out of the way:
 
 from __future__ import annotations
 
+import atexit
 import gc
 import io
 import os
@@ -62,8 +63,34 @@ def main(argv: list[str]) -> None:
             _run_script(argv[0], argv[1:])
     except BaseException as error:
         if os.getpid() != process:
-            raise  # a child that the script has forked ends the normal way: it is not this rank
+            _end_child(error)
+            raise
         _end(error, rank)
+    if os.getpid() != process:
+        _end_child(None)
+
+
+def _end_child(error: BaseException | None) -> None:
+    """End a child that the script has forked, which is not this rank, as Python would; but for MPI.
+
+    mpi4py would end MPI, which the child has from its parent: it would wait for the other ranks forever, and
+    work in the memory that the rank shares with them, which has ended ranks by SIGSEGV. Where MPI is not
+    loaded this returns: the child ends the normal way.
+    """
+    if "mpi4py.MPI" not in sys.modules:
+        return
+    code, text = 0, ""
+    if isinstance(error, SystemExit):
+        code, text = _exit_code(error.code)
+        text = "" if isinstance(error.code, int) else text
+    elif error is not None:
+        code = 1
+        sys.excepthook(type(error), error, error.__traceback__)
+    sys.stderr.write(text)
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for its threads
+    atexit._run_exitfuncs()
+    _flush_files()
+    os._exit(code)
 
 
 def _end(error: BaseException, rank: int) -> None:

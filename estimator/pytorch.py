@@ -24,6 +24,7 @@ import sagemaker.pytorch
 from smp_lite.config import ConfigError
 
 from .local.session import LocalMPISession
+from .request.arguments import check_arguments
 from .request.distribution import CheckedDistribution, check_distribution
 from .request.strict_job import StrictJob, hosts_of
 
@@ -45,11 +46,12 @@ class PyTorch(StrictJob, sagemaker.pytorch.PyTorch):
         ship_package: send smp_lite with the source. If image_uri is given and model parallelism is on,
             the container also starts with smp_lite's own entry point. False leaves both to the image.
 
-    Warns where the instance type has more GPUs than the job has ranks for them.
+    Warns where the instance type has more GPUs than the job has ranks for them, and of an argument that the
+    SDK does not have and would drop.
 
     Raises:
-        ConfigError: for a distribution that the launch would refuse; at `fit` also for a source that
-            cannot be read.
+        ConfigError: for a distribution that the launch would refuse, and an argument whose name is misspelt;
+            at `fit` also for a source that cannot be read.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class PyTorch(StrictJob, sagemaker.pytorch.PyTorch):
         ship_package: bool = True,
         **kwargs: Any,
     ) -> None:
+        check_arguments(type(self), {"hyperparameters": hyperparameters, **kwargs})
         session, instance_type = kwargs.get("sagemaker_session"), kwargs.get("instance_type")
         if instance_type in ("local", "local_gpu"):
             if session is None:
@@ -119,6 +122,7 @@ class Estimator(StrictJob, sagemaker.estimator.Estimator):
         ship_package: bool = True,
         **kwargs: Any,
     ) -> None:
+        check_arguments(type(self), kwargs)
         self.distribution = distribution
         self.ship_package = ship_package
         super().__init__(image_uri, *args, **kwargs)

@@ -312,7 +312,12 @@ _PEER_HAS_S = 2.0
 def _install_excepthook(transport: Transport) -> None:
     """An uncaught exception on one rank ends all of them, and is the last thing that the rank shows."""
 
+    process = os.getpid()
+
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if os.getpid() != process:  # a child that the script has forked: not the rank
+            sys.__excepthook__(kind, error, trace)
+            return
         if isinstance(error, PeerFailed):
             time.sleep(_PEER_HAS_S)  # that rank shows the cause, and ends this one with its job
         shown_by_launcher = record_failure((kind, error, trace), transport.rank)

@@ -68,7 +68,7 @@ class LocalTrainingJob:
         self._thread = threading.Thread(target=self._run, name=f"job {self.name}", daemon=True)
 
     def start(self) -> None:
-        _running.add(self)
+        _running[self] = os.getpid()
         self._thread.start()
 
     def stop(self) -> None:
@@ -88,7 +88,7 @@ class LocalTrainingJob:
         try:
             self._run_to_the_end()
         finally:
-            _running.discard(self)
+            _running.pop(self, None)
 
     def _run_to_the_end(self) -> None:
         try:
@@ -236,12 +236,14 @@ class LocalTrainingJob:
         return "\n".join(log.read_text("utf-8", errors="replace").splitlines()[-_LAST_LINES:])
 
 
-_running: set[LocalTrainingJob] = set()
+_running: dict[LocalTrainingJob, int] = {}
+"""The process that started each of them."""
 
 
 @atexit.register
 def _end_running_jobs() -> None:
-    for job in list(_running):
+    # A child that was forked meanwhile ends without them: they are its parent's.
+    for job in [job for job, process in _running.items() if process == os.getpid()]:
         print(
             f"job {job.name} is stopped: a local job ends with the Python that started it; "
             "to wait for it, call estimator.latest_training_job.wait()",

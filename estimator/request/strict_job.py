@@ -31,6 +31,7 @@ from smp_lite.entrypoints.hosts.secret import SECRET_VARIABLE, check_secret, new
 from smp_lite.smp_v1.before_script import CUDA_AS_CPU_VARIABLE
 
 from ..local.session import LocalMPISession
+from .arguments import check_mapping
 from .distribution import CheckedDistribution, check_distribution
 from .dry_run import request_of
 from .rehearsal import rehearse_launch
@@ -158,6 +159,7 @@ class StrictJob(EstimatorBase):
         checked = self._checked()
         if checked.idle_gpus is not None:
             warnings.warn(checked.idle_gpus, stacklevel=2)
+        check_mapping("hyperparameters", self._hyperparameters, "{'epochs': 3}")
         _check_json(self._hyperparameters)
         if checked.config is not None and "mp_parameters" in self._hyperparameters:
             raise ConfigError(

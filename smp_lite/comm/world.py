@@ -9,6 +9,7 @@ the others waiting.
 from __future__ import annotations
 
 import atexit
+import os
 import pickle
 import socket
 import time
@@ -61,6 +62,7 @@ class World:
         self.calls = RollCalls(transport, self.group, ("WORLD", *dict(topology.kinds)))
         watchdog_s()  # what is wrong with the variable shows now, not in the first long wait
         watch_departures(transport.departed)
+        self._process = os.getpid()
         atexit.register(self._leave)
 
     def close(self) -> None:
@@ -71,6 +73,8 @@ class World:
 
     def _leave(self) -> None:
         """Says to those that may wait for this rank that its script has ended."""
+        if os.getpid() != self._process:
+            return  # a child that the script has forked has the parent's handlers, and is not this rank
         told: set[int] = set()
         for kind in self.calls.kinds:
             group = self.group(kind)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Collection, Mapping
+from numbers import Integral
 from typing import Any
 
 from .. import session as session_module
@@ -31,6 +33,7 @@ class StepFunction:
         detach_outputs: bool = True,
         splitter: Splitter | None = None,
     ) -> None:
+        _check_options(non_split_inputs, input_split_axes, detach_outputs)
         self.function = function
         self.detach_outputs = detach_outputs
         self._splitter = splitter or Splitter(function, non_split_inputs or (), input_split_axes)
@@ -101,6 +104,10 @@ def step(
 
     Returns:
         The function's result with each tensor replaced by a :class:`StepOutput`, valid on every mp rank.
+
+    Raises:
+        TypeError: an option is of another kind.
+        ValueError: an option names an argument that the function does not have, or two name the same.
     """
 
     def decorate(found: Callable[..., Any]) -> StepFunction:
@@ -118,3 +125,38 @@ def step(
             "smp.step takes its options by keyword: @smp.step(non_split_inputs=[...], input_split_axes={...})"
         )
     return decorate(function)
+
+
+def _check_options(non_split_inputs: Any, input_split_axes: Any, detach_outputs: Any) -> None:
+    """
+    Raises:
+        TypeError: an option is of another kind than the decorator takes.
+        ValueError: an argument is in both ``non_split_inputs`` and ``input_split_axes``.
+    """
+    names = () if non_split_inputs is None else non_split_inputs
+    axes = {} if input_split_axes is None else input_split_axes
+    if not isinstance(detach_outputs, bool):
+        # A text such as "no" would count as True.
+        raise _wrong("detach_outputs", detach_outputs, "write True or False")
+    is_list = isinstance(names, Collection) and not isinstance(names, str | bytes | Mapping)
+    if not is_list or not all(isinstance(name, str) for name in names):
+        way_out = "give a list of names of the function's arguments, as in non_split_inputs=['mask']"
+        raise _wrong("non_split_inputs", non_split_inputs, way_out)
+    if not isinstance(axes, Mapping):
+        way_out = "give a dictionary of axes by argument name, as in input_split_axes={'x': 1}"
+        raise _wrong("input_split_axes", input_split_axes, way_out)
+    for name, axis in axes.items():
+        if not isinstance(name, str):
+            raise _wrong("input_split_axes", axes, f"its key {name!r} must be the name of an argument")
+        if isinstance(axis, bool) or not isinstance(axis, Integral):
+            way_out = f"the axis of {name!r} must be a whole number, as in {{{name!r}: 0}}"
+            raise _wrong("input_split_axes", axes, way_out)
+        if name in names:
+            raise ValueError(
+                f"smp.step: argument {name!r} is in non_split_inputs, so it is not cut, and in "
+                f"input_split_axes, so it is cut along axis {axis}: leave it out of one of them"
+            )
+
+
+def _wrong(option: str, value: object, way_out: str) -> TypeError:
+    return TypeError(f"smp.step: {option}={reprlib.repr(value)} ({type(value).__name__}): {way_out}")

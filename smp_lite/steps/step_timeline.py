@@ -47,6 +47,7 @@ class StepTimeline:
         self._collectives: list[TimedCollective] = []
         if session.stage_peers is not None and not session.stage_peers.is_alone:
             session.stage_peers.observe(self._starts)
+        self._process = os.getpid()
         atexit.register(self.close)
 
     @classmethod
@@ -70,6 +71,8 @@ class StepTimeline:
         return ends
 
     def close(self) -> None:
+        if os.getpid() != self._process:
+            return  # a child that the script has forked: the files are its parent's
         for writer in self._writers.values():
             writer.close()
         merge_timelines(self.directory, num_ranks=self._num_ranks)

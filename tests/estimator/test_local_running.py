@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -168,6 +169,10 @@ def test_a_job_ends_with_the_python_that_started_it(tmp_path: Path, how: str) ->
     )
     if how == "is killed":
         wait += "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    else:  # a child that was forked is another Python
+        wait += "import os\nfrom tests.estimator.jobs import processes_of\n"
+        wait += "if os.fork() == 0:\n    sys.exit()\nos.wait()\n"
+        wait += "print(len(processes_of(Path(sys.argv[1]))), 'left')\n"
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM + wait, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.getcwd()},
@@ -178,4 +183,6 @@ def test_a_job_ends_with_the_python_that_started_it(tmp_path: Path, how: str) ->
     if how == "returns":
         assert result.returncode == 0, result.stderr
         assert "job left is stopped: a local job ends with the Python that started it" in result.stderr
+        assert result.stderr.count("job left is stopped") == 1
+        assert re.search("^[1-9][0-9]* left$", result.stdout, re.MULTILINE), result.stdout
     wait_until(lambda: not processes_of(tmp_path), "all processes of the job are gone")

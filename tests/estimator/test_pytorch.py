@@ -65,6 +65,54 @@ def test_a_wrong_distribution_is_refused_at_once(estimator_class: Any, tmp_path:
         estimator_class(**arguments)
 
 
+@pytest.mark.parametrize("estimator_class", [PyTorch, Estimator])
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"max_runn": 3}, "unknown argument 'max_runn' of .*: did you mean 'max_run'"),
+        ({"instance_typo": "ml.x"}, "unknown argument 'instance_typo' of .*: did you mean 'instance_type'"),
+        ({"enviroment": {"A": "1"}}, "unknown argument 'enviroment' of .*: did you mean 'environment'"),
+        ({"ship_pakage": False}, "unknown argument 'ship_pakage' of .*: did you mean 'ship_package'"),
+        (
+            {"hyperparameters": [1]},
+            r"hyperparameters must be a dictionary. Got hyperparameters=\[1\] \(list\)",
+        ),
+        ({"hyperparameters": ""}, r"hyperparameters must be a dictionary. Got hyperparameters='' \(str\)"),
+        ({"environment": "A=1"}, r"environment must be a dictionary. Got environment='A=1' \(str\)"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(
+    estimator_class: Any, arguments: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        estimator_class(**example(tmp_path / "source", image_uri=IMAGE, **arguments))
+
+
+def test_an_argument_that_the_sdk_drops_is_named(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="unknown argument 'zzz' of PyTorch: the SDK has none of this name"):
+        PyTorch(**example(tmp_path / "source", zzz=1))
+
+
+def test_arguments_of_the_sdk_and_of_a_class_of_the_users_own_are_known(tmp_path: Path) -> None:
+    class Mine(PyTorch):
+        def __init__(self, *args: Any, zzz: int, **kwargs: Any) -> None:
+            super().__init__(*args, zzz=zzz, **kwargs)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        made = Mine(
+            **example(tmp_path / "source", zzz=1, train_max_run=5, use_spot_instances=True, tags={"a": "b"})
+        )
+    assert (made.max_run, made.use_spot_instances) == (5, True)
+
+
+def test_hyperparameters_that_were_changed_are_checked_again(tmp_path: Path, sealed: Any) -> None:
+    estimator = PyTorch(**example(tmp_path / "source", sagemaker_session=sealed))
+    estimator._hyperparameters = [1]
+    with pytest.raises(ConfigError, match="hyperparameters must be a dictionary"):
+        estimator.dry_run()
+
+
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("estimator_class", [PyTorch, Estimator])
 @pytest.mark.parametrize(

@@ -133,6 +133,41 @@ def test_a_forked_child_is_not_the_rank(tmp_path: Path) -> None:
     assert (result.returncode, result.stdout) == (0, "[0] 3\n"), result.stderr
 
 
+FORKS = """
+import smp_lite as smp
+smp.init({"partitions": 2, "ddp": False})
+for how in ("exit", "raise", "end"):
+    child = os.fork()
+    if child == 0:
+        log = open(f"{how}{rank}", "w")
+        log.write(how)
+        if how == "exit":
+            sys.exit(3)
+        if how == "raise":
+            raise ValueError("of a child")
+        break
+    print(how, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+else:
+    smp.barrier()
+    print("ended")
+"""
+
+
+def test_a_forked_child_of_a_rank_leaves_neither_smp_nor_mpi(tmp_path: Path) -> None:
+    write(tmp_path, "script.py", FORKS)
+    result = launch(tmp_path, "--processes", "2", "script.py")
+    assert result.returncode == 0, result.stderr
+    for rank in (0, 1):
+        said = [line for line in result.stdout.splitlines() if line.startswith(f"[{rank}]")]
+        assert said == [f"[{rank}] {text}" for text in ("exit 3", "raise 1", "end 0", "ended")]
+        assert [(tmp_path / f"{how}{rank}").read_text() for how in ("exit", "raise", "end")] == [
+            "exit",
+            "raise",
+            "end",
+        ]
+    assert result.stderr.count("ValueError: of a child") == 2
+
+
 def test_a_half_made_file_does_not_keep_others_from_being_written(tmp_path: Path) -> None:
     write(
         tmp_path,

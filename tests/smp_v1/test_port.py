@@ -60,6 +60,19 @@ METHODS = ("DistributedModel.", "DistributedOptimizer.", "StepOutput.")
             "2, 4",
         ),
         ("import smp_lite as smp\nx = [smp.rank()\n     for smp.rank in (smp.rank,)]", "smp.rank", "2, 3"),
+        (f"{SMP}s = smp\nt: object = s\nt.rank()", "smp.rank", "4"),
+        (f"{SMP}nn = smp.amp\nnn.GradScaler()", "smp.amp.GradScaler", "3"),
+        (f"{SMP}s, x = smp, 1\ndef f():\n    return s.rank()", "smp.rank", "4"),
+        (f"s = None\nif a:\n    {SMP}    s = smp\ns.rank()", "smp.rank", "5"),
+        (
+            f"{SMP}class A:\n    def f(self):\n        self.smp = smp\n    x = self.smp.rank()",
+            "smp.rank",
+            "5",
+        ),
+        (f"{SMP}r = smp.rank\nr()", "smp.rank", "2, 3"),
+        (f"{SMP}getattr(smp, 'rank')()", "smp.rank", "2"),
+        (f"{SMP}NAME = 'rank'\nr = getattr(smp, NAME, None)\nr()", "smp.rank", "3, 4"),
+        (f"{SMP}getattr(getattr(smp, 'amp'), 'GradScaler')()", "smp.amp.GradScaler", "2"),
     ],
 )
 def test_a_name_is_found_however_it_is_imported(port: Port, text: str, name: str, lines: str) -> None:
@@ -84,6 +97,34 @@ def test_a_name_is_found_however_it_is_imported(port: Port, text: str, name: str
 )
 def test_another_variable_of_its_name_is_not_it(port: Port, text: str) -> None:
     assert port(f"from smp_lite import rank\n{text}").lines("smp.rank") == "1"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s = smp\ns = other()\ns.zzz()",
+        "for s in (smp, other): s.zzz()",
+        "s, t = smp\ns.zzz()",
+        "s = t\nt = s\ns.zzz()",
+        "getattr(smp, name).zzz()",
+        "def getattr(a, b): pass\ngetattr(smp, 'zzz')",
+        "getattr(other, 'zzz')",
+    ],
+)
+def test_a_name_that_may_be_something_else_is_not_smp(port: Port, text: str) -> None:
+    assert port(f"{SMP}{text}").rows == {}
+
+
+def test_a_refused_name_is_found_by_another_name_of_the_module(port: Port) -> None:
+    ported = port(f"{SMP}s = smp\ns.hvd_average_grads(1)\ng = getattr(smp, 'hvd_average_grads')\ng(1)")
+    assert ported.becomes("smp.hvd_average_grads") == "refused"
+    assert ported.lines("smp.hvd_average_grads") == "3, 4, 5"
+
+
+def test_a_default_may_make_up_for_an_unknown_name(port: Port) -> None:
+    ported = port(f"{SMP}getattr(smp, 'zzz')\ngetattr(smp, 'yyy', None)")
+    assert ported.of == {"smp.zzz": "refused", "smp.yyy": "depends"}
+    assert "or default, does not make up for it" in ported.says("smp.yyy")
 
 
 def test_a_class_hides_a_name_from_itself_but_not_from_its_methods(port: Port) -> None:

@@ -272,6 +272,57 @@ def test_a_python_file_says_line_and_leaves_the_rest_alone() -> None:
     assert plan.notes == ("not about parallelism, left alone: BATCH_SIZE",)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("NUM_MICRO_BATCHS", "NUM_MICRO_BATCHES"),
+        ("NUM_MICROBATCHES", "NUM_MICRO_BATCHES"),
+        ("num_micro_batches", "NUM_MICRO_BATCHES"),
+        ("NUM_CHUNKS", "num_chunks"),
+        ("gradient_accumulaton", "gradient_accumulation"),
+        ("clip_grad_nrom", "clip_grad_norm"),
+        ("cliip_grad_norm", "clip_grad_norm"),
+        ("zero_", "zero"),
+        ("fp61", "fp16"),
+    ],
+)
+def test_a_misspelt_key_of_a_python_file_is_no_variable(tmp_path: Path, name: str, meant: str) -> None:
+    path = tmp_path / "config.py"
+    path.write_text(f"parallel = dict(pipeline=2)\n{name} = 4\n")
+    text = (
+        rf"unknown key '{name}': did you mean '{meant}'\? .* underscore: _{name.strip('_')} \[.*config.py\]"
+    )
+    with pytest.raises(ConfigError, match=text):
+        load_plan(path, world_size=2)
+    path.write_text(f"parallel = dict(pipeline=2)\n_{name} = 4\n")
+    assert load_plan(path, world_size=2).notes == ()
+
+
+def test_variables_of_real_python_files_are_left_alone(tmp_path: Path) -> None:
+    names = (
+        "BATCH_SIZE GLOBAL_BATCH_SIZE TOTAL_BATCH_SIZE MICRO_BATCH_SIZE NUM_BATCHES NUM_EPOCHS WARMUP_EPOCHS "
+        "LEARNING_RATE WEIGHT_DECAY HIDDEN_SIZE IMG_SIZE PATCH_SIZE DEPTH NUM_HEADS NUM_ATTENTION_HEADS "
+        "NUM_LAYERS MLP_RATIO NUM_CLASSES CHECKPOINT SEQ_LENGTH VOCAB_SIZE DROP_RATE PIPELINE "
+        "PIPELINE_PARALLEL TENSOR_PARALLEL TENSOR_PARALLEL_SIZE TENSOR_PARALLEL_MODE TENSOR_SHAPE MODE SEED "
+        "LOG_PATH TRAIN_ITERS model optimizer loss loss_fn lr_scheduler hooks seed world_size host port "
+        "gradient_clipping clip_grad max_grad_norm gradient_checkpointing use_zero bf16 parallel_size"
+    )
+    path = tmp_path / "config.py"
+    path.write_text("".join(f"{name} = 1\n" for name in names.split()) + "parallel = dict(pipeline=2)\n")
+    plan = load_plan(path, world_size=2)
+    assert plan.notes == (f"not about parallelism, left alone: {', '.join(sorted(names.split()))}",)
+
+
+def test_a_variable_that_is_the_value_of_its_key_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "config.py"
+    text = "parallel = dict(pipeline=2)\nZERO = dict(level=1)\nzero = ZERO\nNUM_MICROBATCHES = 4\n"
+    path.write_text(f"{text}num_microbatches = NUM_MICROBATCHES\n")
+    assert load_plan(path, world_size=2).microbatches.count == 4
+    path.write_text(f"{text}num_microbatches = NUM_MICROBATCHES // 2\n")
+    with pytest.raises(ConfigError, match="unknown key 'NUM_MICROBATCHES': did you mean"):
+        load_plan(path, world_size=2)
+
+
 def test_what_a_python_file_imports_need_not_be_there(tmp_path: Path) -> None:
     path = tmp_path / "config.py"
     path.write_text(

@@ -226,6 +226,32 @@ def test_libais_own_clamping_only_on_demand() -> None:
     assert any("data_parallel_size 3 -> 1" in text for text in plan.warnings)
 
 
+def test_a_python_file_may_demand_the_clamping_too(tmp_path: Path) -> None:
+    text = "train = dict(dist=dict(tensor_parallel_size=8))\ncompat = 'libai'\n"
+    assert load_plan(file(tmp_path, text), world_size=4).tp_size == 4
+    text = "from .common.train import train\ntrain.dist.tensor_parallel_size = 8\ncompat = 'libay'\n"
+    with pytest.raises(ConfigError, match=r"compat must be one of .* did you mean 'libai'"):
+        load_plan(file(tmp_path, text), world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("trian", "train"), ("TRAIN", "train"), ("compatt", "compat"), ("Compat", "compat")]
+)
+def test_a_misspelt_key_of_a_python_file_is_no_variable(tmp_path: Path, name: str, meant: str) -> None:
+    text = f"train = dict(dist=dict())\n{name} = dict(num_accumulation_steps=8)\n"
+    with pytest.raises(ConfigError, match=rf"unknown key '{name}': did you mean '{meant}'\?.*config.py"):
+        load_plan(file(tmp_path, text), world_size=1)
+
+
+def test_variables_of_real_python_files_are_left_alone(tmp_path: Path) -> None:
+    names = (
+        "model optim graph dataloader tokenization vocab_file data_prefix train_iter train_data trainer cfg"
+    )
+    text = "".join(f"{name} = 1\n" for name in names.split()) + "train = dict(dist=dict())\n"
+    plan = load_plan(file(tmp_path, text), world_size=1)
+    assert plan.notes == (f"not about parallelism, left alone: {', '.join(sorted(names.split()))}",)
+
+
 def test_a_table_that_goes_back_is_a_warning() -> None:
     plan = load_plan(table(0, 1, 0, 1), world_size=2)
     assert plan.stage_of_layer(4) == (0, 1, 0, 1)

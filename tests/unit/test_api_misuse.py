@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -247,6 +248,37 @@ def test_options_of_step_that_name_no_argument() -> None:
 
         @smp.step(non_split_inputs=["y"])
         def body(x: Tensor) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"detach_outputs": "no"}, TypeError, r"detach_outputs='no' \(str\): write True or False"),
+        ({"detach_outputs": None}, TypeError, r"detach_outputs=None \(NoneType\): write True or False"),
+        ({"non_split_inputs": 3}, TypeError, r"non_split_inputs=3 \(int\): give a list of names"),
+        ({"non_split_inputs": "x"}, TypeError, r"non_split_inputs='x' \(str\): give a list of names"),
+        ({"non_split_inputs": [0]}, TypeError, r"non_split_inputs=\[0\] \(list\): give a list of names"),
+        ({"input_split_axes": [0]}, TypeError, r"input_split_axes=\[0\] \(list\): give a dictionary of axes"),
+        ({"input_split_axes": {"x": "0"}}, TypeError, r"the axis of 'x' must be a whole number"),
+        ({"input_split_axes": {"x": True}}, TypeError, r"the axis of 'x' must be a whole number"),
+        ({"input_split_axes": {0: 1}}, TypeError, r"its key 0 must be the name of an argument"),
+        (
+            {"input_split_axes": {"x": 1}, "non_split_inputs": ["x"]},
+            ValueError,
+            r"argument 'x' is in non_split_inputs, so it is not cut, and in input_split_axes.* leave it out",
+        ),
+    ],
+)
+def test_options_of_step_of_another_kind(options: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=rf"^smp\.step: .*{text}"):
+
+        @smp.step(**options)
+        def body(x: Tensor) -> None: ...
+
+
+def test_options_of_step_in_other_containers() -> None:
+    @smp.step(non_split_inputs=("x",), input_split_axes={"y": np.int64(1)}, detach_outputs=False)
+    def body(x: Tensor, y: Tensor) -> None: ...
 
 
 def test_a_second_model_and_double_wrapping(model: Any) -> None:

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import smp_lite as smp
 from smp_lite.plan.step.actions import Action
+from smp_lite.steps.step_timeline import TRACE_VARIABLE
 from smp_lite.views.timeline import TimelineWriter, merge_timelines
+from tests.api_support import batch, build, in_memory, train, wrap
+
+
+@pytest.fixture
+def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A model of two stages after one step whose timeline goes to ``tmp_path``."""
+    monkeypatch.setenv(TRACE_VARIABLE, str(tmp_path))
+    smp.reset()
+    in_memory()
+    model, _ = wrap(build(), partial(torch.optim.SGD, lr=0.1))
+    train(model, *batch())
+    yield model
+    atexit.unregister(model._timeline.close)
+    smp.reset()
 
 
 @dataclass(frozen=True)
@@ -170,3 +190,14 @@ def test_rank_starts_its_file_anew(tmp_path: Path) -> None:
 def test_nothing_to_merge_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no rank<r>\.json to merge"):
         merge_timelines(tmp_path)
+
+
+def test_a_forked_child_leaves_the_timeline_to_its_parent(tmp_path: Path, traced: Any) -> None:
+    child = os.fork()
+    if child == 0:
+        traced._timeline.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not (tmp_path / "timeline.json").exists()
+    traced._timeline.close()
+    assert complete_events(tmp_path / "timeline.json")

@@ -190,7 +190,8 @@ def _argument(call: ast.Call, name: str, position: int | None) -> ast.expr | Non
 
 
 def _if_not_caught(verdict: Verdict, use: Use) -> Verdict:
-    return verdict.under("the script's own except clause does not make up for it" if use.is_caught else None)
+    makes_up = "the script's own except clause, or default, does not make up for it"
+    return verdict.under(makes_up if use.is_caught else None)
 
 
 def _is_error(path: str) -> bool:

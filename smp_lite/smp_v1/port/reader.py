@@ -40,7 +40,7 @@ class Use:
         kind: ``test`` is an argument of ``isinstance``; ``method``, that it is one, of an object.
         condition: when it is reached, None: whenever what is around it runs.
         call: where it is called.
-        is_caught: of an import: the script goes on without it.
+        is_caught: the script goes on without it: of an import, and of getattr with a default.
     """
 
     name: str
@@ -129,11 +129,23 @@ def _uses_of(node: ast.AST, names: ScriptNames, kinds: dict[str, set[str]]) -> I
                 )
         return
     # Of a chain of attributes the whole says most; methods are looked for along it.
-    if not isinstance(node, ast.Name | ast.Attribute) or isinstance(names.parent(node)[0], ast.Attribute):
+    is_got = names.got(node) is not None
+    if not isinstance(node, ast.Name | ast.Attribute) and not is_got:
+        return
+    assert isinstance(node, ast.expr)
+    if isinstance(names.parent(node)[0], ast.Attribute):
         return
     name = names.imported(node)
     if name is not None and _is_spoken_of(name):
-        yield Use(name, _kind(node, names), node.lineno, names.condition(node), _call_of(node, names))
+        has_default = is_got and isinstance(node, ast.Call) and len(node.args) == 3
+        yield Use(
+            name,
+            _kind(node, names),
+            node.lineno,
+            names.condition(node),
+            _call_of(node, names),
+            is_caught=has_default,
+        )
         return
     attribute: ast.expr = node
     while isinstance(attribute, ast.Attribute):

@@ -116,16 +116,46 @@ class ScriptNames:
         return scope, node.id
 
     def imported(self, node: ast.expr) -> str | None:
-        """The dotted name of what a name, or an attribute of it, was imported as; None: it was not."""
-        attributes: list[str] = []
-        while isinstance(node, ast.Attribute):
-            attributes.insert(0, node.attr)
-            node = node.value
-        key = self.key(node) if isinstance(node, ast.Name) else None
-        for binding in self.bindings.get(key, ()) if key else ():
-            if binding.imported is not None:
-                return ".".join([binding.imported, *attributes])
-        return None
+        """The dotted name of what a name, or an attribute of it, was imported as; None: it was not.
+
+        Other names that are given to it count as well, as in ``s = smp``, and ``getattr`` with a name that is
+        written there.
+        """
+        return self._imported(node, frozenset())
+
+    def got(self, node: ast.AST) -> tuple[ast.expr, str] | None:
+        """Of what ``getattr`` takes an attribute, and its name; None: it is no such call, or only the run
+        knows the name."""
+        is_getattr = (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr"
+        )
+        if not is_getattr or self.key(node.func) in self.bindings or len(node.args) not in (2, 3):
+            return None
+        name = self.constant(node.args[1])
+        return (node.args[0], name) if isinstance(name, str) else None
+
+    def _imported(self, node: ast.expr, seen: frozenset[Key]) -> str | None:
+        """As :meth:`imported`; ``seen`` are the variables on the way here."""
+        key = self.key(node)
+        if key is not None and key in self.bindings and key not in seen:
+            bindings = self.bindings[key]
+            for binding in bindings:
+                if binding.imported is not None:
+                    return binding.imported
+            found = {
+                self._alias(binding, seen | {key}) for binding in bindings if not _is_none(binding.value)
+            }
+            # What a name also has from elsewhere may be meant by any use of it.
+            if len(found) == 1 and (alias := found.pop()) is not None:
+                return alias
+        base, name = (
+            (node.value, node.attr) if isinstance(node, ast.Attribute) else self.got(node) or (None, "")
+        )
+        above = self._imported(base, seen) if base is not None else None
+        return f"{above}.{name}" if above is not None else None
+
+    def _alias(self, binding: Binding, seen: frozenset[Key]) -> str | None:
+        return None if binding.value is None or binding.is_part else self._imported(binding.value, seen)
 
     def constant(self, node: ast.expr) -> object:
         """The value that is written there, or that a name there always has; else UNKNOWN."""
@@ -224,6 +254,10 @@ def spelt(node: ast.expr) -> str | None:
         attributes.insert(0, node.attr)
         node = node.value
     return ".".join([node.id, *attributes]) if isinstance(node, ast.Name) else None
+
+
+def _is_none(value: ast.expr | None) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None
 
 
 def _literal(node: ast.expr) -> object:

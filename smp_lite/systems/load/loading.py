@@ -16,7 +16,7 @@ from ..plan.parallel_plan import ParallelPlan, Said
 from ..reading.python_config import run_python_config
 from ..reading.python_tree import Tree, plain
 from ..reading.texts import read_json, read_yaml
-from ..reading.written import COMMAND_LINE, Written, split_override
+from ..reading.written import COMMAND_LINE, Written, near_keys, split_override
 from .detect import DIALECTS, detect_dialect, detect_python, fitting_dialects
 
 __all__ = ["load_plan", "read_configuration"]
@@ -34,7 +34,7 @@ _SETTLE: Mapping[str, Callable[[Written], None]] = {
 }
 _MOST_RANKS = 100_000
 #: Variables of a Python file that belong to a system.
-_VARIABLES = {"colossal": (*colossal.KEYS, "NUM_MICRO_BATCHES", "num_chunks"), "libai": ("train",)}
+_VARIABLES = {"colossal": (*colossal.KEYS, "NUM_MICRO_BATCHES", "num_chunks"), "libai": ("train", "compat")}
 _PYTHON_DIALECTS = ("colossal", "libai")
 
 
@@ -153,12 +153,35 @@ def _read_python(path: Path, dialect: str | None) -> Written:
         raise ConfigError(
             f"{path} defines no train: import it (from .common.train import train), or define it"
         )
+    _check_others(variables, named, _VARIABLES[found], path)
     tree, origins = plain(Tree(named))
     written = Written(found, tree, str(path), origins, list(config.warnings))
     if found == "libai":
         _forget_defaults(written)
     written.others = [name for name in variables if name not in named]
     return written
+
+
+def _check_others(
+    variables: Mapping[str, Any], named: Mapping[str, Any], known: Sequence[str], path: Path
+) -> None:
+    """
+    Raises:
+        ConfigError: a variable of the file is no key, and looks like one: it would not count. One that has
+            the value of the key, as in ``zero = ZERO``, loses nothing.
+    """
+    for name, value in variables.items():
+        near = near_keys(name, known) if name not in named else []
+        if near and not any(key in named and _is_same(named[key], value) for key in near):
+            raise ConfigError(
+                f"unknown key {name!r}: did you mean {near[0]!r}? If it is a variable of the file's own, "
+                f"begin its name with an underscore: _{name.strip('_')} [{path}]"
+            )
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    # An array, or an Unknown, does not answer with True or False.
+    return value is other or (type(value) is type(other) and repr(value) == repr(other))
 
 
 def _forget_defaults(written: Written) -> None:
@@ -175,4 +198,4 @@ def _forget_defaults(written: Written) -> None:
                 found[key] = value
         return found
 
-    written.tree = {"train": kept(written.tree["train"], ("train",))}
+    written.tree = {**written.tree, "train": kept(written.tree["train"], ("train",))}

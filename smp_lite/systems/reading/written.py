@@ -16,7 +16,7 @@ from ..plan.parallel_plan import Said
 from .python_tree import Unknown
 from .texts import read_literal
 
-__all__ = ["COMMAND_LINE", "Written", "split_override", "unknown_key"]
+__all__ = ["COMMAND_LINE", "Written", "near_keys", "split_override", "unknown_key"]
 
 COMMAND_LINE = "command line"
 
@@ -164,6 +164,35 @@ def unknown_key(full: str, key: object, known: Iterable[str], where: str | None 
     close = difflib.get_close_matches(str(key), known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(known)}"
     return f"unknown key {full!r}: {hint}" + (f" [{where}]" if where else "")
+
+
+_NEAR = 0.85
+"""How alike a variable's name is to a key that it was meant for; ``clip_grad`` and ``NUM_BATCHES``, which
+files have for themselves, are less."""
+
+
+def near_keys(name: str, known: Iterable[str]) -> list[str]:
+    """The keys that a variable of a Python file may have been meant for, the nearest first.
+
+    A file may have any variables of its own, so these are nearer than a key that is unknown for sure: the
+    same but for case and underscores, two letters changed about, or few letters of many. A key of one word
+    with another word (``train_data`` of ``train``) is not near it.
+    """
+    words, text = _words(name), "".join(_words(name))
+    found: list[tuple[float, str]] = []
+    for key in known:
+        theirs = _words(key)
+        if len(theirs) == 1 < len(words) and theirs[0] in words:
+            continue
+        other = "".join(theirs)
+        likeness = difflib.SequenceMatcher(None, text, other).ratio()
+        if likeness >= _NEAR or sorted(text) == sorted(other):
+            found.append((-likeness, key))
+    return [key for _, key in sorted(found)]
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in name.lower().split("_") if word]
 
 
 def split_override(text: str) -> tuple[str, Any]:

@@ -1,0 +1,84 @@
+"""The keyword arguments of an estimator, which the SDK takes whatever they are called.
+
+Its classes pass on what they do not know, and the last of them drops it in silence: a job with
+``max_runn=3600`` would run for a day.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from smp_lite.config import ConfigError
+from smp_lite.config.errors import complaint
+
+__all__ = ["check_arguments", "check_mapping"]
+
+_OLD_NAMES = frozenset(
+    {
+        "image_name",
+        "train_instance_count",
+        "train_instance_type",
+        "train_max_run",
+        "train_max_wait",
+        "train_use_spot_instances",
+        "train_volume_kms_key",
+        "train_volume_size",
+    }
+)
+"""Of version 1 of the SDK, which version 2 still reads."""
+_BY_KIND = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def check_arguments(estimator_class: type, given: Mapping[str, Any]) -> None:
+    """Checks the keyword arguments of a new estimator.
+
+    Warns of a name that no class of the SDK has, and that is like none: the SDK drops it.
+
+    Args:
+        estimator_class: the class that is made.
+        given: its keyword arguments.
+
+    Raises:
+        ConfigError: a name is unknown and looks like one that is not, or `hyperparameters` or `environment`
+            are no dictionaries.
+    """
+    known = {*_OLD_NAMES, *_names(estimator_class)}
+    for name in given:
+        if name in known:
+            continue
+        close = difflib.get_close_matches(name, sorted(known - _OLD_NAMES), n=1)
+        if close:
+            raise ConfigError(
+                f"unknown argument {name!r} of {estimator_class.__name__}: did you mean {close[0]!r}? The "
+                "SDK would drop it in silence"
+            )
+        warnings.warn(
+            f"unknown argument {name!r} of {estimator_class.__name__}: the SDK has none of this name, and "
+            "drops it. Leave it out",
+            stacklevel=3,
+        )
+    check_mapping("hyperparameters", given.get("hyperparameters"), "{'epochs': 3}")
+    check_mapping("environment", given.get("environment"), "{'NCCL_DEBUG': 'INFO'}")
+
+
+def check_mapping(name: str, value: object, example: str) -> None:
+    """
+    Raises:
+        ConfigError: the value of this argument is neither None nor a dictionary.
+    """
+    if value is not None and not isinstance(value, Mapping):
+        text = f"{name} must be a dictionary."
+        raise ConfigError(complaint(text, name, value, f"write {name}={example}, for example"))
+
+
+def _names(estimator_class: type) -> Iterable[str]:
+    """What the constructors of a class and its bases take by name."""
+    for base in estimator_class.__mro__:
+        if "__init__" in vars(base) and base is not object:
+            for parameter in inspect.signature(base.__init__).parameters.values():  # type: ignore[misc]
+                if parameter.kind in _BY_KIND and parameter.name != "self":
+                    yield parameter.name
