@@ -182,6 +182,8 @@ class CommandWriter:
             command.draw.note()
             return self._run_for_real(command, described)[1]
         if described.meta.draws:
+            if (tape := self.recorder.tape) is not None:
+                tape.draws(arguments)
             command.draw, moved = self.recorder.draws.take(func, arguments, (func, described.content))
             if not moved:
                 return self._run_for_real(command, NotDescribed(None))[1]

@@ -28,6 +28,7 @@ from ..errors import SMPError
 from .describe.signature import tensor_meta
 from .recording import Backward, Recording
 from .state.ambient import FUNCTORCH, Ambient
+from .state.draws import default_states
 from .values.calls import Arguments
 from .values.memory import digest_of, storage_of, version_of
 from .values.placed import PlacedTensor, TensorMeta
@@ -128,6 +129,9 @@ class _Copy:
             self.arguments.replace(self.place, self.arguments.tensors[self.place].clone())
 
 
+_OWN_NUMBERS = "random numbers from a generator that it makes, seeds or forks"
+
+
 class Tape:
     """The calls on ordinary tensors in one microbatch.
 
@@ -182,7 +186,12 @@ class Tape:
             self._entries += [_Look(source, _digest(tensor)) for source, tensor in pairs]
             return func(*args, **kwargs)
         versions = [version_of(tensor) for tensor in arguments.tensors]
+        with torch._C.DisableTorchFunction():  # no call of the step's
+            states = default_states()
         result = func(*args, **kwargs)
+        if self.unseen is None and _draws(arguments, states):
+            # Where a generator stands then (made anew, forked) is not for a replay to tell.
+            self.unseen = _OWN_NUMBERS
         leaves: list[Any] = []
         flatten(result, leaves)
         outputs = [self._new_slot(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
@@ -199,6 +208,11 @@ class Tape:
             made = list(map(_form, leaves))
             self._entries.append(_Call(func, arguments, sources, outputs, made, ambient))
         return result
+
+    def draws(self, arguments: Arguments) -> None:
+        """A command is recorded that draws; if from torch's own generators, the step will be refused."""
+        if self.unseen is None and any(isinstance(leaf, torch.Generator) for leaf in arguments.leaves):
+            self.unseen = _OWN_NUMBERS
 
     def copied(self, arguments: Arguments, i: int) -> torch.Tensor:
         """A copy for a command, maybe of an earlier microbatch, of an argument that is about to change."""
@@ -302,6 +316,14 @@ class Tape:
         for backward, i, slot in self._gradients:
             backward.gradients = (*backward.gradients[:i], values[slot], *backward.gradients[i + 1 :])
         return values
+
+
+def _draws(arguments: Arguments, states: list[torch.Tensor]) -> bool:
+    """Whether a call has been given a generator, or has moved torch's own on, which were at these states."""
+    if any(isinstance(leaf, torch.Generator) for leaf in arguments.leaves):
+        return True
+    with torch._C.DisableTorchFunction():
+        return any(not torch.equal(a, b) for a, b in zip(states, default_states(), strict=True))
 
 
 def _form(leaf: Any) -> Any:

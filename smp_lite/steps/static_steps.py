@@ -18,7 +18,7 @@ __all__ = ["Slot", "StaticStep", "StaticSteps"]
 
 _MOST_DIFFERING = 3
 _UNSEEN = (
-    "static_mode: True, but this step is recorded every time: it uses {}, which was made in it where no "
+    "static_mode: True, but this step is recorded every time: it uses {}, made in it, maybe where no "
     "torch function is seen (torch.vmap, torch.jit, another thread, an earlier microbatch)"
 )
 _DIFFERS = (

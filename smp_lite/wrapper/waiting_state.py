@@ -31,7 +31,6 @@ _HARMLESS = METADATA_FUNCTIONS | words(
     """
 )
 _NUMBERS = frozenset(["data", "T", "mT", "H", "mH", "real", "imag"])
-_CONVERSIONS = frozenset(["to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type"])
 
 
 def _guard(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -43,7 +42,7 @@ def _guard(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs:
             attribute = getattr(func.__self__, "__name__", "")
             if attribute not in _NUMBERS or _in_conversion():
                 return func(*args, **(kwargs or {}))
-        elif name in _HARMLESS or (name in _CONVERSIONS and _in_conversion()):
+        elif name in _HARMLESS or _in_conversion():
             return func(*args, **(kwargs or {}))
     raise _refused(function_name(func))
 

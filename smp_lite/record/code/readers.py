@@ -33,7 +33,7 @@ from .bytecode import (
 )
 from .copies import Copy
 from .frames import Frame
-from .watch import Names
+from .watch import Names, called_by
 
 __all__ = ["Readers", "defaults_of"]
 
@@ -218,12 +218,14 @@ class Readers:
         if code in self._functions or code in self._but:
             return
         self._functions[code] = kind
+        self.names.functions.add(code)
         for part in with_nested(code, but=self._but):
             for name in self.names.mention_part(part, namespace):
                 self._global(namespace, name)
 
     def _global(self, namespace: dict[str, Any], name: str, label: str = "") -> None:
         value = namespace[name]
+        self.names.globals[id(namespace), name] = namespace, name
         if not isinstance(value, types.FunctionType | types.ModuleType | type):
             place = Item(namespace, name, label or name)
             self._places.setdefault(place.identity, place)
@@ -235,9 +237,8 @@ class Readers:
             value = value.__func__
         if isinstance(value, staticmethod | classmethod):
             value = value.__func__
-        if isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
-                self._found(part, name)
+        for part in called_by(value, self.names.attributes):
+            self._found(part, name)
         if isinstance(value, property):
             value = value.fget
         if isinstance(value, types.FunctionType):

@@ -13,6 +13,7 @@ import contextvars
 import ctypes
 import functools
 import gc
+import operator
 import os
 import sys
 import threading
@@ -42,15 +43,20 @@ from ..state.places import (
     is_plain,
 )
 from .bytecode import constant_keys, reads_computed_names, with_nested
+from .readers import Readers
 from .stored import stored_in
 from .torch_names import CODE, of_torch_module
-from .watch import Names
+from .watch import Names, called_by
 
-__all__ = ["places_of_class", "places_of_functions", "places_read"]
+__all__ = ["places_of_class", "places_of_functions", "places_reached", "places_read"]
 
 _MAX_ITEMS = 64
 _MAX_BYTES = 1 << 14
 _MAX_DEPTH = 3
+_OF_C = (
+    *(functools.partial, operator.attrgetter, operator.methodcaller),
+    *(types.BuiltinMethodType, types.MethodWrapperType),
+)
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -61,6 +67,13 @@ def places_read(module: nn.Module, names: Names) -> PlacesRead:
         module: whose calls run the code.
         names: from watching one run of this module, or of one that is built alike.
     """
+    known = -1
+    while known != (known := len(names.attributes)):  # attrgetter("rate"), say, which is found on the way
+        found = _places_read(module, names)
+    return found
+
+
+def _places_read(module: nn.Module, names: Names) -> PlacesRead:
     finder = _Finder(names, {id(part) for part in module.modules()})
     for namespace, name in names.globals.values():
         finder.item(namespace, name, name, 0)
@@ -92,6 +105,22 @@ def places_of_functions(functions: Iterable[Any]) -> PlacesRead:
     for function in given:
         if not isinstance(function, types.FunctionType):
             finder.into(function, getattr(function, "__name__", "a hook"), 0)
+    return finder.found()
+
+
+def places_reached(function: Any) -> PlacesRead:
+    """The same for a function, and for all of the user's that can be reached from it by name.
+
+    Those that it calls through variables around it, methods of the objects that it has or is a method of,
+    what these call. (Functions that a watched run has entered are known better, by :func:`places_read`.)
+    """
+    readers = Readers(None, ())
+    readers.add_function(function)
+    names = readers.complete().names
+    finder = _Finder(names)
+    for namespace, name in list(names.globals.values()):
+        finder.item(namespace, name, name, 0)
+    finder.into(function, getattr(function, "__name__", "the step function"), 0)
     return finder.found()
 
 
@@ -209,14 +238,10 @@ class _Finder:
         elif isinstance(value, types.MappingProxyType):
             for behind in gc.get_referents(value):  # the dict that it shows
                 self.into(behind, name, depth)
-        elif isinstance(value, types.BuiltinMethodType) and isinstance(
-            value.__self__, contextvars.ContextVar
-        ):
-            self.places.append(Variable(value.__self__, name))
         elif isinstance(value, types.FunctionType):
             self.function(value)
-        elif isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
+        elif isinstance(value, _OF_C):
+            for part in called_by(value, self.names.attributes):
                 self.into(part, name, depth)
         elif isinstance(value, functools._lru_cache_wrapper):
             self.objects.append((value, name))

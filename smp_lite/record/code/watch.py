@@ -9,7 +9,9 @@ before the function first runs, so that its changes are noticed and undone (:mod
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import operator
 import sys
 import threading
 import types
@@ -25,7 +27,7 @@ from ..state.places import PLAIN
 from ..state.python_state import NeedsOpening, PythonState
 from .bytecode import with_nested
 
-__all__ = ["CodeWatch", "Names", "is_users_code", "mentioned_in"]
+__all__ = ["CodeWatch", "Names", "called_by", "is_users_code", "mentioned_in"]
 
 _NOT_THE_USERS = (*folders_of(torch.__file__), *folders_of(__file__, 2), "<frozen")
 
@@ -86,6 +88,28 @@ def mentioned_in(module: nn.Module) -> Names:
                 ):
                     names.mention(function.__code__, function.__globals__)
     return names
+
+
+def called_by(value: Any, attributes: set[str]) -> list[Any]:
+    """What a callable that is written in C holds and calls or reads: ``config.get``,
+    ``partial(getattr, config, "rate")``, ``attrgetter("rate")``.
+
+    Args:
+        attributes: takes the names of attributes that it reads.
+    """
+    if isinstance(value, functools.partial):
+        held = [value.func, *value.args, *value.keywords.values()]
+        attributes.update(each for each in held if _is_name(each))
+        return held
+    if isinstance(value, operator.attrgetter | operator.methodcaller):
+        _, given, *_ = value.__reduce__()
+        names = [each for each in (given if isinstance(given, tuple) else ()) if isinstance(each, str)]
+        attributes.update(part for name in names for part in name.split("."))
+        return []
+    if isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
+        holder = value.__self__
+        return [] if holder is None or isinstance(holder, types.ModuleType | type) else [holder]
+    return []
 
 
 def _is_name(constant: object) -> bool:

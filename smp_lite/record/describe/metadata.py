@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ...devices import CPU, home
+from ...errors import SMPError
 from ..code.operators import run_operator
 from ..code.watch import Names
 from ..parameters.tables import plain_table
@@ -37,6 +38,7 @@ from .attribute_reads import AttributeReads, Unread
 from .checkpointed_calls import forward_of
 from .effects import Effects, FakeTables, NeedsOpening, function_untouched
 from .layouts import as_kernels_lay_out
+from .saved_hooks import hooks_on_saved
 
 
 class MetadataInference:
@@ -187,7 +189,7 @@ class MetadataInference:
         watch = _Watch()
         with kept():
             before, seeded = python_state(), torch.default_generator.get_state()
-            with self.mode, watch, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            with self.mode, watch, hooks_on_saved(pack):
                 result = call()
             drew = python_state() != before
             # Fake tensors draw nothing, so whatever has moved torch's generator was meant to.
@@ -198,6 +200,11 @@ class MetadataInference:
         saved = {storage for token, storage in saved_state if token() is not None}
         leaves: list[Any] = []
         spec = flatten(result, leaves)
+        if any(isinstance(leaf, Iterator) for leaf in leaves):
+            raise NeedsOpening("returns an iterator, whose code runs when somebody takes from it")
+        if kinds := {type(leaf) for leaf in leaves if _is_of_the_user(leaf)}:
+            # Code around it may ask for the class, or call its methods, and has a placed value there.
+            raise NeedsOpening(f"returns a {kinds.pop().__name__}, a class of tensors of its own")
         describe = _Describer(fakes)
         described = tuple(describe.leaf(leaf) for leaf in leaves)
         changed = tuple(
@@ -273,10 +280,17 @@ def describe_result(
 
     Raises:
         ValueError: the call changed an ordinary tensor in place.
+        SMPError: it returned a tensor of a class of the script's own.
     """
     fakes = [(leaf if leaf is not None else tensor, tensor) for tensor, leaf in zip(given, leaves)]
     parts: list[Any] = []
     spec = flatten(result, parts)
+    if kinds := {type(part).__name__ for part in parts if _is_of_the_user(part)}:
+        raise SMPError(
+            f"a result is a {kinds.pop()}, a class of tensors of the script's own, in code that several "
+            "stages run: values have no class of their own there. Put what makes it and what asks for it "
+            "into one module, which is called whole, or hand on plain tensors (as_subclass(torch.Tensor))"
+        )
     describer = _Describer(fakes)
     described = tuple(describer.leaf(part) for part in parts)
     changed = tuple(
@@ -339,6 +353,13 @@ class _Describer:
                     uses[following] = 1
                     pending.append(following)
         return tuple([argument for argument in sorted(found) for _ in range(uses[found[argument]])])
+
+
+def _is_of_the_user(leaf: Any) -> bool:
+    """Whether it is a tensor of a class that is neither torch's nor this library's."""
+    if not isinstance(leaf, torch.Tensor) or type(leaf) is FakeTensor:
+        return False
+    return type(leaf).__module__.partition(".")[0] not in ("torch", __name__.partition(".")[0])
 
 
 class _Watch(TorchDispatchMode):

@@ -43,6 +43,7 @@ from ..values.structure import flatten
 from .checkpointed_calls import is_marked, strategy_of
 from .effects import untouched
 from .metadata import MetadataInference, operator_flops
+from .saved_hooks import hooks_on_saved
 
 _GLOBAL_HOOKS = (
     "_global_forward_hooks",
@@ -254,7 +255,7 @@ class _Watch(TorchDispatchMode):
 
         nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with hooks_on_saved(pack):
                 yield
         finally:
             nn.Module.__call__ = original  # type: ignore[method-assign]

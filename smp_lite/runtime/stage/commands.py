@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -301,8 +302,11 @@ def _run_function(
 
 def _call(command: Command, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The call itself, in the Python state that it was recorded under."""
-    call = command.module if command.module is not None else command.function
-    assert call is not None
+    call: Any = command.function
+    if (module := command.module) is not None:
+        # Recorded was torch's __call__; that of a class's own, around it, ran when it was recorded.
+        is_torchs = type(module).__call__ is nn.Module.__call__ or not isinstance(module, nn.Module)
+        call = module if is_torchs else partial(nn.Module.__call__, module)
     if not command.carried and not command.bare and command.draw is None and not command.must_stay:
         return call(*args, **kwargs)
     with contextlib.ExitStack() as stack:

@@ -64,7 +64,7 @@ def _trained(weight: Any, bias: Any) -> tuple[nn.Parameter, ...] | None:
 
 def _linear(input: Tensor, weight: Any, bias: Any = None) -> Call | None:
     parameters = _trained(weight, bias)
-    if parameters is None or input.dim() < 2 or weight.dim() != 2:
+    if parameters is None or input.dim() < 2 or weight.dim() != 2 or input.is_nested:
         return None
     if not input.is_contiguous() or not weight.is_contiguous():
         return None  # autograd's product is turned round where they are
