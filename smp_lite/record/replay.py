@@ -66,6 +66,9 @@ class TensorsBefore:
         tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
         self._found = {id(tensor): weakref.ref(tensor) for tensor in tensors}
 
+    def forget(self) -> None:
+        self._found.clear()
+
     def __contains__(self, tensor: torch.Tensor) -> bool:
         reference = self._found.get(id(tensor))
         return reference is not None and reference() is tensor
@@ -297,6 +300,10 @@ class Tape:
             self._look_for(tensor)
         self._look_at_version(tensor)
         return None if slot in self._outside else slot
+
+    def forget_before(self) -> None:
+        """The step has been recorded. (Nobody can swap a tensor that is weakly referred to.)"""
+        self._before.forget()
 
     def changed(self, inputs: list[Any]) -> list[torch.Tensor]:
         """The tensors from before the step that a replay changes in place."""

@@ -63,6 +63,8 @@ class StaticStep:
             function: the step function.
             given: objects among its arguments that may change in place.
         """
+        for tape in self.tapes:
+            tape.forget_before()
         unseen = [tape.unseen for tape in self.tapes if tape.unseen is not None]
         if unseen:
             self._give_up(_UNSEEN.format(unseen[0]))

@@ -935,6 +935,25 @@ def pruned(smp: Any, out: Any) -> None:
     out.model(model)
 
 
+@program(stages=(2,), ranks=(2,), refused="was added to the model after the first step")
+def weight_norm_removed_for_inference(smp: Any, out: Any) -> None:
+    """Weight norm while it trains; plain weights afterwards."""
+    net = Net()
+    torch.nn.utils.parametrizations.weight_norm(net.head)
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.2))
+    train_step, eval_step = make_steps(smp)
+    for x, y in batches(smp):
+        optimizer.zero_grad()
+        out.value("loss", train_step(model, x, y).reduce_mean())
+        optimizer.step()
+    torch.nn.utils.parametrize.remove_parametrizations(net.head, "weight")
+    model.eval()
+    with torch.no_grad():
+        out.value("logits", eval_step(model, x).concat())
+    out.model(model)
+
+
 @program(stages=(2,), ranks=(2,), refused_on_ranks="lives on stage")
 def global_pruning_later(smp: Any, out: Any) -> None:
     """Lottery ticket: dense training, a mask by the global magnitude, weights rewound, trained masked."""
