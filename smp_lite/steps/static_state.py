@@ -67,7 +67,7 @@ class Surroundings:
         self._parameters = list(module.parameters())
         self._flags = self._flags_now()
         self._held = self._held_now()
-        self._places: list[PlacesRead] = [places_read(module, names), places_reached(function)]
+        self._places: list[PlacesRead] = [places_read(module, names), places_reached([function])]
         self._seen = [places.look() for places in self._places]
         self._objects = ReadBetween()
         for places in self._places:

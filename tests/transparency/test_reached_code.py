@@ -308,3 +308,85 @@ class _Asks(nn.Module):
 def test_a_class_of_tensors_is_not_lost_between_stages() -> None:
     with pytest.raises(smp.SMPError, match="a result is a _Picture, a class of tensors of the script's own"):
         _on_stages(_seeded(_Asks), _closure([1.0]), [1.0])
+
+
+# Backward code ----------------------------------------------------------------------------------------------
+
+RATES = {"rate": 1.0}
+
+
+class _Rates:
+    rate = 1.0
+
+    def now(self) -> float:
+        return _Rates.rate
+
+
+def _rate() -> float:
+    return RATES["rate"]
+
+
+READ_BACKWARD: dict[str, Callable[[], float]] = {
+    "a function": _rate,
+    "a function of a function": lambda: _rate(),
+    "a method": _Rates().now,
+    "a method in C": partial(RATES.__getitem__, "rate"),
+}
+
+
+class _Hooked(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer, self.way = nn.Linear(WIDTH, WIDTH), READ_BACKWARD[way]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        way = self.way
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * way())
+        return y
+
+
+def _scaling(way: Callable[[], float]) -> Any:
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * way()
+
+    return Scaled
+
+
+class _Scaled(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(WIDTH, WIDTH), _scaling(READ_BACKWARD[way])
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.function.apply(self.layer(x))
+        return found
+
+
+@pytest.mark.parametrize("kind", [_Hooked, _Scaled])
+@pytest.mark.parametrize("way", READ_BACKWARD)
+def test_backward_code_reads_through_others(way: str, kind: Callable[[str], nn.Module]) -> None:
+    number = 0
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        nonlocal number
+        number += 1
+        RATES["rate"] = _Rates.rate = 1.0 + number % MICROBATCHES
+        loss: Tensor = model(x).square().mean()
+        model.backward(loss)
+        RATES["rate"] = _Rates.rate = 9.0
+        return loss
+
+    def build() -> nn.Module:
+        return nn.Sequential(kind(way), kind(way))
+
+    expected = _plainly(_seeded(build), step, [0.0])
+    number = 0
+    assert _on_stages(_seeded(build), step, [0.0]) == expected

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...errors import SMPError
-from ..code.reads import places_of_class, places_of_functions
+from ..code.reads import places_mentioned, places_of_class, places_reached
 from ..describe.descriptions import Descriptions
 from ..parameters.placement import Placement
 from ..state.between import ReadBetween
@@ -72,6 +72,7 @@ class BackwardState:
         self._is_repeated = False  # the step has several microbatches
         self.effects = BackwardEffects(placement)
         self._of_classes: dict[type, PlacesRead] = {}
+        self._of_closed: dict[Any, PlacesRead] = {}  # hooks that closed calls put, by their code
         self._of_hooks: PlacesRead | None = None  # of this step
         self._heard: list[Any] = []  # hooks that recorded code has put on values
         self._of_forwards: PlacesRead | None = None  # whichever of them run where they are called
@@ -117,6 +118,9 @@ class BackwardState:
             self.effects.meet(hook)
         else:
             self.effects.keep(hook)
+            code = getattr(getattr(hook, "__func__", hook), "__code__", hook)
+            if code not in self._of_closed:
+                self._of_closed[code] = places_reached([hook])
 
     def hears_checkpoint(self) -> None:
         """Backward passes will run forward code again."""
@@ -130,14 +134,14 @@ class BackwardState:
             for stage, hook, owners in hooks:
                 self.effects.meet(hook, stage, owners)
             self.runs_python |= bool(hooks)
-            self._of_hooks = places_of_functions([hook for _, hook, _ in hooks])
+            self._of_hooks = places_reached([hook for _, hook, _ in hooks])
             self.effects.meet_codes(self._descriptions.codes_with_node_hooks)
             self.runs_python |= self.effects.is_possible
         if not self.runs_python:
             return
-        own = [*self._of_classes.values(), self._of_hooks]
+        own = [*self._of_classes.values(), *self._of_closed.values(), self._of_hooks]
         if self._heard:
-            own.append(places_of_functions(self._heard))
+            own.append(places_reached(self._heard))
         reads = _looked_at([*own, *self._by_calls()])
         called = _Called(recording.microbatch_index, recording.commands, own, reads)
         for read in own:
@@ -172,7 +176,7 @@ class BackwardState:
     def _by_calls(self) -> list[PlacesRead]:
         if self._of_forwards is None:
             kinds = dict.fromkeys(type(module) for module in self._placement.root.modules())
-            self._of_forwards = places_of_functions(
+            self._of_forwards = places_mentioned(
                 kind.forward for kind in kinds if kind.__module__.partition(".")[0] not in _OURS
             )
         return [self._of_forwards, *self._descriptions.all_places()]

@@ -48,7 +48,7 @@ from .stored import stored_in
 from .torch_names import CODE, of_torch_module
 from .watch import Names, called_by
 
-__all__ = ["places_of_class", "places_of_functions", "places_reached", "places_read"]
+__all__ = ["places_mentioned", "places_of_class", "places_reached", "places_read"]
 
 _MAX_ITEMS = 64
 _MAX_BYTES = 1 << 14
@@ -91,48 +91,53 @@ def _places_read(module: nn.Module, names: Names) -> PlacesRead:
 
 
 def places_of_class(cls: type) -> PlacesRead:
-    """The same for the methods of a class that is no module (an autograd function)."""
-    finder = _finder_of([getattr(function, "__func__", function) for function in vars(cls).values()])
+    """The same for the methods of a class that is no module (an autograd function), and what these reach."""
+    methods = [getattr(function, "__func__", function) for function in vars(cls).values()]
+    finder = _finder_of([method for method in methods if isinstance(method, types.FunctionType)])
     if finder.is_users(cls):
         finder.klass(cls)
     return finder.found()
 
 
-def places_of_functions(functions: Iterable[Any]) -> PlacesRead:
-    """The same for functions, and for methods and other callables by what they hold."""
+def places_reached(functions: Iterable[Any]) -> PlacesRead:
+    """The same for functions, methods and other callables, and for all of the user's that they reach by name.
+
+    Those that they call through variables around them, methods of the objects that they have or are methods
+    of, what these call. (Functions that a watched run has entered are known better, by :func:`places_read`.)
+    """
     given = list(functions)
-    finder = _finder_of([getattr(function, "__func__", function) for function in given])
+    finder = _finder_of(given)
     for function in given:
         if not isinstance(function, types.FunctionType):
             finder.into(function, getattr(function, "__name__", "a hook"), 0)
     return finder.found()
 
 
-def places_reached(function: Any) -> PlacesRead:
-    """The same for a function, and for all of the user's that can be reached from it by name.
-
-    Those that it calls through variables around it, methods of the objects that it has or is a method of,
-    what these call. (Functions that a watched run has entered are known better, by :func:`places_read`.)
-    """
-    readers = Readers(None, ())
-    readers.add_function(function)
-    names = readers.complete().names
-    finder = _Finder(names)
-    for namespace, name in list(names.globals.values()):
-        finder.item(namespace, name, name, 0)
-    finder.into(function, getattr(function, "__name__", "the step function"), 0)
-    return finder.found()
+def places_mentioned(functions: Iterable[types.FunctionType]) -> PlacesRead:
+    """The same for what functions mention themselves."""
+    given = list(functions)
+    names = Names()
+    for function in given:
+        names.mention(function.__code__, function.__globals__)
+    return _finder_with(names, given).found()
 
 
 def _finder_of(functions: Iterable[Any]) -> _Finder:
-    plain = [function for function in functions if isinstance(function, types.FunctionType)]
-    names = Names()
-    for function in plain:
-        names.mention(function.__code__, function.__globals__)
+    given = list(functions)
+    readers = Readers(None, ())
+    for function in given:
+        readers.add_function(function)
+    plain = [getattr(function, "__func__", function) for function in given]
+    return _finder_with(
+        readers.complete().names, [each for each in plain if isinstance(each, types.FunctionType)]
+    )
+
+
+def _finder_with(names: Names, functions: Iterable[types.FunctionType]) -> _Finder:
     finder = _Finder(names)
-    for namespace, name in names.globals.values():
+    for namespace, name in list(names.globals.values()):
         finder.item(namespace, name, name, 0)
-    for function in plain:
+    for function in functions:
         finder.function(function)
     return finder
 
