@@ -151,8 +151,8 @@ def _module(model: Any, groups: list[Group]) -> tuple[dict[str, Any], list[str]]
         if name not in local:
             raise SMPError(
                 f"save_checkpoint(..., partial=True): the model's state dict leaves out the parameter "
-                f"{name!r}, which is sharded (a _save_to_state_dict or a hook of its own): save a full checkpoint, with "
-                "partial=False, or keep the parameter in the state dict"
+                f"{name!r}, which is sharded (a _save_to_state_dict or a hook of its own): save a full "
+                "checkpoint, with partial=False, or keep the parameter in the state dict"
             )
         local[name] = local[name].new_empty(0)
     return local, sharded

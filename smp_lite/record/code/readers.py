@@ -15,6 +15,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ _NOT_RECORDED = (
     *("__doc__", "__module__", "__qualname__", "backward", "vjp"),
 )
 _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__replace__")
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_CONST")
 
 
@@ -57,10 +59,14 @@ class Readers:
     Args:
         root: the model, whose forwards are looked through; None: only what is added.
         but: the code of hooks and backwards, which does not count.
+        trusts_scripts: modules that are installed nowhere count as well, whatever package is the model's.
     """
 
-    def __init__(self, root: nn.Module | None, but: Iterable[types.CodeType]) -> None:
+    def __init__(
+        self, root: nn.Module | None, but: Iterable[types.CodeType], *, trusts_scripts: bool = False
+    ) -> None:
         self._but = frozenset(but)
+        self._trusts_scripts = trusts_scripts
         self.names = Names()
         self._packages: set[str] = set()
         self._functions: dict[types.CodeType, type | None] = {}  # with the class whose method it is
@@ -212,7 +218,8 @@ class Readers:
             self._packages.add(first)
 
     def _is_users(self, module_name: Any) -> bool:
-        return str(module_name).partition(".")[0] in self._packages
+        name = str(module_name)
+        return name.partition(".")[0] in self._packages or (self._trusts_scripts and _is_a_script(name))
 
     def _mention(self, code: types.CodeType, namespace: dict[str, Any], kind: type | None) -> None:
         if code in self._functions or code in self._but:
@@ -345,6 +352,16 @@ class Readers:
                 self._places.setdefault(place.identity, place)
             elif isinstance(value, types.FunctionType) or not key.startswith("__"):
                 self._found(value, f"{kind.__name__}.{key}", kind)
+
+
+@functools.cache
+def _is_a_script(module_name: str) -> bool:
+    """Whether a module lies beside the script, and not among what is installed."""
+    first = module_name.partition(".")[0]
+    if first in ("torch", _OURS) or first in sys.stdlib_module_names - {"__main__"}:
+        return False
+    file = getattr(sys.modules.get(module_name), "__file__", None)
+    return file is not None and not _INSTALLED.intersection(Path(file).parts)
 
 
 def defaults_of(function: types.FunctionType) -> dict[str, Any]:

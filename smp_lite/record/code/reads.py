@@ -124,7 +124,7 @@ def places_mentioned(functions: Iterable[types.FunctionType]) -> PlacesRead:
 
 def _finder_of(functions: Iterable[Any]) -> _Finder:
     given = list(functions)
-    readers = Readers(None, ())
+    readers = Readers(None, (), trusts_scripts=True)
     for function in given:
         readers.add_function(function)
     plain = [getattr(function, "__func__", function) for function in given]
