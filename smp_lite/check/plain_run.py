@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from .. import session as session_module
+from ..record.code.source_line import user_line
 from ..record.interception import listening
-from ..record.source_line import user_line
 from ..record.state import random_state
 from ..record.values.microbatch import merge_outputs
 from ..record.values.structure import map_leaves

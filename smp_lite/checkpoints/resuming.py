@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SMPError, SMPMismatch
-from ..record.source_line import warn_once_at_user_line
+from ..record.code.source_line import warn_once_at_user_line
 from ..session import Session, current
 from ..storage.finding import Found, find_full, find_partial
 from ..storage.layout import MODEL, OPTIMIZER, USER_CONTENT, check_tag, find_newest, partial_name

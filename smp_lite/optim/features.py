@@ -18,8 +18,8 @@ import torch
 from ..comm.axis import Axis
 from ..errors import SMPError
 from ..nn.guarding import unguarded
+from ..record.code.source_line import warn_once_at_user_line
 from ..record.parameters.away import is_away
-from ..record.source_line import warn_once_at_user_line
 from ..session import Session
 from .half.loss_scaler import scaler_of
 from .half.loss_scaling import LossScaling

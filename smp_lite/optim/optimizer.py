@@ -17,6 +17,7 @@ import torch
 from .. import session as session_module
 from ..alike_between import SETTINGS
 from ..errors import MissingAttribute, SMPError
+from ..nn.replaced import refuse_replaced
 from ..record.parameters.away import is_away, needed
 from .checked_settings import CheckedSettings
 from .closures import step_with_closure
@@ -70,7 +71,8 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
 
     Raises:
         SMPError: there is no DistributedModel yet, or the optimizer cannot be used over several partitions,
-            with fp16, bf16 or shard_optimizer_state.
+            with fp16, bf16 or shard_optimizer_state; it was made before the model was split, and holds
+            parameters that split layers have replaced.
         TypeError: it is no optimizer, or an argument is unknown.
     """
 
@@ -99,6 +101,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
                 "there was an optimizer: call it after both wrappers exist, or with load_optimizer=False"
             )
         torchs = torch_optimizer(optimizer)
+        refuse_replaced("smp.DistributedOptimizer", torchs.param_groups)
         if session.cfg.fp16:
             session.check_alone()
         groups = Groups(session, torchs)
@@ -258,6 +261,8 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
                 "add_param_group after partition: give every group to the optimizer before "
                 "smp.DistributedOptimizer wraps it; one that is to learn later can have lr=0 until then"
             )
+        if isinstance(param_group.get("params"), list | tuple):
+            refuse_replaced("optimizer.add_param_group", [param_group])
         self.optimizer.add_param_group(param_group)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]

@@ -26,13 +26,13 @@ from ..errors import SMPError
 from .apply_function import ApplyFunction
 from .backward.checkpoints import is_inside_checkpoint, refuse_effect
 from .binding import Binder, sharing_memory
+from .code.source_line import CHECKPOINT_BETWEEN_MODULES, HOOKS_WITHOUT_EFFECT, warn_once_at_user_line
 from .describe.checkpointed_calls import CheckpointedRun
 from .describe.descriptions import Description, NeedsData, NotDescribed, Opened, content_token
 from .describe.signature import structure_token, token
 from .module_calls import DRAWS, UNDER_A_MODE
 from .parameters.placement import STATELESS
 from .recording import Command, Recording
-from .source_line import CHECKPOINT_BETWEEN_MODULES, HOOKS_WITHOUT_EFFECT, warn_once_at_user_line
 from .state.ambient import Ambient
 from .state.draws import Draw
 from .values.calls import Arguments, ResultMeta

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ..errors import SMPError
+from .code.source_line import warn_once_at_user_line
 from .recording import Command, Recording
 from .replay import refuse
-from .source_line import warn_once_at_user_line
 from .values.calls import Arguments, ResultMeta
 from .values.placed import PlacedTensor
 from .values.torch_functions import function_name

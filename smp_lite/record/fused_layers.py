@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..errors import SMPError
-from .source_line import warn_once_at_user_line
+from .code.source_line import warn_once_at_user_line
 
 __all__ = ["look_at_opened"]
 

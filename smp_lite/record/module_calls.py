@@ -30,12 +30,12 @@ from torch.nn.modules import module as torch_module
 
 from ..errors import SMPError
 from .backward.checkpoints import is_inside_checkpoint, refuse_effect
+from .code.source_line import warn_once_at_user_line
 from .describe.checkpointed_calls import CheckpointedRun, call_in_runs, is_marked
 from .fused_layers import look_at_opened
 from .parameters.placement import FOREIGN, SPLIT
 from .recording import Command
 from .replay import refuse
-from .source_line import warn_once_at_user_line
 from .state.containers import MISSING
 from .state.parts import may_change
 from .state.places import ModuleAttribute, Place, PlacesRead, Seen

@@ -25,10 +25,10 @@ from ..deferred import Waiting
 from ..errors import SMPError, SMPTimeout
 from ..nn.guarding import plain
 from ..plan.order.schedules import Policy
+from ..record.code.source_line import warn_once_at_user_line
 from ..record.describe.checkpointed_calls import is_marked
 from ..record.parameters.placement import Placement
 from ..record.recorder import Recorder
-from ..record.source_line import warn_once_at_user_line
 from .choosing import ScheduleChooser
 from .graphs.stage_graphs import StageGraphs
 from .offloading.offload import ActivationOffload, longest_wait

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from ..record.code.source_line import warn_once_at_user_line
 from ..record.code.watch import Names
 from ..record.recording import Recording
 from ..record.replay import Differs, Tape
-from ..record.source_line import warn_once_at_user_line
 from .static_state import Surroundings
 
 __all__ = ["Slot", "StaticStep", "StaticSteps"]

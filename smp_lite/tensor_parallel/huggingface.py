@@ -15,6 +15,7 @@ from ..nn.distributed import (
     Region,
 )
 from ..nn.huggingface import encoder, gpt2, gptj, gptneo
+from ..nn.huggingface.as_built import encoder_as_built, layer_as_built, model_as_built
 from ..nn.huggingface.causal import block_hooks, init_hook, model_hooks
 from .registry import Registration
 
@@ -55,6 +56,7 @@ def _of(model: str) -> dict[type[nn.Module], Registration]:
                 mine.NAMES.to_smp,
                 mine.NAMES.to_hf,
                 lambda module: ((_config(module),), {}),
+                functools.partial(model_as_built, mine.PARTS),
             ),
             block: Registration(
                 DistributedTransformerLayer,
@@ -64,6 +66,7 @@ def _of(model: str) -> dict[type[nn.Module], Registration]:
                 mine.NAMES.layer_to_smp,
                 mine.NAMES.layer_to_hf,
                 _block_arguments,
+                functools.partial(layer_as_built, mine.LAYER_PARTS),
             ),
         }
     encoder_name, layer_name = _ENCODERS[model]
@@ -77,6 +80,7 @@ def _of(model: str) -> dict[type[nn.Module], Registration]:
             names.to_smp,
             names.to_hf,
             lambda module: ((_config(module),), {}),
+            functools.partial(encoder_as_built, encoder.PARTS),
         ),
         getattr(there, layer_name): Registration(
             DistributedTransformerLayer,
@@ -86,6 +90,7 @@ def _of(model: str) -> dict[type[nn.Module], Registration]:
             names.layer_to_smp,
             names.layer_to_hf,
             lambda module: ((_config(module.attention.self),), {}),
+            functools.partial(layer_as_built, encoder.LAYER_PARTS),
         ),
     }
 

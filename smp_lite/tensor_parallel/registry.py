@@ -22,6 +22,7 @@ __all__ = ["Registration", "arguments_of", "register", "registered", "tp_registe
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Hook = Callable[..., Any]
 StateDict = dict[str, torch.Tensor]
+AsBuilt = Callable[[Any, str, dict[str, Any], frozenset[str]], dict[str, Any]]
 M = TypeVar("M", bound=type[nn.Module])
 
 
@@ -38,6 +39,9 @@ class Registration:
         to_smp, to_original: functions on whole state dicts, with names of one and of the other; None: names
             are the same.
         arguments: gives a module's constructor arguments; None: they are noted at construction.
+        as_built: from a module, its name, the arguments of ``dist_cls`` and the names of those that the user
+            gives: the arguments by what its parts say now; None: the parts are made by the arguments alone.
+            It raises :class:`SMPError` where ``dist_cls`` would compute something else.
     """
 
     dist_cls: type[nn.Module]
@@ -47,6 +51,7 @@ class Registration:
     to_smp: Callable[[StateDict], StateDict] | None = None
     to_original: Callable[[StateDict], StateDict] | None = None
     arguments: Callable[[nn.Module], Arguments] | None = None
+    as_built: AsBuilt | None = None
 
     @functools.cached_property
     def kind(self) -> type[nn.Module]:

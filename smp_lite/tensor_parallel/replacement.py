@@ -5,34 +5,44 @@ looked at, where something in it is marked ``enabled=False``, a weight in it bel
 well, or the ranks cannot share its sizes.
 
 SMP's new modules have new weights. Here they have the weights of those that they replace, wherever names and
-shapes say which is which: a model then computes what it would compute in one process.
+shapes say which is which (:mod:`.weights`): a model then computes what it would compute in one process. The
+old ones refuse to be used from then on (:mod:`smp_lite.nn.replaced`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from ..deferred import deferring, has_deferred
-from ..devices import CPU
 from ..errors import SMPError
 from ..nn.distributed import CannotShare
-from ..nn.layout import layout_of, part_of
 from ..nn.one_d.parts import check_no_hooks
-from ..record.source_line import warn_once_at_user_line
+from ..nn.replaced import is_replaced, mark_replaced, parts_of
+from ..record.code.source_line import user_line
 from ..session import Session
+from .builtin import builtin
 from .marks import Mark, mark_of
 from .registry import Registration, StateDict, arguments_of, registered
+from .weights import take_weights
 
 __all__ = ["Replaced", "replace_marked", "translations"]
 
 _OFF = Mark(False)
+_WITHOUT_MODE = (
+    *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict),
+    *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax),
+)
+"""Modules of torch's that compute the same in training and in evaluation."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +65,24 @@ def replace_marked(session: Session, root: nn.Module) -> tuple[nn.Module, list[R
 
     Raises:
         SMPError: a module is to be distributed, and what it was made with is not known; or its hooks give
-            arguments that the distributed one does not take.
+            arguments that the distributed one does not take; or it computes something that its counterpart
+            would not. A module of the model was replaced in a model before.
+        ValueError: it has hooks, or methods of its own, which its counterpart would not have.
     """
+    for name, module in root.named_modules():
+        if is_replaced(module):
+            raise SMPError(
+                f"{name or 'the model'} ({type(module).__name__}) was replaced by its split layer before, "
+                "and nothing has trained it since: build the model anew before it is wrapped again"
+            )
+    before = parts_of(root)
     work = _Work(session, root)
+    drawn = torch.get_rng_state()
     found = work.visit(root, "", _OFF)
+    if work.replaced:
+        if not work.has_new_weights:  # others are drawn as the script's own modules would be
+            torch.set_rng_state(drawn)
+        mark_replaced(before, found)
     return found, work.replaced
 
 
@@ -68,11 +92,15 @@ class _Work:
         self.replaced: list[Replaced] = []
         self._done: dict[int, nn.Module] = {}
         self._kept: list[nn.Module] = []  # alive, so that identities stay theirs
+        self.has_new_weights = False
         self._holders: dict[int, list[int]] = {}
+        self._around: dict[int, list[int]] = {}
         for module in root.modules():
             for parameter in module._parameters.values():
                 if parameter is not None:
                     self._holders.setdefault(id(parameter), []).append(id(module))
+            for child in module._modules.values():
+                self._around.setdefault(id(child), []).append(id(module))
 
     def visit(self, module: nn.Module, name: str, around: Mark) -> nn.Module:
         if id(module) in self._done:
@@ -100,17 +128,27 @@ class _Work:
             if any(holder not in inside for holder in self._holders[id(parameter)]):
                 _say_why_not(where, f"its {parameter_name} is shared with a module outside")
                 return None
-        for part in module.modules():
+        for part_name, part in module.named_modules():
+            others = part is not module and any(each not in inside for each in self._around[id(part)])
+            if others and next(part.parameters(), None) is not None:
+                _say_why_not(where, f"its {part_name} stands in another module of the model as well")
+                return None
+        for part_name, part in module.named_modules():
             check_no_hooks(where, part)
+            _check_methods(where, part_name, part)
+        _check_training(where, module)
         try:
-            new = _made(module, registration, wanted.options)
+            new = _made(module, name, registration, wanted.options)
         except CannotShare as error:
             _say_why_not(where, str(error))
             return None
         if new is not None:
-            if not _has_weights_of(new, module, registration):
-                warn_once_at_user_line(
-                    f"smp tensor parallelism: {where} is replaced by a {type(new).__name__} with new "
+            if not take_weights(
+                new, module, registration, where, is_known=builtin(type(module)) is registration
+            ):
+                self.has_new_weights = True
+                _warn(
+                    f"{where} is replaced by a {type(new).__name__} with new "
                     "weights, since names or shapes of its parameters do not say which is which. Load a "
                     "state dict after smp.DistributedModel()"
                 )
@@ -122,10 +160,60 @@ class _Work:
 
 
 def _say_why_not(where: str, why: str) -> None:
-    warn_once_at_user_line(f"smp tensor parallelism: {where} is not distributed: {why}")
+    _warn(f"{where} is not distributed: {why}")
 
 
-def _made(module: nn.Module, registration: Registration, options: dict[str, Any]) -> nn.Module | None:
+def _warn(text: str) -> None:
+    """For each model anew, since each may have other weights."""
+    file, line = user_line()
+    warnings.warn_explicit(f"smp tensor parallelism: {text} ({file}:{line})", UserWarning, file, line)
+
+
+def _check_methods(where: str, part_name: str, part: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: it has been given another method than its class has, which its counterpart would not have.
+    """
+    for method, given in vars(part).items():
+        is_code = inspect.isroutine(given) or isinstance(given, functools.partial)
+        if is_code and inspect.isroutine(getattr(type(part), method, None)):
+            whose = f"{part_name} in {where}" if part_name else where
+            raise ValueError(
+                f"{whose} has been given another {method}, which a layer that is split does not have: take "
+                "it off before it is split, or keep the module whole with "
+                "smp.set_tensor_parallelism(module, False)"
+            )
+
+
+def _check_training(where: str, module: nn.Module) -> None:
+    """
+    Raises:
+        SMPError: a part of it is in evaluation and it is in training, or the reverse, so that one drops out
+            elements and its counterpart would not.
+    """
+    for name, part in module.named_modules():
+        if part.training == module.training or not _minds_training(part):
+            continue
+        modes = {True: "training", False: "evaluation"}
+        raise SMPError(
+            f"smp tensor parallelism: {where} is in {modes[module.training]}, and its {name} in "
+            f"{modes[part.training]}; the split layer is in one of them as a whole. Call train() or eval() "
+            "of the whole module and set the probabilities of dropout that is to do nothing to 0, or keep it "
+            "whole with smp.set_tensor_parallelism(module, False)"
+        )
+
+
+def _minds_training(part: nn.Module) -> bool:
+    """Whether what it computes may depend on its own flag."""
+    drops = [each for each in part.modules() if isinstance(each, _DropoutNd) and each.p > 0]
+    if isinstance(part, _DropoutNd) or type(part).__module__.startswith("transformers."):
+        return bool(drops)
+    return not isinstance(part, _WITHOUT_MODE)
+
+
+def _made(
+    module: nn.Module, name: str, registration: Registration, options: dict[str, Any]
+) -> nn.Module | None:
     args, kwargs = arguments_of(module, registration)
     if registration.init_hook is not None:
         hooked = registration.init_hook(*args, **kwargs)
@@ -137,6 +225,8 @@ def _made(module: nn.Module, registration: Registration, options: dict[str, Any]
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     names = [p.name for p in known.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    if registration.as_built is not None:
+        kwargs = registration.as_built(module, name, kwargs, frozenset(options))
     kwargs |= {name: value for name, value in options.items() if name in known or takes_all}
     parameter = next((p for p in module.parameters() if p.is_floating_point()), None)
     before = torch.get_default_dtype()
@@ -155,31 +245,6 @@ def _made(module: nn.Module, registration: Registration, options: dict[str, Any]
     if hasattr(module, "config") and not hasattr(new, "config"):
         new.config = module.config  # scripts and transformers' Trainer read it
     return new.train(module.training)
-
-
-def _has_weights_of(new: nn.Module, module: nn.Module, registration: Registration) -> bool:
-    """Gives the new module the old one's weights; False where it is not known which is which."""
-    to_smp = registration.to_smp or (lambda state: state)
-    whole = to_smp({name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()})
-    mine = new.state_dict(keep_vars=True)
-    layouts = {name: layout_of(tensor) for name, tensor in mine.items()}
-    shapes = {n: layout.shape if layout else tuple(mine[n].shape) for n, layout in layouts.items()}
-    if {name: tuple(tensor.shape) for name, tensor in whole.items()} != shapes:
-        return False
-    with torch.no_grad():
-        for name, tensor in mine.items():
-            layout = layouts[name]
-            tensor.copy_(whole[name] if layout is None else part_of(whole[name], layout))
-    # Which of them train goes the same way, as numbers that need no memory.
-    flags: StateDict = {
-        name: torch.full((), float(tensor.requires_grad), device=CPU).expand(tensor.shape)
-        for name, tensor in module.state_dict(keep_vars=True).items()
-    }
-    for name, flag in to_smp(flags).items():
-        tensor = mine[name]
-        if isinstance(tensor, nn.Parameter):
-            tensor.requires_grad_(bool(flag.flatten()[0]) if flag.numel() else True)
-    return True
 
 
 def translations(

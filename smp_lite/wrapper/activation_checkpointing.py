@@ -15,6 +15,7 @@ from .. import session as session_module
 from ..errors import SMPError
 from ..plan.partitioning.checkpoint_groups import group_children, group_size
 from ..record.checkpointed_runs import CheckpointedRuns
+from ..record.code.source_line import warn_once_at_user_line
 from ..record.describe.checkpointed_calls import (
     has_own_forward,
     is_marked,
@@ -24,7 +25,6 @@ from ..record.describe.checkpointed_calls import (
     strategy_of,
 )
 from ..record.parameters.placement import SPLIT, STATELESS, Placement
-from ..record.source_line import warn_once_at_user_line
 
 __all__ = [
     "check_marked",

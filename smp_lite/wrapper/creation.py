@@ -18,7 +18,7 @@ from torch import nn
 from .. import session as session_module
 from ..deferred import deferring
 from ..errors import SMPError
-from ..record.source_line import warn_once_at_user_line
+from ..record.code.source_line import warn_once_at_user_line
 from ..tensor_parallel.marks import Mark, mark, marking
 
 __all__ = ["delay_param_initialization", "model_creation", "set_tensor_parallelism", "tensor_parallelism"]

@@ -21,7 +21,7 @@ from ..comm.stage_peers import StagePeers
 from ..devices import CPU
 from ..errors import SMPError, SMPMismatch
 from ..nn.layout import is_sharded
-from ..record.source_line import warn_once_at_user_line
+from ..record.code.source_line import warn_once_at_user_line
 from ..record.values.memory import digest_of
 from ..record.values.structure import flatten
 from ..runtime.model_runtime import ModelRuntime

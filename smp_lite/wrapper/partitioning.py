@@ -19,11 +19,11 @@ from ..plan.partitioning.report import format_partition_table, partition_warning
 from ..plan.partitioning.solver import TooFewModulesError
 from ..plan.partitioning.tree import stage_visits
 from ..plan.partitioning.virtual_stages import piece_stages, runs_of
+from ..record.code.source_line import warn_once_at_user_line
 from ..record.describe.effects import NeedsOpening
 from ..record.describe.metadata import MetadataInference
 from ..record.describe.module_times import measured_trace
 from ..record.describe.tracing import ModuleTrace, cost_tree, trace_model
-from ..record.source_line import warn_once_at_user_line
 from ..session import Session
 from .schedules import NothingFits, Schedules, decide_schedules, measures_for_choice, model_costs
 

@@ -32,8 +32,8 @@ from ..plan.partitioning.partition import Partition
 from ..plan.partitioning.solver import solve_partition
 from ..plan.step.work import Policy
 from ..plan.units import human_bytes
+from ..record.code.source_line import warn_once_at_user_line
 from ..record.describe.tracing import ModuleTrace, cost_tree
-from ..record.source_line import warn_once_at_user_line
 from ..runtime.choosing import ScheduleChooser
 from ..session import Session
 

@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from ...errors import SMPError
 from ...nn.layout import layout_of
 from ...optim.state.own_parameters import PARTIAL_KEY, partial_mark
+from ...record.code.source_line import warn_once_at_user_line
 from ...record.parameters.away import is_away
-from ...record.source_line import warn_once_at_user_line
 from ...session import Session
 from ...storage.layout import USER_CONTENT, part_file
 from ...storage.torch_files import read_torch

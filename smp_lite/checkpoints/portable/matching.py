@@ -95,11 +95,24 @@ def match_model(reader: PieceReader, model: Any, *, strict: bool) -> ModelEntrie
     if strict and (missing or unknown):
         raise SMPError(
             f"{_CALLER}: {folder!r} is of another model: missing keys {missing[:5]}, unknown keys "
-            f"{unknown[:5]} (strict=False ignores both)"
+            f"{unknown[:5]} (strict=False ignores both)" + _of_split_layers(missing, unknown)
         )
     if wrong:
         raise SMPError(f"{_CALLER}: {folder!r} is of another model: {'; '.join(wrong[:3])}")
     return ModelEntries(tensors, others, {key: first.get(ties[key], key) for key in live})
+
+
+def _of_split_layers(missing: list[str], unknown: list[str]) -> str:
+    """The cause, where one side has the names of layers that tensor parallelism puts into models."""
+    split = [any(".seq_layers." in f".{key}" for key in keys) for keys in (missing, unknown)]
+    if split[0] is split[1]:
+        return ""
+    there, here = ("is", "are not") if split[1] else ("is not", "are")
+    return (
+        f". It {there} of a job whose Hugging Face modules tensor parallelism has replaced, and here they "
+        f"{here} replaced: a portable checkpoint has the split layers' names and moves between jobs that are "
+        "alike in that. The weights move by a full one (partial=False, load_optimizer=False)"
+    )
 
 
 def _wrong_shape(key: str, value: torch.Tensor, entry: Any) -> list[str]:

@@ -16,7 +16,7 @@ from .projections import FromParts, ToParts, initialise
 __all__ = ["DistributedTransformerOutputLayer"]
 
 _TANH = functools.partial(F.gelu, approximate="tanh")
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "relu": F.relu,
     # Hugging Face's names of other ones; the models there have them.
@@ -68,8 +68,8 @@ class DistributedTransformerOutputLayer(DistributedModule):
         check_known("DistributedTransformerOutputLayer", fused)
         if add_residual:
             check_norms("DistributedTransformerOutputLayer", pre_layernorm, post_layernorm)
-        if activation not in _ACTIVATIONS:
-            known = ", ".join(map(repr, _ACTIVATIONS))
+        if activation not in ACTIVATIONS:
+            known = ", ".join(map(repr, ACTIVATIONS))
             raise ValueError(
                 f"DistributedTransformerOutputLayer: activation={activation!r} is none of {known}"
             )
@@ -96,7 +96,7 @@ class DistributedTransformerOutputLayer(DistributedModule):
         region = self.region
         x = self.enter(hidden) if self.enters else hidden
         found = self.dense1(self.pre_layernorm(x) if self.has_pre_layernorm else x)
-        found = self.dense2(_ACTIVATIONS[self.activation](found))
+        found = self.dense2(ACTIVATIONS[self.activation](found))
         found = hidden_dropout(found, self.hidden_dropout_prob, self.training, region)
         if self.add_residual:
             found = add_residual(found, x, in_fp32=self.fp32_residual_addition)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..distributed import Region
+from .as_built import LayerParts, ModelParts
 from .calls import refuse_given
 from .names import Names
 
@@ -26,6 +27,15 @@ NAMES = Names(
         "output.LayerNorm": "output.layernorm",
     },
 )
+
+
+LAYER_PARTS = LayerParts(
+    attention_dropout="attention.self.dropout",
+    hidden_dropout=("attention.output.dropout", "output.dropout"),
+    norms=("attention.output.LayerNorm", "output.LayerNorm"),
+    activation="intermediate.intermediate_act_fn",
+)
+PARTS = ModelParts(LAYER_PARTS, "layer")
 
 
 def layer_arguments(config: Any, layer_idx: int | None = None) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .as_built import Differs, LayerParts, ModelParts
 from .causal import block_hooks
 from .names import Names, StateDict, with_causal_buffers
 
@@ -44,6 +45,41 @@ NAMES = Names(
         "transformer.ln_f": "layernorm",
     },
     ignored=("attn.bias", "attn.masked_bias", "crossattention.bias", "crossattention.masked_bias"),
+)
+
+
+_OF_SCORES = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "scaling", "reorder_and_upcast_attn")
+
+
+def _scores(block: Any, config: Any) -> dict[str, Any]:
+    attention = block.attn
+    scales, by_layer = attention.scale_attn_weights, attention.scale_attn_by_inverse_layer_idx
+    if hasattr(attention, "scaling"):  # what computes, from transformers 4.48 on
+        expected = attention.head_dim**-0.5 if scales else 1.0
+        expected /= float(attention.layer_idx + 1) if by_layer else 1.0
+        if attention.scaling != expected:
+            raise Differs(
+                f"attn.scaling is {attention.scaling!r}, and scale_attn_weights={scales} with "
+                f"scale_attn_by_inverse_layer_idx={by_layer} makes it {expected!r}"
+            )
+    return {
+        "scale_attention_scores": scales,
+        "scale_attn_by_layer_idx": by_layer,
+        "attention_in_fp32": attention.reorder_and_upcast_attn,
+        "layer_idx": attention.layer_idx,
+    }
+
+
+LAYER_PARTS = LayerParts(
+    attention_dropout="attn.attn_dropout",
+    hidden_dropout=("attn.resid_dropout", "mlp.dropout"),
+    norms=("ln_1", "ln_2"),
+    activation="mlp.act",
+    others=_scores,
+    followed=frozenset(f"attn.{name}" for name in _OF_SCORES),
+)
+PARTS = ModelParts(
+    LAYER_PARTS, "transformer.h", "transformer.drop", "transformer.ln_f", "transformer.wte", "lm_head"
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .as_built import LayerParts, ModelParts
 from .names import Names, StateDict, with_causal_buffers
 
 __all__ = [
@@ -27,6 +28,17 @@ NAMES = Names(
     },
     outside={"transformer.wte": "word_embedding", "transformer.ln_f": "layernorm"},
     ignored=("attn.bias", "attn.masked_bias", "attn.embed_positions"),
+)
+
+
+LAYER_PARTS = LayerParts(
+    attention_dropout="attn.attn_dropout",
+    hidden_dropout=("attn.resid_dropout", "mlp.dropout"),
+    norms=("ln_1",),
+    activation="mlp.act",
+)
+PARTS = ModelParts(
+    LAYER_PARTS, "transformer.h", "transformer.drop", "transformer.ln_f", "transformer.wte", "lm_head"
 )
 
 

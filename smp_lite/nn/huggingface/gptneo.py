@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .as_built import LayerParts, ModelParts
 from .names import Names, StateDict, with_causal_buffers
 
 __all__ = [
@@ -31,6 +32,23 @@ NAMES = Names(
         "transformer.ln_f": "layernorm",
     },
     ignored=("attn.attention.bias", "attn.attention.masked_bias"),
+)
+
+
+def _window(block: Any, config: Any) -> dict[str, Any]:
+    return {"window_size": config.window_size if block.attn.attention_type == "local" else None}
+
+
+LAYER_PARTS = LayerParts(
+    attention_dropout="attn.attention.attn_dropout",
+    hidden_dropout=("attn.attention.resid_dropout", "mlp.dropout"),
+    norms=("ln_1", "ln_2"),
+    activation="mlp.act",
+    others=_window,
+    followed=frozenset(["attn.attention_type", "attn.attention.attention_type"]),
+)
+PARTS = ModelParts(
+    LAYER_PARTS, "transformer.h", "transformer.drop", "transformer.ln_f", "transformer.wte", "lm_head"
 )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ...comm.axis import Axis
 from ..keeping import KeepsLayouts
 from ..layout import ParameterLayout, layout_of, part_of, whole_of
+from ..replaced import take_attributes
 
 __all__ = [
     "ONE_RANK",
@@ -45,7 +46,9 @@ class SplitModule(KeepsLayouts):
             if dense is None:
                 continue
             if id(dense) not in shared:
-                shared[id(dense)] = nn.Parameter(part_of(dense, layout), requires_grad=dense.requires_grad)
+                part = nn.Parameter(part_of(dense, layout), requires_grad=dense.requires_grad)
+                take_attributes(part, dense, f"{name} of a {type(self).__name__}")
+                shared[id(dense)] = part
             self._parameters[name] = shared[id(dense)]
         self.remember(layouts)
 

@@ -21,6 +21,7 @@ from ..one_d import (
 )
 from ..one_d.linear import SharedRowsLinear
 from ..one_d.parts import SplitModule, check_no_hooks, layout_over, nearest_sizes
+from ..replaced import mark_replaced, parts_of
 from .heads import output_features
 from .modules import (
     ColumnParallelConv1D,
@@ -229,6 +230,7 @@ class Changes:
 
     def apply(self) -> None:
         """Now do it."""
+        before = parts_of(self.model)
         shared: dict[int, nn.Parameter] = {}
         for change in self.found.values():
             module = change.module
@@ -242,6 +244,7 @@ class Changes:
                 module.split(self.axis, shared, **change.options)  # type: ignore[operator]
             elif isinstance(module, SplitModule):
                 module.keep_parts(change.layouts, shared)
+        mark_replaced(before, self.model)
 
 
 def _check_layer(entry: Entry, module: nn.Module, base: type[nn.Module]) -> None:

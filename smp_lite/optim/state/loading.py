@@ -44,7 +44,9 @@ class OptimizerState(ReadState):
         if not is_part and sizes != own_sizes:
             raise ValueError(
                 f"{_LOAD}: parameter groups of sizes {sizes}, but the optimizer's have "
-                f"{own_sizes}: it was saved from an optimizer of another model"
+                f"{own_sizes}: it was saved from an optimizer of another model. (Where tensor parallelism "
+                "replaces a Hugging Face GPT-2, three parameters stand for each fused c_attn: such state "
+                "moves only between jobs that do so. Weights move everywhere: load_optimizer=False)"
             )
         self._check_settings(state_dict["param_groups"])
         waits = is_part or self._half is not None or self._axis is not None

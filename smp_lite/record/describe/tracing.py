@@ -334,14 +334,13 @@ def cost_tree(
 
     seen: set[int] = set()
 
-    def _unique_children(module: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
-        # A module registered twice has one name, as in named_modules().
-        found = []
+    def _unique_children(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        # A module registered twice has one name, as in named_modules(): the next child is looked at when
+        # those inside the one before have been.
         for own_name, child in module._modules.items():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
-                found.append((own_name, child))
-        return found
+                yield own_name, child
 
     seen.add(id(root))
     return node(root, "")

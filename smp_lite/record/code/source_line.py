@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-from ..source_files import folders_of
+from ...source_files import folders_of
 
 HOOKS_WITHOUT_EFFECT = (
     "saved-tensor hooks (offloading) around modules of several stages do nothing: use them inside a module "
@@ -18,7 +18,7 @@ CHECKPOINT_BETWEEN_MODULES = (
     "again for itself, and what is computed between them is kept"
 )
 
-_OURS = (*folders_of(__file__, 1), *folders_of(torch.__file__))
+_OURS = (*folders_of(__file__, 2), *folders_of(torch.__file__))
 _warned: set[tuple[str, str, int]] = set()
 
 
