@@ -113,10 +113,9 @@ class Session:
         Raises:
             SMPError: another optimizer is wrapped, and gradients have one loss scale.
         """
-        if self.optimizers:
-            self.optimizer = None
+        if len(self.optimizers) > 1:
             gc.collect()  # an earlier one, which nobody has any more
-        if self.optimizers:
+        if len(self.optimizers) > 1:
             raise SMPError(
                 "fp16: True with a second smp.DistributedOptimizer: gradients have one loss scale, which one "
                 "optimizer decides: give it all parameters, in groups"

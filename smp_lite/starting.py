@@ -293,6 +293,8 @@ def reset() -> None:
     if is_initialized():
         session = current()
         session.overrides.close()
+        if session.model is not None:
+            session.model.end_waiting()  # whoever goes on with the module has what was built
         if session.process_groups:
             from .comm.gloo import destroy_process_groups
 

@@ -179,12 +179,16 @@ class Write:
         return len(mine) == 1 and mine[0][1] and mine[0][0].is_all
 
 
-def origin_of(place: Place) -> int:
+def origin_of(place: Place, known: Origins | None = None) -> int:
     """A digest of what its elements will be made from: operations, their numbers, states of generators.
 
     Two processes in which it is the same make the same elements; not that of large constants, and of what
     functions bring that read files.
+
+    Args:
+        known: digests of what is written to each memory, which several tensors may share.
     """
+    known = {} if known is None else known
     found = 0
     seen: set[Memory] = set()
     waiting = [place.memory]
@@ -193,14 +197,27 @@ def origin_of(place: Place) -> int:
         if memory in seen:
             continue
         seen.add(memory)
-        for write in memory.writes:
-            numbers = [arg for arg in (*write.args, *write.kwargs.values()) if isinstance(arg, int | float)]
-            name = str(write.function) if isinstance(write.function, OpOverload) else "a source"
-            found = crc32(repr((name, numbers)).encode(), found)
-            if write.state is not None:
-                found = crc32(write.state.numpy().tobytes(), found)
-            waiting += [other.memory for other, _ in write.places]
+        if memory not in known:
+            known[memory] = _digest_of_writes(memory)
+        digest, read = known[memory]
+        found = crc32(digest.to_bytes(4), found)
+        waiting += read
     return found
+
+
+Origins = dict[Memory, tuple[int, list[Memory]]]
+"""For each memory a digest of what is written to it, and which memories that reads."""
+
+
+def _digest_of_writes(memory: Memory) -> tuple[int, list[Memory]]:
+    found = 0
+    for write in memory.writes:
+        numbers = [arg for arg in (*write.args, *write.kwargs.values()) if isinstance(arg, int | float)]
+        name = str(write.function) if isinstance(write.function, OpOverload) else "a source"
+        found = crc32(repr((name, numbers)).encode(), found)
+        if write.state is not None:
+            found = crc32(write.state.numpy().tobytes(), found)
+    return found, list(dict.fromkeys(other.memory for write in memory.writes for other, _ in write.places))
 
 
 _WHOLE = frozenset(

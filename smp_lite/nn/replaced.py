@@ -7,7 +7,9 @@ refuse by name to be used, until they are forgotten.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -110,7 +112,11 @@ class _Gone:
     """Stands in the place of a method of a module that was replaced."""
 
     def __init__(self, name: str, method: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, method)  # its signature is still that of the method
+        functools.update_wrapper(self, method)
+        # Not the method itself, which has the module: that would keep its weights until garbage is collected.
+        del self.__wrapped__  # type: ignore[attr-defined]
+        with contextlib.suppress(TypeError, ValueError):
+            self.__signature__ = inspect.signature(method)
         self.name, self.method = name, getattr(method, "__name__", "forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -102,8 +102,6 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
             )
         torchs = torch_optimizer(optimizer)
         refuse_replaced("smp.DistributedOptimizer", torchs.param_groups)
-        if session.cfg.fp16:
-            session.check_alone()
         groups = Groups(session, torchs)
         features = Features(session, optimizer, groups)
         features.set_scaling(static_loss_scale, dynamic_loss_scale, dynamic_loss_args, more_dynamic_loss_args)

@@ -30,7 +30,7 @@ from .module_calls import ModuleCalls
 from .ordinary_tensors import PARAMETERS, OrdinaryTensors
 from .parameters.away import is_away, needed
 from .parameters.placement import Placement
-from .parameters.split_reads import refuse_split_read
+from .parameters.split_reads import members_of, refuse_split_read
 from .recording import Recording
 from .repeated import RepeatedCalls
 from .replay import Tape, refuse
@@ -259,7 +259,7 @@ class Recorder:
         Raises:
             SMPError: the call is code's that takes a rank's part of a parameter for the whole.
         """
-        for arg in args:
+        for arg in members_of(args, kwargs):
             if type(arg) is PlacedTensor or type(arg) in PARAMETERS:
                 name = self.placement.split_name(arg)
                 if name is not None:

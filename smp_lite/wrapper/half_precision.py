@@ -84,6 +84,7 @@ class HalfPrecision:
                 "model.backward() in fp16 before there is an optimizer, which decides the loss scale: wrap "
                 "it with smp.DistributedOptimizer first"
             )
+        self._session.check_alone()
         self._session.model.runtime.scaling.before_backward()
 
     def backward(self, tensors: Any, grad_tensors: Any) -> None:

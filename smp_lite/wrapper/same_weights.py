@@ -91,7 +91,8 @@ def take_over_first(session: Session, module: nn.Module) -> None:
 def _origins(module: nn.Module) -> dict[str, int]:
     """Of what is made later, what it will be made from."""
     named = (*module.named_parameters(), *module.named_buffers())
-    return {name: origin_of(tensor.smp_place) for name, tensor in named if is_deferred(tensor)}  # type: ignore[attr-defined]
+    known: dict[Any, Any] = {}
+    return {name: origin_of(tensor.smp_place, known) for name, tensor in named if is_deferred(tensor)}  # type: ignore[attr-defined]
 
 
 def _check_origins(heard: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> None:

@@ -36,15 +36,26 @@ _NUMBERS = frozenset(["data", "T", "mT", "H", "mH", "real", "imag"])
 def _guard(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     name = getattr(func, "__name__", "")
     with torch._C.DisableTorchFunctionSubclass():
-        if name == "__repr__":
+        if name in ("__repr__", "__format__"):
             return f"a tensor of shape {tuple(args[0].shape)} that was loaded and waits for the first step"
         if name in ("__get__", "__set__", "__delete__"):
             attribute = getattr(func.__self__, "__name__", "")
+            if name == "__get__" and attribute == "data":
+                return _that_waits(func(*args))
             if attribute not in _NUMBERS or _in_conversion():
                 return func(*args, **(kwargs or {}))
-        elif name in _HARMLESS or _in_conversion():
+        elif name == "detach" or _in_conversion():
+            return _that_waits(func(*args, **(kwargs or {})))
+        elif name in _HARMLESS:
             return func(*args, **(kwargs or {}))
     raise _refused(function_name(func))
+
+
+def _that_waits(found: Any) -> Any:
+    """The same numbers, or a conversion of them, wait as well."""
+    if type(found) is torch.Tensor:
+        found.__class__ = _WaitingTensor
+    return found
 
 
 def _refused(what: str) -> SMPError:

@@ -7,6 +7,7 @@ Equal to one process to the bit, or refused by name.
 from __future__ import annotations
 
 import operator
+import sys
 import types
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -390,3 +391,38 @@ def test_backward_code_reads_through_others(way: str, kind: Callable[[str], nn.M
     expected = _plainly(_seeded(build), step, [0.0])
     number = 0
     assert _on_stages(_seeded(build), step, [0.0]) == expected
+
+
+def test_helpers_may_be_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More functions that mention each other than Python can call one inside the other."""
+    helpers = types.ModuleType("helpers_beside_the_script")
+    helpers.__file__ = "/scripts/helpers_beside_the_script.py"
+    lines = [f"def f{i}(g):\n    return f{i + 1}(g) if g is None else g * RATE" for i in range(2 * 1000)]
+    exec("RATE = 1.0\n" + "\n".join(lines), vars(helpers))
+    monkeypatch.setitem(sys.modules, helpers.__name__, helpers)
+    first = vars(helpers)["f0"]
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        helpers.RATE += 0.5  # type: ignore[attr-defined]
+        y = model(x)
+        y.register_hook(lambda gradient: first(gradient))
+        loss: Tensor = y.square().mean()
+        model.backward(loss)
+        return loss
+
+    expected = _plainly(_seeded(_layers), step, [1.0])
+    helpers.RATE = 1.0  # type: ignore[attr-defined]
+    assert _on_stages(_seeded(_layers), step, [1.0]) == expected
+
+
+def test_a_parameter_that_is_none_may_be_registered() -> None:
+    smp.init_in_memory({"partitions": 2, "microbatches": MICROBATCHES})
+    net = _layers()
+    model = smp.DistributedModel(net)
+    step = smp.step(_closure([1.0]))
+    step(model, _batches()[0])
+    net[0].register_parameter("later", None)
+    step(model, _batches()[0])
+    net[0].register_parameter("other", nn.Parameter(torch.zeros(1)))
+    with pytest.raises(smp.SMPError, match=r"the parameter '0\.other' was added to the model"):
+        step(model, _batches()[0])

@@ -18,6 +18,7 @@ def test_what_waits_is_not_looked_at(kind: str, tmp_path: Path) -> None:
     for found in run_distributed(f"{CASES}:resumed", 2, kwargs=kwargs):
         for name in LOOKS:
             assert "that was loaded and waits" in found["told"][name], name
+        assert "that was loaded and waits" in found["converted"]
         assert found["count"] == 80 and "waits for the first step" in found["shown"]
         assert found["heat"] == 1.5**2
         assert found["losses"][0] == found["losses"][1]

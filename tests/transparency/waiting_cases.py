@@ -99,9 +99,17 @@ def resumed(folder: str, kind: str) -> dict[str, Any]:
                 told[name] = str(look(model.module))
             except smp.SMPError as error:
                 told[name] = str(error)
-    model.to("cpu")
+    model.module.double()
+    try:
+        converted = str(float(model.module.seen.sum()))
+    except smp.SMPError as error:
+        converted = str(error)
+    model.module.float()
     count = sum(p.numel() for p in model.parameters())
-    shown = repr(next(model.module.blocks[0].parameters()))
+    shown = f"{next(model.module.blocks[0].parameters())}"
+    net = model.module
+    smp.reset()
+    net(torch.ones(1, 4))  # whoever goes on with it has what was built
     model, optimizer = _begin(5)
     smp.resume_from_checkpoint(folder, "t", partial=kind == "partial")
     assert isinstance(model.module, Net)
@@ -117,6 +125,7 @@ def resumed(folder: str, kind: str) -> dict[str, Any]:
     again = model.state_dict()
     return {
         "told": told,
+        "converted": converted,
         "count": count,
         "shown": shown,
         "heat": heat,

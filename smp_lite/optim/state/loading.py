@@ -19,6 +19,9 @@ from .split import state_part
 
 __all__ = ["OptimizerState"]
 
+_OF_SCHEDULERS = frozenset(
+    ["params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"]
+)
 _LOAD = "optimizer.load_state_dict"
 
 
@@ -70,9 +73,12 @@ class OptimizerState(ReadState):
         A later torch may know more of them, and a scheduler adds its own: it takes both that some are missing
         and that some are unknown.
         """
+        defaults = getattr(self._optimizer, "defaults", None)
+        if not isinstance(defaults, Mapping):
+            return
         for group, own in zip(saved, self._torch_groups(), strict=True):
-            others = {"params", "param_names", "initial_lr"}
-            missing, unknown = own.keys() - group.keys() - others, group.keys() - own.keys() - others
+            missing = defaults.keys() - group.keys()
+            unknown = group.keys() - defaults.keys() - own.keys() - _OF_SCHEDULERS
             if missing and unknown:
                 raise ValueError(
                     f"{_LOAD}: the state was saved from an optimizer of another kind: it has the settings "

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ...errors import SMPError
 from ..code.reads import places_mentioned, places_of_class, places_reached
+from ..code.watch import Names
 from ..describe.descriptions import Descriptions
 from ..parameters.placement import Placement
 from ..state.between import ReadBetween
@@ -72,7 +73,8 @@ class BackwardState:
         self._is_repeated = False  # the step has several microbatches
         self.effects = BackwardEffects(placement)
         self._of_classes: dict[type, PlacesRead] = {}
-        self._of_closed: dict[Any, PlacesRead] = {}  # hooks that closed calls put, by their code
+        self._of_closed: dict[Any, tuple[PlacesRead, list[Any]]] = {}  # hooks that closed calls put
+        self._names: dict[tuple[Any, ...], Names] = {}  # of hooks of this step
         self._of_hooks: PlacesRead | None = None  # of this step
         self._heard: list[Any] = []  # hooks that recorded code has put on values
         self._of_forwards: PlacesRead | None = None  # whichever of them run where they are called
@@ -80,6 +82,7 @@ class BackwardState:
 
     def begin_step(self, num_microbatches: int) -> None:
         self._of_hooks = None
+        self._names.clear()
         self._is_repeated = num_microbatches > 1
         self._heard.clear()
         self._called.clear()
@@ -118,9 +121,16 @@ class BackwardState:
             self.effects.meet(hook)
         else:
             self.effects.keep(hook)
-            code = getattr(getattr(hook, "__func__", hook), "__code__", hook)
-            if code not in self._of_closed:
-                self._of_closed[code] = places_reached([hook])
+            self._hears_hook_inside(hook)
+
+    def _hears_hook_inside(self, hook: Any) -> None:
+        """A closed call has put a hook, with what it holds; values of the run that is only looked at pass."""
+        plain = getattr(hook, "__func__", hook)
+        held = [getattr(hook, "__self__", None), *_contents(plain)]
+        held = [value for value in held if not isinstance(value, torch.Tensor)]
+        key = (getattr(plain, "__code__", plain), *map(id, held))
+        if key not in self._of_closed:
+            self._of_closed[key] = places_reached([hook], self._names), held  # so that ids stay theirs
 
     def hears_checkpoint(self) -> None:
         """Backward passes will run forward code again."""
@@ -134,14 +144,18 @@ class BackwardState:
             for stage, hook, owners in hooks:
                 self.effects.meet(hook, stage, owners)
             self.runs_python |= bool(hooks)
-            self._of_hooks = places_reached([hook for _, hook, _ in hooks])
+            self._of_hooks = places_reached([hook for _, hook, _ in hooks], self._names)
             self.effects.meet_codes(self._descriptions.codes_with_node_hooks)
             self.runs_python |= self.effects.is_possible
         if not self.runs_python:
             return
-        own = [*self._of_classes.values(), *self._of_closed.values(), self._of_hooks]
+        own = [
+            *self._of_classes.values(),
+            *[places for places, _ in self._of_closed.values()],
+            self._of_hooks,
+        ]
         if self._heard:
-            own.append(places_reached(self._heard))
+            own += [places_reached([hook], self._names) for hook in self._heard]
         reads = _looked_at([*own, *self._by_calls()])
         called = _Called(recording.microbatch_index, recording.commands, own, reads)
         for read in own:
@@ -240,3 +254,10 @@ def _refuse_hooks_on_several(hooks: list[tuple[int | None, Any, Owners]]) -> Non
 
 def _looked_at(read: list[PlacesRead]) -> list[tuple[PlacesRead, Seen]]:
     return [(places, places.look()) for places in read if places.places]
+
+
+def _contents(function: Any) -> Iterator[Any]:
+    """What the variables around a function hold."""
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # not set yet
+            yield cell.cell_contents

@@ -307,8 +307,9 @@ class Placement:
                 "training on "
                 "the whole state: model.state_dict()"
             ) from None
-        if sum(map(len, self._tables)) != self._num_in_tables:
-            raise self._added()
+        if (num_now := sum(map(len, self._tables))) != self._num_in_tables:
+            self._check_added()
+            self._num_in_tables = num_now
         if flags == self._requires_grad:
             return False
         self._requires_grad = flags
@@ -324,19 +325,20 @@ class Placement:
         self._swapped = [_Swapped(module, self, recorder) for _, module in self._modules]
         return True
 
-    def _added(self) -> SMPError:
+    def _check_added(self) -> None:
         known = {(id(table), own) for table, own, _ in self._entries}
-        new = (
+        new = [
             f"{name}.{own}" if name else own
             for name, module in self._modules
             for own, parameter in module._parameters.items()
             if parameter is not None and (id(module._parameters), own) not in known
-        )
-        return SMPError(
-            f"the parameter {next(new, 'of a module')!r} was added to the model after the first step "
-            "(remove_parametrizations, register_parameter and the like): the partition is made once, so "
-            "change the model before it, or after training on the whole state: model.state_dict()"
-        )
+        ]
+        if new:
+            raise SMPError(
+                f"the parameter {new[0]!r} was added to the model after the first step "
+                "(remove_parametrizations, register_parameter and the like): the partition is made once, so "
+                "change the model before it, or after training on the whole state: model.state_dict()"
+            )
 
     def name_of(self, module: nn.Module, own: str) -> str:
         """The name under which the module's parameter is known, which may be another module's."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from ..code.frames import users_line
 from ..code.watch import is_users_code
 from ..values.torch_functions import METADATA_FUNCTIONS, changes_first, function_name
 
-__all__ = ["SplitReads", "is_split", "refuse_split_read"]
+__all__ = ["SplitReads", "is_split", "members_of", "refuse_split_read"]
 
 _LAYERS = f"{KeepsLayouts.__module__.rpartition('.')[0]}."
 _SIZES = frozenset(["size", "numel", "nelement", "__len__", "stride"])
@@ -86,8 +86,18 @@ def _in_a_split_layer() -> bool:
     return False
 
 
+def members_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """The arguments of a torch function, and what lists among them hold."""
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(arg, list | tuple):
+            yield from arg
+        else:
+            yield arg
+
+
 class SplitReads(TorchFunctionMode):
-    """While modules of the model run forward.
+    """While modules of the model run forward, for training: kernels of torch's that are one in evaluation
+    only (attention) are not taken under a mode.
 
     Args:
         name_of: of an object, if it is a split parameter of the model.
@@ -101,7 +111,7 @@ class SplitReads(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for arg in args:
+        for arg in members_of(args, kwargs):
             if isinstance(arg, nn.Parameter) and (name := self._name_of(arg)) is not None:
                 refuse_split_read(name, arg, func, kwargs)
         return func(*args, **kwargs)

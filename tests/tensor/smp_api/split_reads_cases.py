@@ -56,7 +56,11 @@ def penalty(net: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def norm(net: Any, ids: torch.Tensor) -> torch.Tensor:
-    return loss_of(net(ids), ids) + 0.01 * torch.norm(net.module.up.weight)
+    return loss_of(net(ids), ids) + 0.01 * torch.norm(input=net.module.up.weight)
+
+
+def joined(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    return loss_of(net(ids), ids) + torch.stack([net.module.up.weight]).sum()
 
 
 def by_size(net: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -70,6 +74,7 @@ def plainly(net: Any, ids: torch.Tensor) -> torch.Tensor:
 WAYS: dict[str, tuple[type[nn.Module], Loss]] = {
     "a penalty": (Net, penalty),
     "a penalty of some": (Net, norm),
+    "a list of weights": (Net, joined),
     "a size in the step": (Net, by_size),
     "a shape in the forward": (Scaled, plainly),
     "a weight of another layer": (Borrowed, plainly),

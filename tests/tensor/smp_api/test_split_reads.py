@@ -14,6 +14,7 @@ CASES = "tests.tensor.smp_api.split_reads_cases"
 REFUSED = {
     "a penalty": "pow of the parameter 'up.weight'",
     "a penalty of some": "norm of the parameter 'up.weight'",
+    "a list of weights": "stack of the parameter 'up.weight'",
     "a size in the step": "numel of the parameter 'up.weight'",
     "a shape in the forward": "shape of the parameter 'up.weight'",
     "a weight of another layer": "linear of the parameter 'up.weight'",
