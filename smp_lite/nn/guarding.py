@@ -20,7 +20,6 @@ from ..errors import SMPError
 from ..record.values.torch_functions import METADATA_FUNCTIONS, function_name
 
 __all__ = [
-    "HARMLESS",
     "Piece",
     "PieceParameter",
     "as_ordinary",
@@ -39,7 +38,7 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-HARMLESS = METADATA_FUNCTIONS | words(
+_HARMLESS = METADATA_FUNCTIONS | words(
     """
     detach detach_ clone requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad copy_
     zero_ fill_ to cpu float double half bfloat16 type type_as contiguous set_ zeros_like ones_like empty_like
@@ -125,7 +124,7 @@ def _guard(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs:
             if attribute not in _OTHER_SHAPE:
                 result = func(*args, **(kwargs or {}))
                 return guarded(result) if attribute == "data" and name == "__get__" else result
-        elif name in HARMLESS or is_elementwise(name):
+        elif name in _HARMLESS or is_elementwise(name):
             result = func(*args, **(kwargs or {}))
             return result if name in METADATA_FUNCTIONS else _guarded_like(result, args)
         shape = next((list(a.shape) for a in args if isinstance(a, PieceParameter | Piece)), None)

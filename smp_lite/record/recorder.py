@@ -263,7 +263,7 @@ class Recorder:
             if type(arg) is PlacedTensor or type(arg) in PARAMETERS:
                 name = self.placement.split_name(arg)
                 if name is not None:
-                    refuse_split_read(name, arg, func, kwargs)
+                    refuse_split_read(name, func, kwargs)
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
         """``model.backward``: notes from where the backward pass starts."""

@@ -79,24 +79,22 @@ def _in_conversion() -> bool:
     return False
 
 
+def _refuse_copy(tensor: torch.Tensor, memo: Any) -> Any:
+    raise _refused("a copy")
+
+
+def _refuse_pickle(tensor: torch.Tensor, protocol: Any) -> Any:
+    raise _refused("a pickle")
+
+
 class _WaitingTensor(torch.Tensor):
     __torch_function__ = classmethod(_guard)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise _refused("a copy")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _refused("a pickle")
+    __deepcopy__, __reduce_ex__ = _refuse_copy, _refuse_pickle
 
 
 class _WaitingParameter(nn.Parameter):
     __torch_function__ = classmethod(_guard)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise _refused("a copy")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _refused("a pickle")
+    __deepcopy__, __reduce_ex__ = _refuse_copy, _refuse_pickle
 
 
 _TYPES: dict[type, type] = {torch.Tensor: _WaitingTensor, nn.Parameter: _WaitingParameter}

@@ -393,6 +393,35 @@ def test_backward_code_reads_through_others(way: str, kind: Callable[[str], nn.M
     assert _on_stages(_seeded(build), step, [0.0]) == expected
 
 
+def test_a_helper_is_exchanged_between_microbatches() -> None:
+    """For one of the same kind, which reads something else: what a hook reaches is looked up for each."""
+    rates = {"once": 1.0, "twice": 1.0}
+    holder: Any = types.SimpleNamespace(scaled=None)
+    number = 0
+
+    def once(gradient: Tensor) -> Tensor:
+        return gradient * rates["once"]
+
+    def twice(gradient: Tensor) -> Tensor:
+        return gradient * rates["twice"] * 2
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        nonlocal number
+        number += 1
+        holder.scaled = once if number % 2 else twice
+        rates["once"] = rates["twice"] = 1.0 + number % MICROBATCHES
+        y = model(x)
+        y.register_hook(lambda gradient: holder.scaled(gradient))
+        loss: Tensor = y.square().mean()
+        model.backward(loss)
+        rates["once"] = rates["twice"] = 9.0
+        return loss
+
+    expected = _plainly(_seeded(_layers), step, [0.0])
+    number = 0
+    assert _on_stages(_seeded(_layers), step, [0.0]) == expected
+
+
 def test_helpers_may_be_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """More functions that mention each other than Python can call one inside the other."""
     helpers = types.ModuleType("helpers_beside_the_script")

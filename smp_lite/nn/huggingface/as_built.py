@@ -19,7 +19,15 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ...errors import SMPError
 
-__all__ = ["Differs", "LayerParts", "ModelParts", "encoder_as_built", "layer_as_built", "model_as_built"]
+__all__ = [
+    "Differs",
+    "LayerParts",
+    "ModelParts",
+    "encoder_as_built",
+    "layer_as_built",
+    "model_as_built",
+    "of_causal_model",
+]
 
 Arguments = dict[str, Any]
 
@@ -109,6 +117,18 @@ class ModelParts:
         if name.startswith(start):
             return self.layer.follows(name[len(start) :].partition(".")[2])
         return name in (f"{self.dropout}.p", f"{self.norm}.eps")
+
+
+def of_causal_model(layer: LayerParts) -> ModelParts:
+    """As GPT-2, GPT-J and GPT-Neo name their parts."""
+    return ModelParts(
+        layer,
+        "transformer.h",
+        dropout="transformer.drop",
+        norm="transformer.ln_f",
+        embedding="transformer.wte",
+        head="lm_head",
+    )
 
 
 def layer_as_built(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .as_built import Differs, LayerParts, ModelParts
+from .as_built import Differs, LayerParts, of_causal_model
 from .causal import block_hooks
 from .names import Names, StateDict, with_causal_buffers
 
@@ -78,9 +78,7 @@ LAYER_PARTS = LayerParts(
     others=_scores,
     followed=frozenset(f"attn.{name}" for name in _OF_SCORES),
 )
-PARTS = ModelParts(
-    LAYER_PARTS, "transformer.h", "transformer.drop", "transformer.ln_f", "transformer.wte", "lm_head"
-)
+PARTS = of_causal_model(LAYER_PARTS)
 
 
 def translate_state_dict_to_hf_gpt2(state_dict: StateDict, max_seq_len: int | None = None) -> StateDict:

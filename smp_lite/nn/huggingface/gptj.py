@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .as_built import LayerParts, ModelParts
+from .as_built import LayerParts, of_causal_model
 from .names import Names, StateDict, with_causal_buffers
 
 __all__ = [
@@ -37,9 +37,7 @@ LAYER_PARTS = LayerParts(
     norms=("ln_1",),
     activation="mlp.act",
 )
-PARTS = ModelParts(
-    LAYER_PARTS, "transformer.h", "transformer.drop", "transformer.ln_f", "transformer.wte", "lm_head"
-)
+PARTS = of_causal_model(LAYER_PARTS)
 
 
 def translate_state_dict_to_hf_gptj(state_dict: StateDict, max_seq_len: int | None = None) -> StateDict:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .as_built import LayerParts, ModelParts
+from .as_built import LayerParts, of_causal_model
 from .names import Names, StateDict, with_causal_buffers
 
 __all__ = [
@@ -47,9 +47,7 @@ LAYER_PARTS = LayerParts(
     others=_window,
     followed=frozenset(["attn.attention_type", "attn.attention.attention_type"]),
 )
-PARTS = ModelParts(
-    LAYER_PARTS, "transformer.h", "transformer.drop", "transformer.ln_f", "transformer.wte", "lm_head"
-)
+PARTS = of_causal_model(LAYER_PARTS)
 
 
 def translate_state_dict_to_hf_gptneo(state_dict: StateDict, max_seq_len: int | None = None) -> StateDict:

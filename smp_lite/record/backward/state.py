@@ -24,7 +24,6 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ...errors import SMPError
 from ..code.reads import places_mentioned, places_of_class, places_reached
-from ..code.watch import Names
 from ..describe.descriptions import Descriptions
 from ..parameters.placement import Placement
 from ..state.between import ReadBetween
@@ -74,7 +73,6 @@ class BackwardState:
         self.effects = BackwardEffects(placement)
         self._of_classes: dict[type, PlacesRead] = {}
         self._of_closed: dict[Any, tuple[PlacesRead, list[Any]]] = {}  # hooks that closed calls put
-        self._names: dict[tuple[Any, ...], Names] = {}  # of hooks of this step
         self._of_hooks: PlacesRead | None = None  # of this step
         self._heard: list[Any] = []  # hooks that recorded code has put on values
         self._of_forwards: PlacesRead | None = None  # whichever of them run where they are called
@@ -82,7 +80,6 @@ class BackwardState:
 
     def begin_step(self, num_microbatches: int) -> None:
         self._of_hooks = None
-        self._names.clear()
         self._is_repeated = num_microbatches > 1
         self._heard.clear()
         self._called.clear()
@@ -130,7 +127,7 @@ class BackwardState:
         held = [value for value in held if not isinstance(value, torch.Tensor)]
         key = (getattr(plain, "__code__", plain), *map(id, held))
         if key not in self._of_closed:
-            self._of_closed[key] = places_reached([hook], self._names), held  # so that ids stay theirs
+            self._of_closed[key] = places_reached([hook]), held  # so that ids stay theirs
 
     def hears_checkpoint(self) -> None:
         """Backward passes will run forward code again."""
@@ -144,7 +141,7 @@ class BackwardState:
             for stage, hook, owners in hooks:
                 self.effects.meet(hook, stage, owners)
             self.runs_python |= bool(hooks)
-            self._of_hooks = places_reached([hook for _, hook, _ in hooks], self._names)
+            self._of_hooks = places_reached([hook for _, hook, _ in hooks])
             self.effects.meet_codes(self._descriptions.codes_with_node_hooks)
             self.runs_python |= self.effects.is_possible
         if not self.runs_python:
@@ -155,7 +152,7 @@ class BackwardState:
             self._of_hooks,
         ]
         if self._heard:
-            own += [places_reached([hook], self._names) for hook in self._heard]
+            own += [places_reached([hook]) for hook in self._heard]
         reads = _looked_at([*own, *self._by_calls()])
         called = _Called(recording.microbatch_index, recording.commands, own, reads)
         for read in own:

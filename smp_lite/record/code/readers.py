@@ -35,6 +35,7 @@ from .bytecode import (
 from .copies import Copy
 from .frames import Frame
 from .watch import Names, called_by
+from .worklist import Worklist
 
 __all__ = ["Readers", "defaults_of"]
 
@@ -76,8 +77,7 @@ class Readers:
         self._objects: dict[int, tuple[Any, str]] = {}  # and their names, by id
         self._closures: dict[int, Any] = {}  # functions whose variables are known, by id
         self._places: dict[Any, Place] = {}
-        self._pending: list[tuple[Any, str, type | None]] = []
-        self._is_finding = False
+        self._values = Worklist(self._find)
         self._modules = list(root.modules()) if root is not None else []
         self._users: list[types.CodeType] = []
         self._held: dict[int, nn.Module] | None = None  # of users: modules whose attributes count, by id
@@ -241,16 +241,8 @@ class Readers:
         self._found(value, label or name)
 
     def _found(self, value: Any, name: str, kind: type | None = None) -> None:
-        """Takes what code can reach. One after another: functions that call each other may be many."""
-        self._pending.append((value, name, kind))
-        if self._is_finding:
-            return
-        self._is_finding = True
-        try:
-            while self._pending:
-                self._find(*self._pending.pop())
-        finally:
-            self._is_finding = False
+        """Takes what code can reach."""
+        self._values.add(value, name, kind)
 
     def _find(self, value: Any, name: str, kind: type | None) -> None:
         if isinstance(value, types.MethodType):

@@ -47,6 +47,7 @@ from .readers import Readers
 from .stored import stored_in
 from .torch_names import CODE, of_torch_module
 from .watch import Names, called_by
+from .worklist import Worklist
 
 __all__ = ["places_mentioned", "places_of_class", "places_reached", "places_read"]
 
@@ -99,17 +100,15 @@ def places_of_class(cls: type) -> PlacesRead:
     return finder.found()
 
 
-def places_reached(functions: Iterable[Any], known: dict[tuple[Any, ...], Names] | None = None) -> PlacesRead:
+def places_reached(functions: Iterable[Any]) -> PlacesRead:
     """The same for functions, methods and other callables, and for all of the user's that they reach by name.
 
     Those that they call through variables around them, methods of the objects that they have or are methods
     of, what these call. (Functions that a watched run has entered are known better, by :func:`places_read`.)
-
-    Args:
-        known: what functions of the same code, around variables of the same kinds, were found to mention.
+    Looked through anew each time: an object's attribute may name another function by then.
     """
     given = list(functions)
-    finder = _finder_of(given, known)
+    finder = _finder_of(given)
     for function in given:
         if not isinstance(function, types.FunctionType):
             finder.into(function, getattr(function, "__name__", "a hook"), 0)
@@ -125,37 +124,14 @@ def places_mentioned(functions: Iterable[types.FunctionType]) -> PlacesRead:
     return _finder_with(names, given).found()
 
 
-def _finder_of(functions: Iterable[Any], known: dict[tuple[Any, ...], Names] | None = None) -> _Finder:
+def _finder_of(functions: Iterable[Any]) -> _Finder:
     given = list(functions)
-    key = tuple(map(_kind_of, given))
-    names = None if known is None else known.get(key)
-    if names is None:
-        readers = Readers(None, (), trusts_scripts=True)
-        for function in given:
-            readers.add_function(function)
-        names = readers.complete().names
-        if known is not None:
-            known[key] = names
+    readers = Readers(None, (), trusts_scripts=True)
+    for function in given:
+        readers.add_function(function)
     plain = [getattr(function, "__func__", function) for function in given]
+    names = readers.complete().names
     return _finder_with(names, [each for each in plain if isinstance(each, types.FunctionType)])
-
-
-def _kind_of(function: Any) -> Any:
-    """Functions of one kind reach the same code: their own is the same, and so is that of what they hold."""
-    plain = getattr(function, "__func__", function)
-    code = getattr(plain, "__code__", None)
-    if code is None:
-        return id(function)
-    cells = [cell.cell_contents for cell in plain.__closure__ or () if _is_filled(cell)]
-    return code, tuple(getattr(getattr(held, "__func__", held), "__code__", type(held)) for held in cells)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def _finder_with(names: Names, functions: Iterable[types.FunctionType]) -> _Finder:
@@ -184,8 +160,7 @@ class _Finder:
         self.objects += [(namespace, "globals()") for namespace in names.whole.values()]
         if not names.attributes.isdisjoint(("environ", "getenv")):
             self.objects.append((os.environ, "os.environ"))
-        self._pending: deque[tuple[Any, str, int]] = deque()
-        self._is_finding = False
+        self._values = Worklist(self._look_into)
         self._seen: dict[Any, Any] = {}
         self._functions: dict[int, Any] = {}
         if "modules" in names.attributes:  # sys.modules["name"]
@@ -217,17 +192,8 @@ class _Finder:
             self.into(value, name, depth)
 
     def into(self, value: Any, name: str, depth: int) -> None:
-        """Takes what can be reached through a value. One after another: functions that call each other may be
-        many."""
-        self._pending.append((value, name, depth))
-        if self._is_finding:
-            return
-        self._is_finding = True
-        try:
-            while self._pending:
-                self._look_into(*self._pending.popleft())
-        finally:
-            self._is_finding = False
+        """Takes what can be reached through a value."""
+        self._values.add(value, name, depth)
 
     def _look_into(self, value: Any, name: str, depth: int) -> None:
         if id(value) in self._seen or isinstance(value, nn.Parameter):

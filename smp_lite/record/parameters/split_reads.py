@@ -3,9 +3,9 @@
 Such code has one rank's part and would take it for the whole: a penalty on weights counts what is here only,
 a number made of a size is another one than in one process. Where all ranks have the same batch such numbers
 may differ between them and be found so; where each has its own, results differ anyway, and nothing would be
-seen. So it is refused by name, in the step function and in modules' forwards. Not refused is what is right on
-parts: functions of every element by itself through which no gradient flows (averages of weights), and what
-says nothing of sizes. Code of layers that are split knows what it holds.
+seen. So it is refused by name, in the step function and in modules' forwards, without gradients too: what is
+made of a part (``p.detach()``) does not say what it was made of. Not refused is what says nothing of numbers
+or sizes, and what changes every element by itself in place. Code of split layers knows what it holds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ...errors import SMPError
-from ...nn.guarding import HARMLESS, is_elementwise
+from ...nn.guarding import is_elementwise, words
 from ...nn.keeping import KeepsLayouts
 from ...nn.layout import layout_of
 from ..code.frames import users_line
@@ -31,6 +31,13 @@ __all__ = ["SplitReads", "is_split", "members_of", "refuse_split_read"]
 
 _LAYERS = f"{KeepsLayouts.__module__.rpartition('.')[0]}."
 _SIZES = frozenset(["size", "numel", "nelement", "__len__", "stride"])
+_NUMBERS = frozenset(["shape", "data", "T", "mT", "H", "mH", "real", "imag"])
+_HARMLESS = words(
+    """
+    requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad data_ptr is_shared zero_
+    __hash__ __repr__ __str__ __format__
+    """
+)
 
 
 def is_split(parameter: torch.Tensor) -> bool:
@@ -39,26 +46,25 @@ def is_split(parameter: torch.Tensor) -> bool:
     return layout is not None and any(layout.dims)
 
 
-def refuse_split_read(name: str, parameter: torch.Tensor, func: Any, kwargs: Mapping[str, Any]) -> None:
+def refuse_split_read(name: str, func: Any, kwargs: Mapping[str, Any]) -> None:
     """
     Args:
         name: of a split parameter, which a torch function is called with now.
-        parameter: itself, or a placed one.
 
     Raises:
         SMPError: what the function gives would be one part's.
     """
     called = getattr(func, "__name__", "")
     if called in ("__get__", "__set__", "__delete__"):
-        attribute = getattr(func.__self__, "__name__", "")
-        what, is_right = attribute, attribute not in ("shape", "T", "mT", "H", "mH")
-    elif called in _SIZES:
-        what, is_right = called, False
-    elif called in METADATA_FUNCTIONS or called in HARMLESS or changes_first(called, dict(kwargs)):
-        return
+        what = getattr(func.__self__, "__name__", "")
+        is_right = what not in _NUMBERS
     else:
-        what, trains = function_name(func), parameter.requires_grad and torch.is_grad_enabled()
-        is_right = is_elementwise(called) and not trains
+        what = function_name(func)
+        is_right = (
+            called in _HARMLESS
+            or (called in METADATA_FUNCTIONS and called not in _SIZES)
+            or (changes_first(called, dict(kwargs)) and (called == "copy_" or is_elementwise(called)))
+        )
     if is_right or _in_a_split_layer():
         return
     raise SMPError(
@@ -113,5 +119,5 @@ class SplitReads(TorchFunctionMode):
         kwargs = kwargs or {}
         for arg in members_of(args, kwargs):
             if isinstance(arg, nn.Parameter) and (name := self._name_of(arg)) is not None:
-                refuse_split_read(name, arg, func, kwargs)
+                refuse_split_read(name, func, kwargs)
         return func(*args, **kwargs)

@@ -71,16 +71,6 @@ def plainly(net: Any, ids: torch.Tensor) -> torch.Tensor:
     return loss_of(net(ids), ids)
 
 
-WAYS: dict[str, tuple[type[nn.Module], Loss]] = {
-    "a penalty": (Net, penalty),
-    "a penalty of some": (Net, norm),
-    "a list of weights": (Net, joined),
-    "a size in the step": (Net, by_size),
-    "a shape in the forward": (Scaled, plainly),
-    "a weight of another layer": (Borrowed, plainly),
-}
-
-
 def _made(kind: type[nn.Module], parameters: dict[str, Any]) -> smp.DistributedModel:
     smp.reset()
     smp.init(parameters)
@@ -113,16 +103,41 @@ def refused(parameters: dict[str, Any], names: list[str]) -> dict[str, str]:
     return told
 
 
-def averaged(net: Any, ids: torch.Tensor) -> torch.Tensor:
+def detached(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    return loss_of(net(ids), ids) * net.module.up.weight.detach().norm()
+
+
+def data_of(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    return loss_of(net(ids), ids) * net.module.up.weight.data.abs().mean()
+
+
+def without_gradients(net: Any, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        assert (net.module.up.weight * 2).requires_grad is False
+        factor = (net.module.up.weight * net.module.up.weight).sum()
+    return loss_of(net(ids), ids) * factor
+
+
+def of_no_numbers(net: Any, ids: torch.Tensor) -> torch.Tensor:
     assert net.module.up.weight.dtype is torch.float32 and net.module.up.weight.requires_grad
     assert net.module.kept.numel() == 64
     return loss_of(net(ids), ids) + net.module.norm.weight.pow(2).sum()
 
 
+WAYS: dict[str, tuple[type[nn.Module], Loss]] = {
+    "a penalty": (Net, penalty),
+    "a penalty of some": (Net, norm),
+    "a list of weights": (Net, joined),
+    "detached": (Net, detached),
+    "its data": (Net, data_of),
+    "without gradients": (Net, without_gradients),
+    "a size in the step": (Net, by_size),
+    "a shape in the forward": (Scaled, plainly),
+    "a weight of another layer": (Borrowed, plainly),
+}
+
+
 def right_on_parts(parameters: dict[str, Any]) -> str:
-    return _told(_made(Net, parameters), averaged, torch.arange(24).reshape(4, 6) % 11)
+    return _told(_made(Net, parameters), of_no_numbers, torch.arange(24).reshape(4, 6) % 11)
 
 
 def apart(parameters: dict[str, Any]) -> tuple[str, str, str]:
