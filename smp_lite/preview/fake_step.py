@@ -19,6 +19,7 @@ from ..comm.wires.wire import Transfer
 from ..devices import CPU
 from ..record.describe.metadata import MetadataInference
 from ..record.recording import Command, Recording
+from ..record.state.flat_weights import renew_lists
 from ..record.values.calls import Arguments, NewTensor, Repeated, ResultMeta, SameTensor
 from ..record.values.placed import TensorMeta
 from ..record.values.structure import rebuild
@@ -177,7 +178,6 @@ def fake_parameters(root: nn.Module, inference: MetadataInference) -> Iterator[N
         for module in modules
         for name in ("_parameters", "_buffers")
     ]
-    flat = [(module, module._flat_weights) for module in modules if isinstance(module, nn.RNNBase)]
     frozen: dict[torch.Tensor, nn.Parameter] = {}
     try:
         inference.install_fakes(root)
@@ -195,5 +195,4 @@ def fake_parameters(root: nn.Module, inference: MetadataInference) -> Iterator[N
             table.clear()
             table.update(kept)
             module.__dict__[name] = table
-        for module, weights in flat:
-            module.__dict__["_flat_weights"] = weights
+            renew_lists(module)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from torch import nn
 
 from ..deferred import Waiting, check_filled, has_deferred, initialise_meta, unfilled
 from ..errors import SMPError
+from ..record.state.flat_weights import renew_lists
 from ..session import Session
 from .lazy_modules import has_lazy_modules
 
@@ -59,9 +59,7 @@ def prepare_delayed(
             "initialization is delayed: leave one of the two out"
         )
     for module in root.modules():
-        if isinstance(module, nn.RNNBase):
-            flat: Any = module.__dict__
-            flat["_flat_weight_refs"] = []  # weak ones, which torch makes anew when it needs them
+        renew_lists(module)  # without the weak references to what waits
     waiting = Waiting(root)
     waiting.check()
     waiting.make_others()

@@ -15,6 +15,7 @@ import smp_lite as smp
 from smp_lite.deferred import is_deferred
 
 WIDTH, CLASSES = 8, 5
+OF_NUMBERS = ("net", "recurrent")  # kinds of models that take numbers, not tokens
 _M_MMAP_THRESHOLD = -3
 
 
@@ -50,12 +51,26 @@ class Net(nn.Module):
         return self.out(self.head(self.bn(x + self.shift)))
 
 
+class Recurrent(nn.Module):
+    """Its layers keep a second list of their parameters, and weak references to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.LSTM(WIDTH, WIDTH, 2), nn.GRU(WIDTH, WIDTH), nn.RNN(WIDTH, WIDTH)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[None]
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x
+
+
 def build(delay: bool, kind: str = "net", **options: Any) -> nn.Module:
     context = smp.delay_param_initialization() if delay else contextlib.nullcontext()
     with context:
         if kind == "net":
             return Net(**options)
-        return _transformer(kind)
+        return Recurrent() if kind == "recurrent" else _transformer(kind)
 
 
 def _transformer(kind: str) -> nn.Module:
@@ -95,7 +110,7 @@ def train(
 
     @smp.step
     def step(x: torch.Tensor) -> torch.Tensor:
-        if kind == "net":
+        if kind in OF_NUMBERS:
             loss = model(x).square().mean()
         elif kind == "t5":
             loss = model(input_ids=x, labels=x).loss
@@ -110,7 +125,7 @@ def train(
     for _ in range(steps):
         x = (
             torch.randn(8, WIDTH, generator=generator)
-            if kind == "net"
+            if kind in OF_NUMBERS
             else torch.randint(60, (8, 6), generator=generator)
         )
         optim.zero_grad()

@@ -14,6 +14,7 @@ import smp_lite as smp
 from smp_lite.deferred import Waiting, deferring, is_deferred
 from smp_lite.preview.memory_preview import preview_memory
 from smp_lite.preview.step_preview import PlanReady, stop_when_planned
+from smp_lite.record.state.flat_weights import renew_lists
 from smp_lite.session import current
 from smp_lite.starting import planning
 from tests.deferred import cases
@@ -87,8 +88,7 @@ def test_parameters_and_generator(name: str) -> None:
     assert all(is_deferred(p) for p in delayed.parameters())
     objects = {key: id(p) for key, p in delayed.named_parameters()}
     for module in delayed.modules():
-        if isinstance(module, nn.RNNBase):
-            module._flat_weight_refs = []
+        renew_lists(module)
     waiting = Waiting(delayed)
     waiting.check()
     waiting.make_others()

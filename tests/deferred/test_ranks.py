@@ -34,6 +34,7 @@ _LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         ("replicas", "net"),
         ("tensor", "net"),
         ("sharded", "net"),
+        ("pipeline", "recurrent"),
         ("pipeline", "gpt2"),
         ("tensor", "gpt2"),
         *[pytest.param("pipeline", kind, marks=pytest.mark.thorough) for kind in ("llama", "bert", "t5")],

@@ -41,6 +41,7 @@ def _slices(batch: dict[str, Any], start: int, size: int) -> dict[str, Any]:
         "batchnorm",
         "multi_input",
         "hooks",
+        "lstm",
     ],
 )
 def test_replayed_steps_equal_the_plain_model(name: str) -> None:

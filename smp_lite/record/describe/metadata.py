@@ -30,6 +30,7 @@ from ...errors import SMPError
 from ..code.operators import run_operator
 from ..code.watch import Names
 from ..parameters.tables import plain_table
+from ..state.flat_weights import renew_lists
 from ..state.random_state import kept, python_state
 from ..values.calls import Arguments, ChangedArgument, Constant, NewTensor, Repeated, ResultMeta, SameTensor
 from ..values.placed import PlacedTensor, TensorMeta
@@ -143,11 +144,7 @@ class MetadataInference:
                     faked[name] = made[id(tensor)]
                 part.__dict__[table] = faked
                 tables.add(prefix, faked, is_buffers=table == "_buffers")
-            flat = part.__dict__.get("_flat_weights")
-            if isinstance(flat, list):  # nn.RNNBase keeps a second list of its parameters
-                part.__dict__["_flat_weights"] = [
-                    part._parameters.get(name) for name in part.__dict__["_flat_weights_names"]
-                ]
+            renew_lists(part)
         return tables
 
     def _fake_state(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -24,12 +24,13 @@ from torch import nn
 from ...devices import home
 from ..parameters.tables import plain_table
 from ..state.containers import same_plain
+from ..state.flat_weights import SECOND_LISTS
 from ..values.calls import ResultMeta
 from ..values.placed import PlacedTensor, TensorMeta
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _PLAIN_SET = frozenset(_PLAIN)
-_MODULE_TABLES = frozenset(nn.Module().__dict__) - {"training"}
+_MODULE_TABLES = frozenset(nn.Module().__dict__) - {"training"} | SECOND_LISTS
 
 
 def plain_key(value: Any) -> Hashable:

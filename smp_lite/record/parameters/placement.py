@@ -21,6 +21,7 @@ from torch import nn
 from ...deferred import is_deferred
 from ...devices import home
 from ...errors import SMPError
+from ..state.flat_weights import lists_of, renew_lists
 from ..values.placed import PlacedTensor, TensorMeta
 from .away import LOCAL, away_buffer, forget_memory, is_away, note_gradient, send_away
 from .moving import moved
@@ -240,14 +241,8 @@ class Placement:
             parameter = table[own]
             assert parameter is not None
             self._aliases[id(parameter)] = (parameter, full)
-        self._renew_flat_weights()
-
-    def _renew_flat_weights(self) -> None:
         for _, module in self._modules:
-            if isinstance(module.__dict__.get("_flat_weights"), list):  # nn.RNNBase's second list
-                module.__dict__["_flat_weights"] = [
-                    getattr(module, name, None) for name in module.__dict__["_flat_weights_names"]
-                ]
+            renew_lists(module)
 
     def move_here(self) -> None:
         """What this process holds goes to its device, one after another; what has no memory yet stays."""
@@ -271,7 +266,8 @@ class Placement:
                 if id(buffer) not in buffers:
                     buffers[id(buffer)] = moved(buffer, device)
                 table[own] = buffers[id(buffer)]
-        self._renew_flat_weights()
+        for _, module in self._modules:
+            renew_lists(module)
 
     def is_here(self, module: nn.Module) -> bool:
         """Whether this process plays the stage of the module's own parameters and buffers."""
@@ -392,9 +388,7 @@ class _Swapped:
                 for own, p in parameters.items()
             }
             self.tables.append(("_parameters", ParameterTable(placed, id(module), placement.strange)))
-            flat = self.namespace.get("_flat_weights")
-            if isinstance(flat, list):  # nn.RNNBase's second list
-                self.tables.append(("_flat_weights", [placed.get(n) for n in module._flat_weights_names]))
+            self.tables += lists_of(module, placed).items()
         if module._buffers and placement.home(module) != FOREIGN:
             self.tables.append(("_buffers", BufferTable(module, module._buffers, listener)))
 

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..values.memory import digest_of, is_given_back, version_of
 from .containers import MISSING, base_of, contents_of, refill, same_plain
+from .flat_weights import SECOND_LISTS
 
 __all__ = [
     "ATOMS",
@@ -68,7 +69,7 @@ _OWN = tuple(f"{__name__.partition('.')[0]}.{part}" for part in ("comm.", "sessi
 """What parallel layers talk through, which says nothing while a module runs on fake tensors, and what runs
 steps, which is found from an optimizer."""
 # Swapped for fake ones during a fake run, which looks after them itself.
-_TABLES = frozenset(("_parameters", "_buffers", "_flat_weights"))
+_TABLES = SECOND_LISTS | {"_parameters", "_buffers"}
 _RANDOM = (random.Random, torch.Generator)
 
 
