@@ -344,6 +344,19 @@ def test_what_cannot_be_followed_is_refused(build: Callable[[], nn.Module], said
         wrapped(build())
 
 
+@pytest.mark.parametrize("what", ["hidden_states", "attentions"])
+def test_what_replaced_blocks_do_not_give_the_model_around_is_refused(what: str) -> None:
+    net = cases.plain_gpt2()
+    smp.set_tensor_parallelism(net.transformer.h)
+    model = smp.DistributedModel(net)
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    assert model(ids, use_cache=False).logits.isfinite().all()
+    with pytest.raises(
+        ValueError, match=f"does not give the model its {what}: call it without output_{what}"
+    ):
+        model(ids, use_cache=False, **{f"output_{what}": True})
+
+
 def test_options_of_the_user_go_before_both() -> None:
     model = cases.no_dropout()
     smp.set_tensor_parallelism(model, attention_dropout_prob=0.25)
