@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-from .devices import home, is_host, module
+from .device_streams import queue_behind, side_stream, within
+from .devices import event, home, is_host, module, synchronize
+from .errors import SMPError
 
-__all__ = ["DeviceGraph", "can_capture", "new_pool", "unless_capturing"]
+__all__ = ["CaptureSpoilt", "DeviceGraph", "can_capture", "new_pool", "unless_capturing"]
 
 _capture = threading.Lock()
 
@@ -38,6 +41,22 @@ def unless_capturing() -> Iterator[bool]:
             _capture.release()
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Within: Python collects no garbage, in which there may be what a capture forbids to give back."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class CaptureSpoilt(SMPError):
+    """The device has not ended a capture properly; torch's memory of it may count as captured for good."""
+
+
 class DeviceGraph:
     """Made on the current stream's device.
 
@@ -51,11 +70,30 @@ class DeviceGraph:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Within: what the device is given is noted, and not done."""
-        # Other threads (one that pins batches) may go on with what a capture does not allow in this one.
-        graph = module(home()).graph(self._graph, pool=self._pool, capture_error_mode="thread_local")
-        with _capture, graph:
-            yield
+        """Within: what the device is given is noted, and not done.
+
+        Raises:
+            CaptureSpoilt: something within is what no capture allows, and the device has given it up.
+        """
+        # Not torch.cuda.graph: it gives cached memory back to the driver, which other ranks may have mapped,
+        # and stays on its stream for good where a capture does not end well.
+        synchronize()
+        computed = event()
+        with _capture, within(side_stream()), _no_collection():
+            queue_behind(computed)
+            # Other threads (one that pins batches) may go on with what a capture forbids this one.
+            self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                try:
+                    self._graph.capture_end()
+                except RuntimeError as error:
+                    raise CaptureSpoilt(
+                        f"{home()} has given up the capture of a graph ({str(error).partition(chr(10))[0]}), "
+                        "after which torch's memory there is not to be relied on: start the job again "
+                        "without SMP_LITE_CUDA_GRAPHS=1"
+                    ) from error
 
     def replay(self) -> None:
         """Gives all of it to the current stream, to be done on the same memory."""

@@ -37,6 +37,7 @@ __all__ = [
     "home",
     "host_memory",
     "is_host",
+    "make_current",
     "memory_of_home",
     "module",
     "on_home",
@@ -89,7 +90,7 @@ def choose(environment: Mapping[str, str], local_rank: int, local_size: int) -> 
         SMPError: the variable names what is not there.
     """
     wanted = environment.get(DEVICE_VARIABLE)
-    found = None if cuda_as_cpu.is_on() else torch.accelerator.current_accelerator(check_available=True)
+    found = None if cuda_as_cpu.is_on() else _accelerator()
     count = torch.accelerator.device_count() if found is not None else 0
     if wanted is None:
         if found is None:
@@ -113,11 +114,19 @@ def choose(environment: Mapping[str, str], local_rank: int, local_size: int) -> 
     return Choice(device, f"device {device}, by {DEVICE_VARIABLE}")
 
 
+def _accelerator() -> torch.device | None:
+    """What torch finds here."""
+    if not torch.accelerator.is_available():  # torch 2.6 tells the kind that it is built for all the same
+        return None
+    return torch.accelerator.current_accelerator()
+
+
 def _by_rank(kind: str, count: int, local_rank: int, local_size: int) -> Choice:
     device = torch.device(kind, local_rank % count)
     if local_size <= count:
         return Choice(device, f"device {device}, one for each of {local_size} rank(s) of this host")
-    return Choice(device, f"device {device}: the {local_size} ranks of this host share {count} device(s)")
+    text = f"this host has {local_size} ranks, and this one sees {count} device(s)"
+    return Choice(device, f"device {device}: {text}")
 
 
 _home = CPU
@@ -133,8 +142,13 @@ def set_home(device: torch.device) -> None:
     """The device from now on; torch's current device is the same."""
     global _home
     _home = device
-    if not is_host(device):
-        torch.accelerator.set_device_index(device.index)
+    make_current()
+
+
+def make_current() -> None:
+    """In this thread, too, torch's current device is this process's."""
+    if not is_host(_home):
+        torch.accelerator.set_device_index(_home.index)
 
 
 def check_current() -> None:
@@ -250,9 +264,10 @@ def on_home(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor on this process's device; the same object if it is there."""
     if tensor.device == _home or is_host(_home):
         return tensor
-    if is_host(tensor.device) and not tensor.is_pinned():
+    if is_host(tensor.device):
         with contextlib.suppress(RuntimeError):  # of a kind of device that pins nothing
-            tensor = tensor.pin_memory()
+            # The script may write to what it has pinned itself, before the device has copied it.
+            tensor = (tensor.clone() if tensor.is_pinned() else tensor).pin_memory()
     return tensor.to(_home, non_blocking=True)
 
 

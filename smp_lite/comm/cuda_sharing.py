@@ -4,9 +4,10 @@ Memory goes by the driver's own functions (CUDA Driver API, "Memory Management":
 ``cuIpcOpenMemHandle``), since torch's (``UntypedStorage._share_cuda_``) change the storage that is sent, and
 count its readers in files, for each tensor anew. What is opened, once, is the whole allocation that a tensor
 lies in; torch's allocator gives few and large ones. A handle tells an allocation from a later one at the same
-address, so what was opened is never mistaken. It stays open until :data:`_MOST_OPEN` others are: an
-allocation that its process has given back to the driver meanwhile is read no more, since only memory that is
-in use is named.
+address, so what was opened is never mistaken. It stays open until :data:`_MOST_OPEN` others are. An
+allocation that its process has given back to the driver meanwhile (``torch.cuda.empty_cache()``, or for lack
+of memory) is read no more, since only memory that is in use is named; but as long as it is open here, the
+driver may not have it free.
 
 Events go by torch.
 """
@@ -31,7 +32,7 @@ TYPE = "cuda"
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
-_MOST_OPEN = 256
+_MOST_OPEN = 64
 """Allocations of other processes that are mapped at the same time."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _PLACE = struct.Struct("=QQ")  # offset and length in bytes
@@ -50,6 +51,8 @@ def cannot_share(device: torch.device, local_size: int) -> str:
             f"memory of expandable segments ({' or '.join(_ALLOCATOR_VARIABLES)}) cannot be shared: {instead}"
         )
     torch_cuda = module(device)
+    if (allocator := torch_cuda.get_allocator_backend()) != "native":
+        return f"memory of torch's allocator {allocator!r} cannot be shared: {instead}"
     for other in range(min(local_size, torch_cuda.device_count())):
         if other != device.index and not torch_cuda.can_device_access_peer(device.index, other):
             return f"device {device.index} does not reach the memory of device {other}: {instead}"

@@ -62,6 +62,8 @@ class DeviceGroups:
 def unavailable(device: torch.device) -> str:
     """Why this process has no backend for tensors of the device; "": it has."""
     backend = dist.Backend.default_device_backend_map.get(device.type)
+    if not hasattr(dist.ProcessGroup, "abort"):
+        return f"torch {torch.__version__} cannot give up what a process group has under way"
     if backend in (None, "gloo"):
         return f"torch knows no backend for devices of type {device.type!r}"
     return "" if dist.is_backend_available(str(backend)) else f"torch is built without {backend} here"

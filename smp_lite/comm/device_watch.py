@@ -7,12 +7,17 @@ each group: if it could begin (what was queued before it has ended) and has not 
 limit, the thread does with the error what the main thread would with one that nobody catches, which ends the
 job. To abort the group and go on would be to go on with nonsense in the device's memory.
 
+If the driver holds that thread too, so that no Python runs at all, the process ends by itself after three
+limits, with the stacks of all threads. (``faulthandler`` has one such alarm: a script's own is replaced.)
+
 One collective of each group is looked at, since they end in order; a limit passes once or twice before the
 error comes. While the library captures a graph the thread does not look: a capture may forbid it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import sys
 import threading
 import time
@@ -21,6 +26,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..device_graphs import unless_capturing
+from ..devices import make_current
 from ..errors import SMPTimeout
 from .device_groups import abort
 from .waiting import WATCHDOG_VARIABLE, watchdog_s
@@ -88,13 +94,22 @@ def _watch(watched: Watched) -> None:
 
 
 def _look_now_and_then() -> None:
+    make_current()  # or the thread would be on the first device, and take memory there for every rank
     while True:
         limit = watchdog_s()
+        _end_if_stuck(3 * limit)
         time.sleep(min(_LONGEST_PAUSE_S, limit / 10))
         watched = first_overdue(limit)
         if watched is not None:
             _end(watched, limit)
             return
+
+
+def _end_if_stuck(seconds: float) -> None:
+    """Ends the process if this is not called again by then: a thread that the driver holds in a call, with
+    Python's lock in its hand, lets no Python run."""
+    with contextlib.suppress(RuntimeError, ValueError, OSError):  # standard error is no file
+        faulthandler.dump_traceback_later(seconds, exit=True)
 
 
 def first_overdue(limit: float) -> Watched | None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
-import socket
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from ..devices import home, is_host
@@ -22,7 +22,7 @@ from ..plan.topology import Topology
 from .collectives import C10dCollectives, Collectives, Pending
 from .device_collectives import ByPlace, StagedCollectives
 from .device_groups import DeviceGroups, carries
-from .device_sharing import cannot_share, sharing_on
+from .device_sharing import sharing_on, why_not_between
 from .mapped_collectives import MappedCollectives
 from .queued_collectives import QueuedCollectives
 from .roll_call import RollCall
@@ -144,12 +144,14 @@ class World:
         """Whether the devices of the group's ranks read each other's memory; collective where it is asked for
         the first time."""
         if kind not in self._read_memory:
-            why = cannot_share(home(), self.local_size) if self.may_read_memory else "it must not"
-            found = self.exchange((socket.gethostname(), why), kind, "the first step's devices")
-            self._read_memory[kind] = len({host for host, _ in found}) == 1 and not any(
-                why for _, why in found
-            )
+            allowed = self.exchange(self.may_read_memory, kind, "the first step's devices")
+            self._read_memory[kind] = all(allowed) and not self.why_no_common_memory(kind)
         return self._read_memory[kind]
+
+    def why_no_common_memory(self, kind: str) -> str:
+        """Why the devices of the group's ranks cannot read each other's memory; "": they can; collective."""
+        exchange = partial(self.exchange, kind=kind, what="whether devices read each other's memory")
+        return why_not_between(self.group_rank(kind), self.local_size, exchange)
 
     def new_group(self, kind: str) -> Any:
         """What the transport's messages between the ranks of this one's group go over, for one user of it: a

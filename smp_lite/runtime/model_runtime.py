@@ -19,6 +19,8 @@ from ..alike_between import BetweenSteps
 from ..comm.peers import Peers
 from ..comm.ranks import Ranks
 from ..comm.stage_peers import StagePeers
+from ..comm.wires.announced import AnnouncedWire
+from ..comm.wires.grouped import GroupedCarrier
 from ..comm.wires.memory import MemoryWire
 from ..comm.wires.wire import Wire
 from ..deferred import Waiting
@@ -199,7 +201,9 @@ class ModelRuntime:
                     StageGraphs(
                         stage,
                         placement,
-                        _no_graphs(stage_peers is not None, self.sharded, activation_horizon, weights[stage]),
+                        _no_graphs(
+                            stage_peers is not None, self.sharded, activation_horizon, weights[stage], wire
+                        ),
                     )
                     if graphs
                     else None
@@ -436,8 +440,13 @@ class ModelRuntime:
             self.reducer.on_final(parameter)
 
 
-def _no_graphs(share_stage: bool, sharded: object, horizon: int | None, weights: object) -> str:
+def _no_graphs(
+    share_stage: bool, sharded: object, horizon: int | None, weights: object, wire: Wire | None
+) -> str:
     """Why no segment may be a graph; "": some may."""
+    if isinstance(wire, AnnouncedWire) and isinstance(wire.carrier, GroupedCarrier):
+        # What it sends keeps the device busy until the receiver's host has come, and a capture waits for it.
+        return "the wire is nccl, on which two ranks that capture could wait for each other"
     if share_stage:
         return "several ranks share a stage, and talk to each other within modules"
     if sharded is not None:

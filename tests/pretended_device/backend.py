@@ -30,7 +30,7 @@ class _Module:
     """``torch.pretended``, which says what ``torch.cuda`` says."""
 
     Stream, Event = streams.Stream, streams.Event
-    CUDAGraph, graph = graphs.Graph, staticmethod(graphs.capture)
+    CUDAGraph = graphs.Graph
     graph_pool_handle = staticmethod(object)
 
     def __init__(self) -> None:

@@ -156,11 +156,17 @@ def graphs() -> list[bool]:
     total = torch.zeros(4, device=_device())
     linear = nn.Linear(4, 4).to(_device())
     graph = module.CUDAGraph()
-    with module.graph(graph, pool=module.graph_pool_handle()):
+    computed = module.Event()
+    computed.record()
+    stream = module.Stream()
+    with module.stream(stream):
+        stream.wait_event(computed)
+        graph.capture_begin(pool=module.graph_pool_handle())
         y = linear(x).square()
         total.add_(y[1:].sum())
         (gradient,) = torch.autograd.grad(y.sum(), linear.weight)
         read = _error(lambda: y.sum().item())
+        graph.capture_end()
     host = nn.Linear(4, 4)
     host.load_state_dict({name: value.cpu() for name, value in linear.state_dict().items()})
     right = ["capturing" in read, bool((total.cpu() == 0).all())]

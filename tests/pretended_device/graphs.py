@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from .memory import NAME, is_ours, on_host
-from .order import host_waited
+from .order import COMPUTING, current, note_only
 
-__all__ = ["Graph", "capture", "is_capturing", "note", "refuse_host"]
+__all__ = ["Graph", "is_capturing", "note", "refuse_host"]
 
 captures = 0
 """How many there have been."""
@@ -36,36 +36,37 @@ class Graph:
         self._is_captured = False
         self._is_spoilt = False
 
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        global _current, captures
+        assert _current is None and not self._calls
+        if current(0).number == COMPUTING:
+            raise RuntimeError("CUDA graphs must be captured on a non-default stream")
+        captures += 1
+        _current = self
+        note_only(True)
+
+    def capture_end(self) -> None:
+        global _current
+        assert _current is self
+        _current = None
+        note_only(False)
+        with _below():
+            for memory, numbers in reversed(self._before):
+                memory.copy_(numbers)
+            for storage in self._made.values():
+                row = torch.empty(0, dtype=torch.uint8, device=storage.device)
+                torch.ops.aten.set_.source_Storage(row, storage)
+                on_host(row, {}).fill_(0xA5)
+        self._before.clear()
+        if self._is_spoilt:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self._is_captured = True
+
     def replay(self) -> None:
         assert self._is_captured and _current is None
         with _below():
             for call in self._calls:
                 call()
-
-
-@contextlib.contextmanager
-def capture(graph: Graph, pool: Any = None, stream: Any = None, **options: Any) -> Iterator[None]:
-    """``torch.cuda.graph``."""
-    global _current, captures
-    assert _current is None and not graph._calls
-    host_waited()  # so does the real one
-    captures += 1
-    _current = graph
-    try:
-        yield
-    finally:
-        _current = None
-        with _below():
-            for memory, numbers in reversed(graph._before):
-                memory.copy_(numbers)
-            for storage in graph._made.values():
-                row = torch.empty(0, dtype=torch.uint8, device=storage.device)
-                torch.ops.aten.set_.source_Storage(row, storage)
-                on_host(row, {}).fill_(0xA5)
-        graph._before.clear()
-    if graph._is_spoilt:
-        raise RuntimeError("operation failed due to a previous error during capture")
-    graph._is_captured = True
 
 
 def is_capturing() -> bool:

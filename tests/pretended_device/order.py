@@ -28,6 +28,7 @@ __all__ = [
     "follow",
     "host_waited",
     "made_beside",
+    "note_only",
     "queue_of",
     "touch",
     "wait_in_vain",
@@ -110,6 +111,7 @@ _made: dict[
 ] = {}  # by stream beside the computing one, operations that it has been given
 _caught_up: dict[tuple[int, int], int] = {}  # how many of them the computing stream has waited for
 _thread = threading.local()
+_is_noted = False
 
 
 _in_vain: list[Callable[[], bool]] = []
@@ -194,8 +196,16 @@ def tick(index: int) -> int:
     return _ticks.get(index, 0)
 
 
+def note_only(is_on: bool) -> None:
+    """From now on what streams are given is captured: nothing happens to memory. Or no more."""
+    global _is_noted
+    _is_noted = is_on
+
+
 def touch(storage: Any, index: int) -> None:
     """The current stream has changed the memory, or made it."""
+    if _is_noted:
+        return
     number = current(index).number
     if number == COMPUTING:
         _ticks[index] = storage.pretended_tick = tick(index) + 1

@@ -14,7 +14,6 @@ first of ``ipc``, ``nccl`` and the host's that all ranks of a pipeline can have.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from ...devices import is_host
 from ...errors import SMPError
 from ..device_groups import carries
-from ..device_sharing import cannot_share, sharing_on
+from ..device_sharing import sharing_on
 from ..world import World
 from .announced import AnnouncedWire
 from .c10d import C10dWire
@@ -83,14 +82,7 @@ def choose_wire(environment: Mapping[str, str], world: World, group: Any, device
 
 def _problems_of_devices(problems: dict[str, str], world: World, group: Any, device: torch.device) -> None:
     """Why the pipeline's ranks cannot have what goes from device to device: the same on all of them."""
-    mine = (socket.gethostname(), cannot_share(device, world.local_size))
-    found = world.exchange(mine, "PP", "smp.init wire")
-    hosts = {host for host, _ in found}
-    if len(hosts) > 1:
-        problems["ipc"] = (
-            f"the ranks of a pipeline are on {len(hosts)} hosts: leave it out, or set it to nccl"
-        )
-    elif why := next((why for _, why in found if why), None):
+    if why := world.why_no_common_memory("PP"):
         problems["ipc"] = why
     if group is None:
         problems["nccl"] = "it needs ddp: True in the parameters"

@@ -17,6 +17,7 @@ from torch import nn
 
 from ...errors import SMPError
 from ..code.readers import Readers
+from ..state.default_hooks import top_hooks
 
 __all__ = [
     "Region",
@@ -99,7 +100,7 @@ def _again(label: str, effect: str) -> SMPError:
 
 
 def _is_checkpointed() -> bool:
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = top_hooks()
     return hooks is not None and str(getattr(hooks[0], "__module__", "")) == "torch.utils.checkpoint"
 
 

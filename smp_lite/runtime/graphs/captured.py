@@ -13,16 +13,17 @@ autograd goes through that.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...device_graphs import DeviceGraph, new_pool
+from ...device_graphs import CaptureSpoilt, DeviceGraph, new_pool
 from ...devices import home
 from ...errors import SMPError
 
-__all__ = ["CannotCapture", "CapturedSegment", "first_line"]
+__all__ = ["CannotCapture", "CapturedSegment", "StandIns", "first_line"]
 
 _ALIGNMENT = 512
 """Bytes; memory of a device begins at multiples of it."""
@@ -30,6 +31,10 @@ _ALIGNMENT = 512
 Run = Callable[[dict[int, Tensor], Sequence[Tensor]], dict[int, Tensor]]
 """The segment's own Python: from its imports by value, and the ordinary tensors that it is given, to what it
 exports."""
+
+
+StandIns = Callable[[Sequence[Tensor]], AbstractContextManager[list[Tensor]]]
+"""Within: modules have others in the place of these parameters, of the same memory, and new to autograd."""
 
 
 class CannotCapture(Exception):
@@ -45,10 +50,14 @@ class CapturedSegment:
         given: ordinary tensors among the arguments.
         parameters: all that the segment may use and that want gradients.
         state: tensors of modules, whose memory is not the graph's.
+        stand_ins: puts others in the place of parameters. Autograd's node of a parameter belongs to the
+            stream that was current when it was made: that of the capture may not be waited for by another,
+            and the other's not by the capture.
         has_backward: whether one will come.
 
     Raises:
         CannotCapture: it cannot.
+        CaptureSpoilt: it could not, as the device has found.
     """
 
     def __init__(
@@ -58,6 +67,7 @@ class CapturedSegment:
         given: Sequence[Tensor],
         parameters: Sequence[Tensor],
         state: Sequence[Tensor],
+        stand_ins: StandIns,
         *,
         has_backward: bool,
     ) -> None:
@@ -68,12 +78,16 @@ class CapturedSegment:
         self._imports = {value: _static(tensor) for value, tensor in imports.items()}
         self._given = [_static(tensor) for tensor in given]
         self._parameters = list(parameters)
-        self._wanted = [leaf for leaf in self._imports.values() if leaf.requires_grad] + self._parameters
         self._pool = new_pool()
         self._forward = DeviceGraph(self._pool)
         self._fill(imports, given)
-        with torch.set_grad_enabled(has_backward), self._forward.capturing():
+        with (
+            stand_ins(self._parameters) as others,
+            torch.set_grad_enabled(has_backward),
+            self._forward.capturing(),
+        ):
             outputs = run(dict(self._imports), self._given)
+        self._wanted = [leaf for leaf in self._imports.values() if leaf.requires_grad] + others
         self._values = list(outputs)
         self._outputs = list(outputs.values())
         self._differentiable = [output.requires_grad for output in self._outputs]
@@ -125,6 +139,8 @@ class CapturedSegment:
                     [gradient for _, gradient in self._starts],
                     allow_unused=True,
                 )
+        except CaptureSpoilt:
+            raise
         except (CannotCapture, RuntimeError) as error:
             self.must_run = f"its backward cannot be captured ({first_line(error)})"
             return

@@ -8,6 +8,7 @@ the same watch that looks at modules when they are recorded. An operation that i
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...devices import home
+from ...devices import home, module
 from ...record.code.watch import Names
 from ...record.describe.effects import Effects, NeedsOpening
 from ...record.state.random_state import all_states
@@ -47,7 +48,7 @@ def look(modules: Sequence[nn.Module], run: Callable[[], None]) -> tuple[Names |
     before = all_states()
     found = None
     try:
-        with effects.watched(), _Operations():
+        with effects.watched(), _no_waiting(), _Operations():
             run()
     except (_Found, NeedsOpening) as reason:
         found = str(reason)
@@ -61,6 +62,21 @@ def look(modules: Sequence[nn.Module], run: Callable[[], None]) -> tuple[Names |
     if found is None and (own := sorted(effects.names.attributes & _STREAMS)):
         found = f"works with streams or addresses itself ({own[0]})"
     return (None, found) if found is not None else (effects.names, "")
+
+
+@contextlib.contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Within: where a kernel makes the host wait for the device, as no capture allows, is an error."""
+    found = module(home())
+    if not hasattr(found, "set_sync_debug_mode"):
+        yield
+        return
+    before = found.get_sync_debug_mode()
+    found.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        found.set_sync_debug_mode(before)
 
 
 class _Operations(TorchDispatchMode):

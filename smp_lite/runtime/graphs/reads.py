@@ -6,12 +6,14 @@ calls, whose code does not run again either.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...devices import home
 from ...record.code.reads import places_read
 from ...record.code.watch import Names
 from ...record.state.between import ReadBetween
@@ -71,16 +73,42 @@ class Reads:
 
 def _kernel_switches() -> tuple[Any, ...]:
     """By which torch chooses kernels, beside those that a command carries."""
-    return (
-        torch.get_float32_matmul_precision(),
-        torch._C._get_cublas_allow_tf32(),
-        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
-        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
-        torch._C._get_cudnn_enabled(),
-        torch._C._get_cudnn_benchmark(),
-        torch._C._get_cudnn_deterministic(),
-        torch._C._get_cudnn_allow_tf32(),
-    )
+    return tuple(_told(switch) for switch in _SWITCHES)
+
+
+def _told(switch: Callable[[], Any]) -> Any:
+    try:
+        return switch()
+    except RuntimeError as error:  # torch tells it of one of its two ways to set precisions only
+        return str(error)
+
+
+def _precision(*names: str) -> Callable[[], Any]:
+    return lambda: getattr(functools.reduce(_within, names, torch.backends), "fp32_precision", None)
+
+
+def _precision_of_device() -> Any:
+    return _precision(home().type, "matmul")()
+
+
+def _within(found: Any, name: str) -> Any:
+    return getattr(found, name, None)
+
+
+_SWITCHES: tuple[Callable[[], Any], ...] = (
+    torch.get_float32_matmul_precision,
+    torch._C._get_cublas_allow_tf32,
+    torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+    torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+    torch._C._get_cudnn_enabled,
+    torch._C._get_cudnn_benchmark,
+    torch._C._get_cudnn_deterministic,
+    torch._C._get_cudnn_allow_tf32,
+    _precision(),
+    _precision_of_device,
+    _precision("cudnn", "conv"),
+    _precision("cudnn", "rnn"),
+)
 
 
 def _alike(old: list[Any], new: list[Any]) -> bool:

@@ -12,12 +12,13 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...device_graphs import can_capture
+from ...device_graphs import CaptureSpoilt, can_capture
 from ...devices import home, synchronize
 from ...errors import SMPError
 from ...plan.step.segments import Segment
@@ -27,6 +28,7 @@ from .allowed import modules_of, why_not
 from .captured import CannotCapture, CapturedSegment, Run, first_line
 from .looking import look
 from .reads import Reads
+from .stand_ins import stand_ins
 
 __all__ = ["GRAPHS_VARIABLE", "StageGraphs", "are_wanted"]
 
@@ -206,8 +208,11 @@ class StageGraphs:
                 given,
                 [p for p in parameters.values() if p.requires_grad],
                 state,
+                partial(stand_ins, self.placement),
                 has_backward=segment.has_backward,
             )
+        except CaptureSpoilt:
+            raise
         except (CannotCapture, RuntimeError) as error:
             self._give_up(known, f"it cannot be captured ({first_line(error)})")
 
