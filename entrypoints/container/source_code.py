@@ -16,7 +16,8 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+
+from .addresses import bucket_and_key, file_path, split_address
 
 __all__ = ["fetch_source", "install_requirements"]
 
@@ -35,19 +36,18 @@ def fetch_source(location: str, directory: Path) -> None:
         ValueError: it is not there, cannot be read, or is no tar archive.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    parts = urlsplit(location)
-    if parts.scheme == "s3":
+    scheme, rest = split_address(location)
+    if scheme == "s3":
         with tempfile.TemporaryDirectory() as temporary:
             archive = Path(temporary) / "sourcedir.tar.gz"
-            _download(parts.netloc, parts.path.lstrip("/"), archive)
+            _download(*bucket_and_key(rest), archive)
             _unpack(archive, directory, location)
         return
-    if parts.scheme not in ("", "file"):
+    if scheme not in ("", "file"):
         raise ValueError(
             f"sagemaker_submit_directory is {location!r}: it must be an s3:// or file:// address or a path"
         )
-    # The SDK writes file://src for a relative folder: its first part then stands where a host would.
-    path = Path(unquote(parts.netloc + parts.path))
+    path = file_path(rest) if scheme else Path(location)
     if path.is_dir():
         if path.resolve() != directory.resolve():
             shutil.copytree(path, directory, dirs_exist_ok=True, symlinks=True)

@@ -72,7 +72,7 @@ def model_address(request: Mapping[str, Any], store: Store) -> str:
         local = store.local_path(address)
     except ValueError as error:
         raise ValueError(f"output_path: {error}") from None
-    return address if local is None else local.as_uri()
+    return address if local is None else f"file://{local}"
 
 
 def collect_outputs(request: Mapping[str, Any], trees: Sequence[Path], target: Path, store: Store) -> None:
@@ -139,7 +139,7 @@ def _source_on_this_machine(uri: str, root: Path, store: Store) -> str:
             store.download_file(uri, path)
         except ValueError as error:
             raise ValueError(f"source code: {error}") from error
-    return path.as_uri()
+    return f"file://{path}"
 
 
 def _describe(request: Mapping[str, Any], channel: Mapping[str, Any]) -> dict[str, str]:

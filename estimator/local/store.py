@@ -6,7 +6,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+
+from smp_lite.entrypoints.container.addresses import bucket_and_key, file_path, split_address
 
 from .bucket import LOCAL_BUCKET, path_within
 
@@ -36,13 +37,14 @@ class Store:
         Raises:
             ValueError: it is neither a file:// nor an s3:// address, or leads out of the local bucket.
         """
-        parts = urlsplit(uri)
-        if parts.scheme == "file":
-            return Path(unquote(parts.netloc + parts.path)).absolute()
-        if parts.scheme != "s3" or not parts.netloc:
+        scheme, rest = split_address(uri)
+        if scheme == "file":
+            return file_path(rest).absolute()
+        bucket, key = bucket_and_key(rest)
+        if scheme != "s3" or not bucket:
             raise ValueError(f"{uri!r} must start with s3://bucket or file://")
-        if parts.netloc == LOCAL_BUCKET:
-            key = unquote(parts.path).strip("/")
+        if bucket == LOCAL_BUCKET:
+            key = key.strip("/")
             return path_within(self._directory, key) if key else self._directory
         return None
 
@@ -126,5 +128,4 @@ class Store:
 
 
 def _bucket_and_key(uri: str) -> tuple[str, str]:
-    parts = urlsplit(uri)
-    return parts.netloc, unquote(parts.path).lstrip("/")
+    return bucket_and_key(split_address(uri)[1])
