@@ -8,6 +8,7 @@ what they were called with; those with the same batch draw random numbers from t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..devices import CPU
 from ..errors import SMPError, SMPMismatch
 from ..nn.layout import is_sharded
 from ..record.code.source_line import warn_once_at_user_line
+from ..record.parameters.split_reads import SplitReads
 from ..record.values.memory import digest_of
 from ..record.values.structure import flatten
 from ..runtime.model_runtime import ModelRuntime
@@ -43,6 +45,7 @@ class OutsideStep:
     def __init__(self, session: Session, runtime: ModelRuntime) -> None:
         peers = session.stage_peers
         self._peers: StagePeers | None = peers if peers is not None and not peers.is_alone else None
+        self._placement = runtime.placement
         self._module: nn.Module = runtime.placement.root
         self._sharded = next(
             (name for name, parameter in self._module.named_parameters() if is_sharded(parameter)),
@@ -109,7 +112,9 @@ class OutsideStep:
                 self._replicas.is_used = True
         if self._peers is not None:
             self._agree(self._peers, args, kwargs)
-        return self._module(*args, **kwargs)
+        split = self._placement.split and torch.is_grad_enabled()
+        with SplitReads(self._placement.split_name) if split else contextlib.nullcontext():
+            return self._module(*args, **kwargs)
 
     def _agree(self, peers: StagePeers, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Collective over the ranks of the stage."""

@@ -4,8 +4,9 @@ Such code has one rank's part and would take it for the whole: a penalty on weig
 a number made of a size is another one than in one process. Where all ranks have the same batch such numbers
 may differ between them and be found so; where each has its own, results differ anyway, and nothing would be
 seen. So it is refused by name, in the step function and in modules' forwards, without gradients too: what is
-made of a part (``p.detach()``) does not say what it was made of. Not refused is what says nothing of numbers
-or sizes, and what changes every element by itself in place. Code of split layers knows what it holds.
+made of a part (``p.detach()``) does not say what it was made of. (Of calls outside steps those that train are
+watched.) Not refused is what says nothing of numbers or sizes, and what changes every element by itself in
+place. Code of split layers knows what it holds.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["SplitReads", "is_split", "members_of", "refuse_split_read"]
 
 _LAYERS = f"{KeepsLayouts.__module__.rpartition('.')[0]}."
 _SIZES = frozenset(["size", "numel", "nelement", "__len__", "stride"])
-_NUMBERS = frozenset(["shape", "data", "T", "mT", "H", "mH", "real", "imag"])
+_NUMBERS = frozenset(["shape", "nbytes", "data", "T", "mT", "H", "mH", "real", "imag"])
 _HARMLESS = words(
     """
     requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad data_ptr is_shared zero_
@@ -46,10 +47,13 @@ def is_split(parameter: torch.Tensor) -> bool:
     return layout is not None and any(layout.dims)
 
 
-def refuse_split_read(name: str, func: Any, kwargs: Mapping[str, Any]) -> None:
+def refuse_split_read(
+    name: str, func: Any, kwargs: Mapping[str, Any], where: str = "a step function"
+) -> None:
     """
     Args:
         name: of a split parameter, which a torch function is called with now.
+        where: the code that calls it runs, for the error.
 
     Raises:
         SMPError: what the function gives would be one part's.
@@ -68,7 +72,7 @@ def refuse_split_read(name: str, func: Any, kwargs: Mapping[str, Any]) -> None:
     if is_right or _in_a_split_layer():
         return
     raise SMPError(
-        f"{what} of the parameter {name!r} at {users_line()}, inside an smp.step: the parameter is split "
+        f"{what} of the parameter {name!r} at {users_line()}, in {where}: the parameter is split "
         "over tensor-parallel ranks, and the part that this one has would pass for the whole. For a penalty "
         "on weights use the optimizer's weight_decay; take sizes from the model's configuration; or keep the "
         "layer whole"
@@ -117,7 +121,17 @@ class SplitReads(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        is_wrapped = torch._C._are_functorch_transforms_active()
         for arg in members_of(args, kwargs):
+            if is_wrapped:
+                arg = _below_transforms(arg)
             if isinstance(arg, nn.Parameter) and (name := self._name_of(arg)) is not None:
-                refuse_split_read(name, func, kwargs)
+                refuse_split_read(name, func, kwargs, "a module's forward")
         return func(*args, **kwargs)
+
+
+def _below_transforms(arg: Any) -> Any:
+    """What ``torch.func`` has wrapped, once for each transformation."""
+    while isinstance(arg, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(arg):
+        arg = torch._C._functorch.get_unwrapped(arg)
+    return arg

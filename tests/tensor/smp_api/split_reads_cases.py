@@ -35,6 +35,19 @@ class Scaled(Net):
         return super().forward(ids) / self.up.weight.shape[0]
 
 
+class Bytes(Net):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) / self.up.weight.nbytes
+
+
+class Transformed(Net):
+    """A gradient by torch.func, in which parameters are no parameters."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        gradient = torch.func.grad(lambda weight: weight.pow(2).sum())(self.up.weight)
+        return super().forward(ids) + gradient.sum()
+
+
 class Borrowed(Net):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return super().forward(ids) + F.linear(self.embed(ids), self.up.weight)
@@ -94,6 +107,19 @@ def _told(model: smp.DistributedModel, loss: Loss, ids: torch.Tensor) -> str:
     return "ran"
 
 
+def refused_in_a_plain_loop(parameters: dict[str, Any], names: list[str]) -> dict[str, str]:
+    told = {}
+    for name in names:
+        model = _made(WAYS[name][0], parameters)
+        try:
+            model(torch.arange(24).reshape(4, 6) % 11).sum().backward()
+        except smp.SMPError as error:
+            told[name] = str(error)
+        else:
+            told[name] = "ran"
+    return told
+
+
 def refused(parameters: dict[str, Any], names: list[str]) -> dict[str, str]:
     ids = torch.arange(24).reshape(4, 6) % 11
     told = {}
@@ -132,6 +158,8 @@ WAYS: dict[str, tuple[type[nn.Module], Loss]] = {
     "without gradients": (Net, without_gradients),
     "a size in the step": (Net, by_size),
     "a shape in the forward": (Scaled, plainly),
+    "its bytes in the forward": (Bytes, plainly),
+    "a gradient by torch.func": (Transformed, plainly),
     "a weight of another layer": (Borrowed, plainly),
 }
 

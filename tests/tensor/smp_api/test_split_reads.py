@@ -20,6 +20,8 @@ REFUSED = {
     "without gradients": "mul of the parameter 'up.weight'",
     "a size in the step": "numel of the parameter 'up.weight'",
     "a shape in the forward": "shape of the parameter 'up.weight'",
+    "its bytes in the forward": "nbytes of the parameter 'up.weight'",
+    "a gradient by torch.func": "pow of the parameter 'up.weight'",
     "a weight of another layer": "linear of the parameter 'up.weight'",
 }
 
@@ -28,12 +30,23 @@ REFUSED = {
 @pytest.mark.parametrize("prescaled", [True, False])
 def test_reads_of_split_parameters_are_refused(prescaled: bool, partitions: int) -> None:
     parameters = parameters_of(2, prescaled, "memory", partitions)
-    # Over stages the model is traced first, where shapes that do not fit are torch's own error.
-    names = [name for name in REFUSED if partitions == 1 or name != "a weight of another layer"]
+    # Over stages the model is traced first, where shapes that do not fit are torch's own error, and
+    # torch.func finds values of another stage.
+    elsewhere = ("a weight of another layer", "a gradient by torch.func")
+    names = [name for name in REFUSED if partitions == 1 or name not in elsewhere]
     kwargs: dict[str, Any] = {"parameters": parameters, "names": names}
     for told in run_distributed(f"{CASES}:refused", 2 * partitions, kwargs=kwargs):
         for name, text in told.items():
             assert REFUSED[name] in text and "split_reads_cases.py:" in text, (name, text)
+
+
+@pytest.mark.parametrize("prescaled", [True, False])
+def test_so_are_those_of_forwards_in_plain_loops(prescaled: bool) -> None:
+    names = [name for name in REFUSED if "forward" in name or "another" in name or "func" in name]
+    kwargs: dict[str, Any] = {"parameters": parameters_of(2, prescaled, "memory"), "names": names}
+    for told in run_distributed(f"{CASES}:refused_in_a_plain_loop", 2, kwargs=kwargs):
+        for name, text in told.items():
+            assert REFUSED[name] in text and "in a module's forward" in text, (name, text)
 
 
 @pytest.mark.parametrize("partitions", [1, 2])
