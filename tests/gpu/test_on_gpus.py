@@ -33,10 +33,12 @@ ZIGZAG = {"auto_partition": False, "default_partition": 0}
 TWO: dict[str, Any] = {"partitions": 2, "microbatches": 4}
 
 
-def run(function: str, ranks: int = 2, parameters: dict[str, Any] = TWO, **kwargs: Any) -> list[Any]:
+def run(
+    function: str, ranks: int = 2, parameters: dict[str, Any] = TWO, *, fresh: bool = False, **kwargs: Any
+) -> list[Any]:
     function = function if ":" in function else f"{OWN}:{function}"
     return run_distributed(
-        function, ranks, devices=REAL, parameters=parameters, kwargs=kwargs, timeout_s=180.0
+        function, ranks, devices=REAL, parameters=parameters, kwargs=kwargs, timeout_s=180.0, fresh=fresh
     )
 
 
@@ -254,8 +256,11 @@ def test_out_of_memory_is_one_error_and_the_next_step_works(failing_rank: int) -
 
 @pytest.mark.parametrize("name", sorted(JOBS))
 @pytest.mark.parametrize("pipeline", ["interleaved", "zero_bubble"])
-def test_peaks_are_the_planned_ones(name: str, pipeline: str) -> None:
+def test_peaks_are_the_planned_ones(name: str, pipeline: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What cuBLAS takes for itself is larger than these models (32 MiB for each thread on an H100).
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")
     parameters = {**TWO, "pipeline": pipeline}
     planned = planned_memory(name, parameters)
-    for stage, peak in run("peaks", 2, parameters, name=name):
+    for stage, peak in run("peaks", 2, parameters, fresh=True, name=name):
         assert abs(planned[stage].total / peak - 1) <= 0.05, planned[stage].when
