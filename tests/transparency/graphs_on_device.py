@@ -15,12 +15,13 @@ from torch import Tensor, nn
 import smp_lite as smp
 from smp_lite.comm.device_watch import Watched, first_overdue
 from smp_lite.device_graphs import DeviceGraph, new_pool
-from smp_lite.devices import event
+from smp_lite.devices import event, home
 from smp_lite.runtime.graphs.stage_graphs import GRAPHS_VARIABLE
+from smp_lite.runtime.graphs.stand_ins import stand_ins
 from tests.models import CASES
 from tests.transparency.comparison import NUM_MICROBATCHES, place
 
-__all__ = ["reasons", "train_case", "train_changing", "watched_while_capturing"]
+__all__ = ["given_up", "reasons", "stood_in", "train_case", "train_changing", "watched_while_capturing"]
 
 STEPS = 6
 
@@ -281,6 +282,84 @@ def reasons(kind: str) -> tuple[bool, list[str], int]:
     same = found[0][0] == found[1][0] and all(map(torch.equal, found[0][1], found[1][1]))
     said = [line for line in printed.getvalue().splitlines() if GRAPHS_VARIABLE in line]
     return same, said, sum(stage.replayed for stage in _graphs())
+
+
+class _Asking(_Block):
+    """Asks for an event of the device, which a capture does not survive."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with contextlib.suppress(RuntimeError):
+            self.asked()
+        return super().forward(x)
+
+    @staticmethod
+    def asked() -> None:
+        place = event()
+        assert place is not None
+        place.query()
+
+
+def given_up() -> list[str]:
+    """Errors of six steps whose segments the device does not capture; "" where there was none."""
+    _start(True, {"partitions": 1})
+    model = smp.DistributedModel(_Net(_Block(), _Asking()))
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    errors = []
+    for _ in range(6):
+        try:
+            step(model, torch.ones(8, 8))
+            errors.append("")
+        except smp.SMPError as error:
+            errors.append(str(error))
+    return errors
+
+
+class _Tied(nn.Module):
+    """Two layers with one weight, and one with lists of its parameters that the device has no kernels for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.unused = nn.Linear(4, 4), nn.Linear(4, 4), nn.LSTM(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def stood_in() -> tuple[list[bool], list[bool], list[bool]]:
+    """While a capture has others in the place of parameters: whether modules hold them, in the same memory,
+    and autograd ends there; and whether all is as before afterwards."""
+    _start(True, {"partitions": 1})
+    net = _Tied()
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    step(model, torch.ones(8, 4))
+    parameters = list(net.parameters())
+    before = [id(p) for p in net.unused._flat_weights]
+    assert model.runtime is not None
+    with stand_ins(model.runtime.placement, parameters) as others:
+        held = [any(p is other for other in others) for p in net.parameters()]
+        held.append(net.second.weight is net.first.weight)
+        held.append(net.unused._flat_weights[0] is net.unused.weight_ih_l0)
+        pairs = zip(parameters, others, strict=True)
+        same = [a.untyped_storage()._cdata == b.untyped_storage()._cdata for a, b in pairs]
+        found = torch.autograd.grad(net(torch.ones(8, 4, device=home())).sum(), others, allow_unused=True)
+        held.append(sum(gradient is not None for gradient in found) == 3)
+    after = [p is q for p, q in zip(parameters, net.parameters(), strict=True)]
+    after.append(before == [id(p) for p in net.unused._flat_weights])
+    return held, same, after
 
 
 class _Place:

@@ -119,6 +119,19 @@ def test_a_stage_without_graphs_says_why() -> None:
         assert all(reason in text for text in found["said"]), found["said"]
 
 
+def test_a_capture_that_the_device_gives_up_ends_the_step_by_name() -> None:
+    (errors,) = run("given_up")
+    assert errors[:2] == ["", ""]
+    assert "has given up the capture of a graph" in errors[2]
+    assert "start the job again without SMP_LITE_CUDA_GRAPHS=1" in errors[2]
+
+
+def test_captures_have_parameters_of_their_own() -> None:
+    """Autograd's node of a parameter belongs to the stream that it was made on."""
+    for told in run("stood_in")[0]:
+        assert all(told), told
+
+
 def test_nobody_watches_the_device_while_it_captures() -> None:
     (((before, within, after), error),) = run("watched_while_capturing")
     assert error == ""

@@ -57,6 +57,21 @@ def test_the_wire_is_what_there_is_or_what_was_named(
         assert found == said or "Error" not in found
 
 
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("offers", "it was tried, and CUDA's driver, cuIpcOpenMemHandle_v2"),
+        ("reaches", "it was tried, and CUDA's driver, cuIpcOpenMemHandle_v2"),
+        ("reads", "it was tried, and the memory of rank 0 of the group held other numbers"),
+    ],
+)
+def test_memory_of_the_others_is_tried_before_it_is_relied_on(fault: str, why: str) -> None:
+    found = run("choice_after_a_trial", 1, fault=fault, wire=None)
+    assert found == ["wire mpi, through the host's memory"] * 2
+    for text in run("choice_after_a_trial", 1, fault=fault, wire="ipc"):
+        assert text.startswith(f"SMP_LITE_WIRE=ipc: {why}")
+
+
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["gpt_tied", "unet", "complex64", "data_loop"])
 def test_models(name: str) -> None:

@@ -14,12 +14,13 @@ import smp_lite as smp
 from smp_lite.comm.wires.announced import AnnouncedWire
 from smp_lite.comm.wires.grouped import GroupedCarrier
 from smp_lite.comm.wires.wire import Transfer, Wire
+from smp_lite.errors import SMPError
 from smp_lite.record.values.placed import TensorMeta
 from smp_lite.session import current
 from tests.models.layers import Chain, regression_batch
 from tests.transparency.strides import layouts
 
-__all__ = ["choice", "freed_early", "grouped", "mapped", "spans"]
+__all__ = ["choice", "choice_after_a_trial", "freed_early", "grouped", "mapped", "spans"]
 
 _LARGE = 1 << 20
 """Elements; memory of this size goes back to the system at once when it is freed."""
@@ -34,6 +35,28 @@ def choice(wire: str | None) -> str:
         return current().describe_wire()
     except smp.SMPError as error:
         return str(error)
+
+
+def choice_after_a_trial(fault: str, wire: str | None) -> str:
+    """The same where rank 1 cannot offer its memory, reach the other's, or reads other numbers in it."""
+    from tests.pretended_device.sharing import PretendedSharing
+
+    def refused(*args: Any) -> Any:
+        raise SMPError("CUDA's driver, cuIpcOpenMemHandle_v2: invalid device context (201)")
+
+    faults = {
+        "offers": ("name", refused),
+        "reaches": ("copy", refused),
+        "reads": ("copy", lambda *args: None),
+    }
+    name, other = faults[fault]
+    kept = getattr(PretendedSharing, name)
+    if int(os.environ["OMPI_COMM_WORLD_RANK"]) == 1:
+        setattr(PretendedSharing, name, other)
+    try:
+        return choice(wire)
+    finally:
+        setattr(PretendedSharing, name, kept)
 
 
 def mapped() -> dict[str, tuple[Tensor, tuple[int, ...]]]:
