@@ -6,13 +6,33 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import nn
 
 from ...errors import SMPError
-from .marks import FLAT, NONE, PACKED, PART, ROW, TRAINED, Marks, cuts_last, given_by, own_name, union_of
-from .source import words
+from .draws import draws, module_draws
+from .heads import HEAD_COUNTS
+from .marks import (
+    FLAT,
+    LAST,
+    NONE,
+    PACKED,
+    PART,
+    ROW,
+    SIZED,
+    TRAINED,
+    Marks,
+    cuts_last,
+    given_by,
+    own_name,
+    sizes_at,
+    sizes_of,
+    union_of,
+)
+from .source import scope_of, words
 from .styles import Style
 
 __all__ = ["Expressions"]
@@ -27,6 +47,14 @@ _REDUCES = words(
 )
 _RESHAPES = words("view reshape unflatten transpose permute swapaxes view_as movedim")
 _ABOUT = words("shape dtype device size dim ndim numel is_cuda requires_grad type")
+_MAKES = words("new_empty new_zeros new_ones new_full new_tensor")
+"""Methods that make something of the sizes that they are given, whatever those of the value itself."""
+
+_OF_PARTS = frozenset({PART, SIZED, LAST})
+_WAY_OUT = (
+    "all ranks would draw the same for their parts, where one process draws for all. Name the layers "
+    "before it as 'colwise_gather_output', and the layer after it as 'rowwise_split_input'"
+)
 
 
 class Expressions:
@@ -42,6 +70,8 @@ class Expressions:
         self.name, self.owner, self.styles = name, owner, styles
         self.modules = dict(owner.named_modules())
         self.values: dict[str, Marks] = {}
+        self.numbers: dict[str, float] = {}
+        self.scope: Mapping[str, Any] = scope_of(type(owner).forward)
         self.seen: set[str] = set()
 
     def run_method(self, name: str, node: ast.Call, given: Marks | None = None) -> Marks | None:
@@ -55,6 +85,12 @@ class Expressions:
         given: Marks,
         node: ast.Call | None,
     ) -> Marks | None:
+        raise NotImplementedError  # of the class that goes through statements
+
+    def call_outside(self, function: Callable[..., Any], node: ast.Call) -> None:
+        raise NotImplementedError  # of the class that goes through statements
+
+    def call_within(self, name: str, module: nn.Module, node: ast.Call | None) -> None:
         raise NotImplementedError  # of the class that goes through statements
 
     def known(self, test: ast.expr) -> bool | None:
@@ -76,7 +112,7 @@ class Expressions:
             marks = self.marks(node.value)
             if FLAT in marks and cuts_last(node.slice):
                 self.refuse_cut(ast.unparse(node))
-            return marks
+            return sizes_at(marks, node.slice) if marks & {SIZED, LAST} and PART not in marks else marks
         if isinstance(node, ast.Tuple | ast.List | ast.Set):
             return union_of(self.marks(each) for each in node.elts)
         if isinstance(node, ast.IfExp):
@@ -107,7 +143,8 @@ class Expressions:
             parameter = None if module is None else module._parameters.get(last)
             style = self.styles.get(own)
             if parameter is None:
-                return NONE
+                counts = last in HEAD_COUNTS or (style is not None and style.kind == "number")
+                return frozenset({SIZED}) if counts else NONE
             if style is None or style.kind not in ("column", "row"):
                 return frozenset({TRAINED}) if style is None else NONE
             if parameter.dim() == 1:
@@ -116,6 +153,8 @@ class Expressions:
                 return frozenset({ROW})
             return given_by(style)
         marks = self.marks(node.value)
+        if node.attr == "shape":
+            return sizes_of(marks)
         return NONE if node.attr in _ABOUT else marks
 
     def call(self, node: ast.Call) -> Marks:
@@ -131,12 +170,15 @@ class Expressions:
             if own is None:
                 base = self.marks(node.func.value)
                 method = node.func.attr
+                if method == "size" and base:
+                    sizes = sizes_of(base)
+                    return sizes_at(sizes, node.args[0]) if sizes and node.args else sizes
                 if method in _ABOUT:
                     return NONE
-                if method in _RESHAPES:
-                    return base - {FLAT, PACKED}
                 module_function = isinstance(node.func.value, ast.Name | ast.Attribute) and not base
                 cut = self.marks(node.args[0]) if module_function and node.args else base
+                if method in _RESHAPES:
+                    return cut - {FLAT, PACKED}
                 if method in _CUTS and FLAT in cut:
                     self.refuse_cut(ast.unparse(node))
                 if method in _REDUCES and cut & {FLAT, PACKED}:
@@ -145,10 +187,18 @@ class Expressions:
                         f"{ast.unparse(node)[:120]!r}, where it took that of all: name the layers before "
                         "it as 'colwise_gather_output', and the layer after it as 'rowwise_split_input'"
                     )
-                return self.meet([base, *(self.marks(each) for each in arguments)], node)
+                given = [self.marks(each) for each in arguments]
+                self.check_draws(node, union_of([base, *given]))
+                if module_function and PART in union_of(given):
+                    self.check_keywords(node)
+                return self.meet(given if method in _MAKES else [base, *given], node)
         else:
             self.marks(node.func)
-        marks = self.meet([self.marks(each) for each in arguments], node)
+            if ast.unparse(node.func) == "len":
+                return NONE
+        given = [self.marks(each) for each in arguments]
+        self.check_draws(node, union_of(given))
+        marks = self.meet(given, node)
         for each in arguments:
             handed = own_name(each)
             if handed is not None and handed not in self.modules:
@@ -157,6 +207,7 @@ class Expressions:
         if PART in marks:
             for each in arguments:
                 self.check_rate(each)
+            self.check_keywords(node)
         return marks
 
     def call_module(self, name: str, given: Marks, node: ast.Call | None = None) -> Marks:
@@ -187,14 +238,67 @@ class Expressions:
                 "name "
                 "the layers before it as 'colwise_gather_output'"
             )
-        if isinstance(module, nn.Dropout) and module.p:
+        if type(module) is nn.Dropout and module.p:
             self.refuse(
                 f"applies dropout ({name}, p={module.p}) to this rank's part of the features: the masks "
                 "would not be those of the whole model. Set it to 0, or, between a colwise and a rowwise "
                 "layer, add "
                 f'"{self.name}.{name}": "local_dropout" to the plan'
             )
+        drawn = module_draws(name, module)
+        if drawn is not None:
+            self.refuse(f"{drawn} on this rank's part of the features: {_WAY_OUT}")
+        self.call_within(name, module, node)
         return given
+
+    def check_draws(self, node: ast.Call, given: Marks) -> None:
+        """What is drawn for a part, or in the sizes of one, by torch or in functions that the code calls."""
+        if not given & _OF_PARTS:
+            return
+        function = self.found(node.func)
+        if inspect.isfunction(function) and not (function.__module__ or "").startswith("torch."):
+            return self.call_outside(function, node)
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+        drawn = draws(getattr(function, "__name__", called), node, self.rate)
+        if drawn is not None:
+            self.refuse(f"{drawn} on this rank's part of the features: {_WAY_OUT}")
+
+    def check_keywords(self, node: ast.Call) -> None:
+        """Of functions that nothing else is known of."""
+        for keyword in node.keywords:
+            if keyword.arg and "drop" in keyword.arg and self.rate(keyword.value):
+                shown = f"{keyword.arg}={ast.unparse(keyword.value)}"
+                self.refuse(f"applies dropout ({shown}) to this rank's part of the features: {_WAY_OUT}")
+
+    def found(self, node: ast.expr) -> Any:
+        """What a name, or an attribute of one, is; None: the code does not show it."""
+        if isinstance(node, ast.Name):
+            return None if node.id in self.values else self.scope.get(node.id)
+        if isinstance(node, ast.Attribute):
+            holder = self.owner if own_name(node) == node.attr else self.found(node.value)
+            return None if holder is None else getattr(holder, node.attr, None)
+        return None
+
+    def rate(self, node: ast.expr) -> float | None:
+        """The number that an expression stands for, the larger of two; None: the code does not show it."""
+        if isinstance(node, ast.Name) and node.id in self.numbers:
+            return self.numbers[node.id]
+        if isinstance(node, ast.IfExp):
+            chosen = self.known(node.test)
+            rates = [
+                self.rate(each)
+                for each, other in ((node.body, False), (node.orelse, True))
+                if chosen is not other
+            ]
+            return None if None in rates else max(each for each in rates if each is not None)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("float", "int", "bool") and node.args:
+            return self.rate(node.args[0])
+        value = node.value if isinstance(node, ast.Constant) else self.found(node)
+        if isinstance(value, nn.Dropout):
+            value = value.p
+        if ast.unparse(node) == "self.training":
+            return 1.0  # it may become so
+        return float(value) if isinstance(value, bool | int | float) else None
 
     def check_rate(self, node: ast.expr) -> None:
         for each in ast.walk(node):

@@ -8,7 +8,8 @@ the forward of the module around the split layers, statement by statement, and r
 - fused outputs that are cut where the whole ones would be (``chunk`` on a ``gate_up_proj``);
 - whole parameters, and outputs of layers that are not split, that meet parts: their gradients would lack what
   other ranks contribute;
-- dropout on parts, whose masks are not those of the whole model;
+- dropout and other random functions of parts, whose numbers are not those of the whole model
+  (:mod:`.draws`);
 - sizes of the whole features, kept as attributes.
 
 It is no proof: code that it cannot see is let pass. The proof is
@@ -19,15 +20,16 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 from torch import nn
 
 from ...errors import SMPError
 from .expressions import Expressions
 from .heads import HEAD_COUNTS, output_features
-from .marks import NONE, PART, TRAINED, Marks, own_name, union_of
-from .source import function_of, reads_of, words
+from .marks import LAST, NONE, PART, SIZED, TRAINED, Marks, own_name, union_of
+from .source import function_of, reads_of, scope_of, words
 from .styles import Style
 
 __all__ = ["check_code"]
@@ -161,20 +163,73 @@ class Follower(Expressions):
             values |= {keyword.arg: self.marks(keyword.value) for keyword in node.keywords if keyword.arg}
         else:
             values = dict.fromkeys(arguments, given)
-        outside, returned = self.values, self.returned
-        self.values, self.returned = values, []
+        outside = self.values, self.numbers, self.scope, self.returned
+        numbers = {} if given is not None else self.numbers_given(tree, node, skipped=1)
+        self.values, self.numbers, self.scope, self.returned = values, numbers, scope_of(method), []
         self.depth += 1
         self.block(tree.body)
         found = union_of(self.returned)
         self.depth -= 1
-        self.values, self.returned = outside, returned
+        self.values, self.numbers, self.scope, self.returned = outside
         return found
 
-    def block(self, statements: Iterable[ast.stmt]) -> None:
-        for statement in statements:
-            self.statement(statement)
+    def numbers_given(self, tree: ast.FunctionDef, node: ast.Call, *, skipped: int = 0) -> dict[str, float]:
+        """Those of the arguments of a call that are numbers, or defaults that are.
 
-    def statement(self, node: ast.stmt) -> None:
+        Args:
+            skipped: how many arguments are not written in the call.
+        """
+        places = [*tree.args.posonlyargs, *tree.args.args]
+        defaults = dict(zip(reversed(places), reversed(tree.args.defaults), strict=False))
+        defaults |= {
+            name: value
+            for name, value in zip(tree.args.kwonlyargs, tree.args.kw_defaults, strict=True)
+            if value
+        }
+        given = {name.arg: value for name, value in defaults.items()}
+        given |= dict(zip([name.arg for name in places[skipped:]], node.args, strict=False))
+        given |= {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+        rates = {name: self.rate(value) for name, value in given.items()}
+        return {name: rate for name, rate in rates.items() if rate is not None}
+
+    def call_outside(self, function: Callable[..., Any], node: ast.Call) -> None:
+        """A function beside the class: looked through for what it draws alone."""
+        tree = function_of(function)
+        if tree is None or self.depth > _MAX_DEPTH:
+            return
+        names = [each.arg for each in (*tree.args.posonlyargs, *tree.args.args)]
+        values = dict(zip(names, [self.marks(each) for each in node.args], strict=False))
+        values |= {keyword.arg: self.marks(keyword.value) for keyword in node.keywords if keyword.arg}
+        inside = Follower(self.name, self.owner, {})
+        inside.values = _for_draws(values)
+        inside.numbers, inside.scope = self.numbers_given(tree, node), scope_of(function)
+        inside.depth, inside.returned = self.depth + 1, []
+        inside.block(tree.body)
+
+    def call_within(self, name: str, module: nn.Module, node: ast.Call | None) -> None:
+        """A module without parameters and split layers, likewise."""
+        full = f"{self.name}.{name}" if self.name else name
+        inside = Follower(full, module, {})
+        inside.depth, inside.returned = self.depth + 1, []
+        if isinstance(module, nn.Sequential):
+            inside.sequence(frozenset({PART}))
+        elif not type(module).__module__.startswith("torch.") and inside.depth <= _MAX_DEPTH:
+            tree = function_of(type(module).forward)
+            if tree is None or node is None:
+                return
+            names = [each.arg for each in (*tree.args.posonlyargs, *tree.args.args)][1:]
+            values = dict(zip(names, [self.marks(each) for each in node.args], strict=False))
+            values |= {keyword.arg: self.marks(keyword.value) for keyword in node.keywords if keyword.arg}
+            inside.values = _for_draws(values)
+            inside.numbers = self.numbers_given(tree, node, skipped=1)
+            inside.block(tree.body)
+
+    def block(self, statements: Iterable[ast.stmt]) -> bool:
+        """Whether it certainly ends the function."""
+        return any(self.statement(statement) for statement in statements)
+
+    def statement(self, node: ast.stmt) -> bool:
+        """As :meth:`block`."""
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 self.assign(target, node.value)
@@ -188,17 +243,23 @@ class Follower(Expressions):
             if chosen is not None:
                 return self.block(node.body if chosen else node.orelse)
             self.marks(node.test)
-            before = dict(self.values)
-            self.block(node.body)
+            before, numbers = dict(self.values), dict(self.numbers)
+            ended = self.block(node.body)
             after, self.values = self.values, before
-            self.block(node.orelse)
+            in_body, self.numbers = self.numbers, numbers
+            ended = self.block(node.orelse) and ended
             for name, marks in after.items():
                 self.values[name] = self.values.get(name, NONE) | marks
+            both = in_body.keys() & self.numbers.keys()
+            self.numbers = {name: max(in_body[name], self.numbers[name]) for name in both}
+            return ended
         elif isinstance(node, ast.For):
             self.bind(node.target, self.marks(node.iter))
             self.block(node.body)
             self.block(node.orelse)
-        elif isinstance(node, ast.While | ast.With):
+        elif isinstance(node, ast.With):
+            return self.block(node.body)
+        elif isinstance(node, ast.While):
             self.block(node.body)
         elif isinstance(node, ast.Try):
             self.block([*node.body, *node.orelse, *node.finalbody])
@@ -213,16 +274,25 @@ class Follower(Expressions):
                 self.gives_part = self.gives_part or PART in self.marks(first)
         elif isinstance(node, ast.Expr):
             self.marks(node.value)
+        return isinstance(node, ast.Return | ast.Raise)
 
     def known(self, test: ast.expr) -> bool | None:
         """What a condition on nothing but the module's own settings is; ``training`` may change."""
+        if isinstance(test, ast.BoolOp):
+            decides = isinstance(test.op, ast.Or)
+            each = [self.known(value) for value in test.values]
+            return decides if decides in each else None if None in each else not decides
+        zeros = {name: 0.0 for name, number in self.numbers.items() if not number}
         for node in ast.walk(test):
-            if isinstance(node, ast.Call) or (isinstance(node, ast.Name) and node.id != "self"):
+            if isinstance(node, ast.Call):
+                return None
+            if isinstance(node, ast.Name) and node.id != "self" and node.id not in zeros:
                 return None
             if isinstance(node, ast.Attribute) and node.attr == "training":
                 return None
         try:
-            return bool(eval(compile(ast.Expression(test), "<condition>", "eval"), {}, {"self": self.owner}))
+            names = {**zeros, "self": self.owner}
+            return bool(eval(compile(ast.Expression(test), "<condition>", "eval"), {}, names))
         except Exception:
             return None
 
@@ -236,6 +306,9 @@ class Follower(Expressions):
                 self.bind(one, other)
         elif not self.one_by_one(target, value):
             self.bind(target, self.marks(value))
+            number = self.rate(value) if isinstance(target, ast.Name) else None
+            if isinstance(target, ast.Name) and number is not None:
+                self.numbers[target.id] = number
 
     def one_by_one(self, target: ast.expr, value: ast.expr) -> bool:
         """``q, k = rotate(q, k, ...)``: what gives back the names that it takes does not mix them."""
@@ -250,9 +323,15 @@ class Follower(Expressions):
     def bind(self, target: ast.expr, marks: Marks) -> None:
         if isinstance(target, ast.Name):
             self.values[target.id] = marks
+            self.numbers.pop(target.id, None)
         elif isinstance(target, ast.Tuple | ast.List):
-            for each in target.elts:
-                self.bind(each, marks)
+            for place, each in enumerate(target.elts):
+                if marks & {SIZED, LAST} and PART not in marks:
+                    last = place == len(target.elts) - 1
+                    whole = not last if LAST in marks else place == 0
+                    self.bind(each, NONE if whole else frozenset({SIZED}))
+                else:
+                    self.bind(each, marks)
         elif isinstance(target, ast.Starred):
             self.bind(target.value, marks)
 
@@ -281,3 +360,8 @@ class Follower(Expressions):
         follower.block(tree.body)
         found = union_of(follower.returned)
         return found if PART in found else frozenset({TRAINED})
+
+
+def _for_draws(values: Mapping[str, Marks]) -> dict[str, Marks]:
+    """Marks under which code is looked through for what it draws, and for nothing else."""
+    return {name: marks & {PART, SIZED, LAST} for name, marks in values.items()}

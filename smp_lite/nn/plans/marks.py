@@ -9,15 +9,19 @@ from .styles import Style
 
 __all__ = [
     "FLAT",
+    "LAST",
     "NONE",
     "PACKED",
     "PART",
     "ROW",
+    "SIZED",
     "TRAINED",
     "Marks",
     "cuts_last",
     "given_by",
     "own_name",
+    "sizes_at",
+    "sizes_of",
     "union_of",
 ]
 
@@ -25,6 +29,9 @@ PART, FLAT, PACKED, TRAINED, ROW = "part", "flat", "packed", "trained", "row"
 """Marks of values: this rank's features; features still in the last dimension; parts
 of several matrices there, which may be cut; whole, with a gradient; a bare
 weight that is split by input features."""
+
+SIZED, LAST = "sized", "last"
+"""Of sizes, and of what is made in them: some are those of a part; the last of these sizes is."""
 
 Marks = frozenset[str]
 NONE: Marks = frozenset()
@@ -54,3 +61,26 @@ def given_by(style: Style) -> Marks:
 
 def union_of(given: Iterable[Marks]) -> Marks:
     return frozenset().union(*given)
+
+
+def sizes_of(value: Marks) -> Marks:
+    """``.shape`` of a value. Nobody splits the first dimension, the batch."""
+    if PART in value:
+        return frozenset({LAST if value & {FLAT, PACKED} else SIZED})
+    return value & {SIZED, LAST}
+
+
+def sizes_at(sizes: Marks, index: ast.expr) -> Marks:
+    """One of such sizes, or a range of them, as far as one can see."""
+    try:
+        place = ast.literal_eval(index)
+    except ValueError:
+        place = None
+    is_slice = isinstance(index, ast.Slice)
+    if LAST in sizes:
+        before_last = is_slice and index.upper is not None and ast.unparse(index.upper) == "-1"
+        if before_last or (isinstance(place, int) and place < -1):
+            return NONE
+    if place == 0 or (is_slice and index.upper is not None and ast.unparse(index.upper) == "1"):
+        return NONE
+    return sizes if is_slice else frozenset({SIZED})

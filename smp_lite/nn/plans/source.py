@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import textwrap
@@ -12,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Reads", "function_of", "reads_of", "words"]
+__all__ = ["Reads", "function_of", "reads_of", "scope_of", "words"]
 
 
 @dataclass(frozen=True)
@@ -64,3 +65,14 @@ def function_of(function: Callable[..., Any]) -> ast.FunctionDef | None:
         return None
     found = tree.body[0] if tree.body else None
     return found if isinstance(found, ast.FunctionDef) else None
+
+
+def scope_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """What the names that a function does not bind itself stand for: globals, and variables around it."""
+    plain = inspect.unwrap(function)
+    scope = dict(getattr(plain, "__globals__", {}))
+    cells = getattr(plain, "__closure__", None) or ()
+    for name, cell in zip(getattr(getattr(plain, "__code__", None), "co_freevars", ()), cells, strict=False):
+        with contextlib.suppress(ValueError):  # it has no value yet
+            scope[name] = cell.cell_contents
+    return scope

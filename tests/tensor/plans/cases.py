@@ -281,6 +281,24 @@ class GatedMLP(nn.Module):
         return x + self.down(self.dropout(F.silu(self.gate(x)) * self.up(x) * 0.5 + 1))
 
 
+class Drawing(GatedMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.dropout(F.silu(self.gate(x)) * self.up(x), 0.3, self.training)
+        return x + self.down(y + torch.randn_like(y))
+
+
+def drawn_for_all_features() -> None:
+    """Where the code draws, whole features give what the dense model gives."""
+    axis = start()
+    dense = Drawing(8, 12).double()
+    parallel = copy.deepcopy(dense)
+    gathered = dict.fromkeys(("gate", "up"), "colwise_gather_output")
+    parallelize(parallel, axis, {**gathered, "down": "rowwise_split_input"})
+    x = torch.randn(4, 8, dtype=torch.float64)
+    check_parallelized(dense, parallel, x)
+    assert not torch.allclose(dense(x), dense(x))  # it does draw
+
+
 def derived_plans() -> None:
     """What derive_plan finds is right, dropout included."""
     axis = start()

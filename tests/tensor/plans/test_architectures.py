@@ -80,6 +80,7 @@ def test_plans_of_our_own_on_four_ranks(name: str) -> None:
         "states",
         "mismatches_are_seen",
         "derived_plans",
+        "drawn_for_all_features",
         "known_plan_with_dropout",
     ],
 )

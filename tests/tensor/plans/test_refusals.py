@@ -174,6 +174,188 @@ def test_dropout_on_parts() -> None:
     parallelize(Dropping(p=0.0), TWO, PAIR)
 
 
+def _drop(y: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+    if p == 0.0 or not training:
+        return y
+    return y * torch.empty_like(y).bernoulli_(1 - p) / (1 - p)
+
+
+def _whole_rows(y: Tensor, p: float) -> Tensor:
+    """Of stochastic depth, which drops samples."""
+    shape = (y.shape[0],) + (1,) * (y.ndim - 1)
+    return y * y.new_empty(shape).bernoulli_(1 - p)
+
+
+class Noise(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, y: Tensor) -> Tensor:
+        return F.dropout(y, self.p, self.training)
+
+
+class Drawing(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.zero = 0.5, 0.0
+        self.noise, self.silence, self.alpha = Noise(0.5), Noise(0.0), nn.AlphaDropout(0.5)
+        self.acting = nn.Sequential(nn.ReLU(), nn.Dropout(0.5))
+        self.quiet = nn.Sequential(nn.ReLU(), nn.Dropout(0.0))
+
+
+class Functional(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.dropout(self.up(x), 0.5, self.training))
+
+
+class Keyword(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.dropout(self.up(x), p=self.rate))
+
+
+class Default(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.up(x))
+        return self.down(F.dropout1d(y))
+
+
+class Native(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.dropout(self.up(x), 0.5, self.training))
+
+
+class OfTwo(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        p = self.rate if self.training else 0.0
+        return self.down(F.dropout(torch.transpose(self.up(x), 0, 1), p).transpose(0, 1))
+
+
+class InPlace(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return self.down(y * torch.empty(y.shape).bernoulli_(0.5))
+
+
+class Like(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return self.down(y + torch.randn_like(y))
+
+
+class InSizes(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        rows, inner = y.shape
+        return self.down(y + torch.rand(rows, inner))
+
+
+class Bernoulli(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return self.down(y * torch.bernoulli(torch.full_like(y, 0.5)))
+
+
+class Helped(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(_drop(self.up(x), training=self.training))
+
+
+class Method(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.drop(self.up(x), self.rate))
+
+    def drop(self, y: Tensor, rate: float) -> Tensor:
+        return F.dropout(y, rate)
+
+
+class Attending(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x).view(1, 2, -1, 4)
+        return self.down(F.scaled_dot_product_attention(y, y, y, None, 0.5).view(len(x), -1))
+
+
+class Inside(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.noise(self.up(x)))
+
+
+class Alpha(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.alpha(self.up(x)))
+
+
+class InSequence(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.acting(self.up(x)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        (
+            Functional,
+            r"\(Functional\) applies dropout \(F.dropout\(self.up\(x\), 0.5, self.training\)\) on this",
+        ),
+        (Keyword, r"applies dropout \(nn.functional.dropout\(self.up\(x\), p=self.rate\)\)"),
+        (Default, r"applies dropout \(F.dropout1d\(y\)\)"),
+        (Native, r"applies dropout \(torch.dropout\(self.up\(x\), 0.5, self.training\)\)"),
+        (OfTwo, r"applies dropout \(F.dropout\(torch.transpose\(self.up\(x\), 0, 1\), p\)\)"),
+        (InPlace, r"draws random numbers \(torch.empty\(y.shape\).bernoulli_\(0.5\)\)"),
+        (
+            Like,
+            r"draws random numbers \(torch.randn_like\(y\)\).*'colwise_gather_output'.*rowwise_split_input",
+        ),
+        (InSizes, r"draws random numbers \(torch.rand\(rows, inner\)\)"),
+        (Bernoulli, r"draws random numbers \(torch.bernoulli\(torch.full_like\(y, 0.5\)\)\)"),
+        (Helped, r"draws random numbers \(torch.empty_like\(y\).bernoulli_\(1 - p\)\)"),
+        (Method, r"applies dropout \(F.dropout\(y, rate\)\)"),
+        (Attending, r"applies dropout \(F.scaled_dot_product_attention\(y, y, y, None, 0.5\)\)"),
+        (Inside, r"mlp.noise \(Noise\) applies dropout \(F.dropout\(y, self.p, self.training\)\)"),
+        (Alpha, r"applies dropout \(alpha, p=0.5\) on this rank's part"),
+        (InSequence, r"mlp.acting \(Sequential\) applies dropout \(1, p=0.5\)"),
+    ],
+)
+def test_random_numbers_for_parts(kind: type[MLP], match: str) -> None:
+    refused(nn.ModuleDict({"mlp": kind()}), {"mlp.up": "colwise", "mlp.down": "rowwise"}, match)
+    plan = {"mlp.up": "colwise_gather_output", "mlp.down": "rowwise_split_input"}
+    parallelize(nn.ModuleDict({"mlp": kind()}), TWO, plan)
+
+
+class Zero(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.dropout(F.dropout(self.up(x), 0.0, self.training), self.zero)
+        y = F.dropout(F.dropout(y, 0.5, False), p=0.0 if self.training else self.zero)
+        return self.down(_drop(_drop(F.alpha_dropout(y, 0.5), self.zero, self.training), 0.0))
+
+
+class Branching(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        if self.training and self.zero > 0:
+            y = y + torch.randn_like(y)
+        return self.down(self.quiet(self.silence(y)))
+
+
+class OfSamples(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        y = y * (torch.rand(y.shape[0], 1) > 0.5) * torch.rand(y.size(0), 1) * torch.rand(len(y), 1)
+        rows, _ = y.shape
+        return self.down(_whole_rows(y * torch.rand(rows, 1) * torch.rand(x.shape[:-1])[:, None], 0.5))
+
+
+class OfWholes(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(torch.relu(self.up(F.dropout(x + torch.randn_like(x), 0.5))))
+        return F.dropout(y, 0.5, self.training) + torch.randn_like(y)
+
+
+@pytest.mark.parametrize("kind", [Zero, Branching, OfSamples, OfWholes])
+def test_random_numbers_that_are_none_or_for_the_whole(kind: type[MLP]) -> None:
+    parallelize(nn.ModuleDict({"mlp": kind()}), TWO, {"mlp.up": "colwise", "mlp.down": "rowwise"})
+
+
 def test_patterns() -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList(MLP() for _ in range(2))})
     refused(
