@@ -27,7 +27,7 @@ from ... import session as session_module
 from ...comm.axis import Axis
 from ...devices import CPU
 from ...errors import SMPMismatch
-from ..one_d.operations import gather_along, split_along
+from ..one_d.operations import copy_to_ranks, gather_along, split_along
 from ..one_d.parts import nearest_sizes
 
 __all__ = ["CannotShare", "Region", "all_to_all"]
@@ -131,24 +131,30 @@ class Region:
     ) -> torch.Tensor | None:
         """What is added to scores, of a shape that broadcasts to ``(B, heads, S, S)``, for the rows inside.
 
-        No gradient flows through it. With batches of their own, ranks may have one or none (a batch without
-        padding needs none), of other shapes: they agree first, so that all go on alike.
+        Each rank's gradient of it is a summand, of its own heads. With batches of their own, ranks may have
+        one or none (a batch without padding needs none), of other shapes, learned or not: they agree first,
+        so that all go on alike.
 
         Args:
             like: gives dtype and device.
             batch_size: B, since a bias may have one row for all.
         """
+        learned = bias is not None and bias.requires_grad and torch.is_grad_enabled()
         if not self.own_batches:
-            return bias
-        with torch.no_grad():
-            shape = [0, 0, 0] if bias is None else list(bias.shape[1:])
-            if not isinstance(like, FakeTensor) and like.device.type != "meta":
-                mine = torch.tensor([shape], device=like.device)
-                shape = self.axis.all_gather(mine, 0).amax(0).tolist()
-            if not any(shape):
-                return None
-            mine = like.new_zeros(1, 1, 1, 1) if bias is None else bias
-            return self.axis.all_gather(mine.expand(batch_size, *shape), 0)
+            return copy_to_ranks(bias, self.axis) if bias is not None and learned else bias
+        agreed = [0, 0, 0, 0] if bias is None else [*bias.shape[1:], int(learned)]
+        if not isinstance(like, FakeTensor) and like.device.type != "meta":
+            every = self.axis.all_gather(torch.tensor([agreed], device=like.device), 0)
+            agreed = every.amax(0).tolist()
+        *shape, any_learned = agreed
+        if not any(shape):
+            return None
+        mine = like.new_zeros(1, 1, 1, 1) if bias is None else bias
+        if not any_learned:
+            return self.axis.all_gather(mine.detach().expand(batch_size, *shape), 0)
+        if not learned:
+            mine = mine.detach().requires_grad_()  # its backward meets the others'
+        return gather_along(mine.expand(batch_size, *shape), self.axis, 0, gradients="summand")
 
     def of_all_batches(self, whole: torch.Tensor) -> torch.Tensor:
         """A parameter that all ranks hold whole and use inside on the same rows.

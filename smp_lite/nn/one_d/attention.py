@@ -178,6 +178,8 @@ class Attention(nn.Module):
         if k.shape[1] != q.shape[1]:
             index = torch.tensor([head - heads[0] for head in heads], device=k.device)
             k, v = k.index_select(1, index), v.index_select(1, index)
+        if mask is not None and mask.requires_grad:
+            mask = copy_to_ranks(mask, self.axis)  # each rank's gradient of it is of its own heads
         if mask is not None and mask.dim() >= 3 and mask.shape[-3] == self.num_heads:
             mask = self.axis.part(mask, mask.dim() - 3)
         found = self._attend(q, k, v, mask)

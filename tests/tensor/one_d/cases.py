@@ -354,6 +354,22 @@ def attentions(dtype: torch.dtype = torch.float64) -> None:
         compare(dense, Attention.from_dense(dense, axis), x, call=lambda m, x, mask=mask: m(x, mask))
 
 
+def attention_with_a_learned_mask() -> None:
+    """Whole on each rank, of its own heads, or of all: the gradient is that of the dense layer."""
+    axis = start()
+    x = tokens(BATCH, SEQUENCE, WIDTH)
+    theirs = nn.MultiheadAttention(WIDTH, 12, batch_first=True, dtype=torch.float64)
+    ours = Attention.from_dense(theirs, axis)
+    for heads in (1, 12):
+        mask = tokens(1, heads, SEQUENCE, SEQUENCE)
+        whole, own = mask.clone().requires_grad_(), mask.clone().requires_grad_()
+        of_all = whole.expand(BATCH, 12, SEQUENCE, SEQUENCE).flatten(0, 1)
+        theirs(x, x, x, need_weights=False, attn_mask=of_all)[0].square().sum().backward()
+        ours(x, own).square().sum().backward()
+        assert whole.grad is not None and own.grad is not None
+        assert_close(own.grad, whole.grad, "gradient of the mask")
+
+
 def attention_like_torch() -> None:
     """Also with dropout, which draws what torch draws."""
     axis = start()

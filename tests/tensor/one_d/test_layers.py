@@ -23,6 +23,7 @@ QUICK = [
     "cross_entropies",
     "attentions",
     "attention_like_torch",
+    "attention_with_a_learned_mask",
     "dropout_like_dense",
     "norms",
     "checkpointed",

@@ -134,8 +134,16 @@ def _vocabulary(make: Callable[[], nn.Module]) -> Made:
     return net, lambda net: smp.set_tensor_parallelism(net.model, distribute_embedding=True)
 
 
+def _learned(heads: int, inner: str) -> Made:
+    _register()
+    part = inner if inner == "attention" else ""
+    return reference.Net(INNER[inner](), part=part, learned=heads), _marks_inner
+
+
 MODELS: dict[str, Callable[[], Made]] = {
     "linears": linears,
+    "learned bias": functools.partial(_learned, 1, "transformer"),
+    "learned bias of heads": functools.partial(_learned, reference.HEADS, "attention"),
     **{name: functools.partial(_net, name) for name in INNER},
     **{name: functools.partial(_hf, make) for name, make in hf_models.NAMES.items()},
     **{
@@ -143,6 +151,40 @@ MODELS: dict[str, Callable[[], Made]] = {
         for name, make in hf_models.OF_ODD_VOCABULARY.items()
     },
 }
+
+
+class SomeBias(nn.Module):
+    """Attention to which ranks give a learned bias, the same numbers as constants, or none."""
+
+    def __init__(self, ways: list[str]) -> None:
+        super().__init__()
+        self.ways = ways
+        self.embed = nn.Embedding(11, reference.HIDDEN)
+        self.bias = nn.Parameter(torch.zeros(1, 1, 6, 6))
+        sizes = (reference.HEADS, reference.HEAD, reference.HIDDEN)
+        self.attention = smp.nn.DistributedAttentionLayer(*sizes, 0.0, 0.0)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        way = self.ways[smp.tp_rank()]
+        bias = {"learned": self.bias, "constant": self.bias.detach(), "none": None}[way]
+        return self.attention((self.embed(ids), bias))
+
+
+def some_bias(ways: list[str]) -> torch.Tensor:
+    """The gradient of a bias that is zero, whoever gives it."""
+    smp.init({"microbatches": 1, "ddp": True, "partitions": 1, "tensor_parallel_degree": len(ways)})
+    torch.manual_seed(0)
+    with default_dtype(torch.float64):
+        net = SomeBias(ways)
+        model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(ids: torch.Tensor) -> None:
+        model.backward(loss_of(model(ids), ids))
+
+    step(batches(1, smp.dp_rank())[0])
+    found = dict(model.module.named_parameters())["bias"].grad
+    return torch.zeros(1, 1, 6, 6, dtype=torch.float64) if found is None else found
 
 
 def batches(num_steps: int, replica: int) -> list[torch.Tensor]:

@@ -94,19 +94,28 @@ class Transformer(nn.Module):
 
 
 class Net(nn.Module):
-    """Embeds ids, and runs what is given on them; masks the last token of every other row."""
+    """Embeds ids, and runs what is given on them; masks the last token of every other row.
 
-    def __init__(self, inner: nn.Module, *, cross: bool = False, part: str = "") -> None:
+    Args:
+        learned: heads of a bias of scores that is trained (1: the same for all); 0: there is none.
+    """
+
+    def __init__(self, inner: nn.Module, *, cross: bool = False, part: str = "", learned: int = 0) -> None:
         super().__init__()
         self.embed, self.positions = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(LENGTH, HIDDEN)
         self.norm = nn.LayerNorm(HIDDEN)
         self.inner, self.cross, self.part = inner, cross, part
         self.head = nn.Linear(HIDDEN, VOCABULARY)
+        if learned:
+            self.bias = nn.Parameter(torch.randn(1, learned, LENGTH, LENGTH))
+        self.learned = learned
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.norm(self.embed(ids) + self.positions(torch.arange(LENGTH)))
         mask = torch.zeros(ids.shape[0], 1, 1, LENGTH, dtype=x.dtype)
         mask = mask.masked_fill((ids[:, -1:] % 2 == 0)[:, None, None] & (torch.arange(LENGTH) == 5), -1e4)
+        if self.learned:
+            mask = mask + self.bias
         if self.part == "attention":
             x = self.inner(x, None, mask)
         elif self.part == "output":
