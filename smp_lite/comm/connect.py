@@ -5,24 +5,29 @@ MPI is loaded only where it is used, since loading it initialises it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 
 from ..errors import SMPError
-from .launcher import AtRendezvous, UnderMPI, read_launch
+from .launcher import AtRendezvous, UnderMPI, note_joined, read_launch
 from .transport import Transport
 
 __all__ = ["connect"]
 
 
-def connect(environment: Mapping[str, str]) -> Transport:
+def connect(environment: MutableMapping[str, str]) -> Transport:
     """Joins this process to the others of its job; collective over all of them.
+
+    Args:
+        environment: of this process, in which it is noted that it has joined.
 
     Raises:
         ValueError: the environment contradicts itself; names the variables.
-        SMPError: MPI cannot be loaded, or counts other ranks than its launcher.
+        SMPError: a rank has started this process, MPI cannot be loaded, or counts other ranks than its
+            launcher.
         SMPTimeout: a rank did not come; names it.
     """
     launch = read_launch(environment)
+    note_joined(environment, launch)
     if not isinstance(launch, AtRendezvous):
         try:
             from .mpi_transport import MPITransport

@@ -16,16 +16,44 @@ srun --mpi=none       SLURM_PROCID              SLURM_NTASKS              MASTER
 
 Where two have left their variables, the innermost one counts: torchrun above all (TORCHELASTIC_RUN_ID is
 there), then MPI, then RANK and WORLD_SIZE by hand, then Slurm.
+
+A process that a rank starts inherits all of them, and is not that rank. So a rank notes in its environment
+that it has joined its job, as which process, and what each launcher had left then. In another process what
+is still the same says nothing; what has changed is of a launcher that the rank has started.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import multiprocessing
+import os
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-__all__ = ["Alone", "AtRendezvous", "Launch", "UnderMPI", "read_launch"]
+from ..errors import SMPError
+from ..errors_record import ERROR_DIR_VARIABLE
+
+__all__ = ["JOINED_VARIABLE", "Alone", "AtRendezvous", "Launch", "UnderMPI", "note_joined", "read_launch"]
+
+JOINED_VARIABLE = "SMP_LITE_JOINED"
+"""What a rank leaves for the processes that it starts."""
 
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
+_LEFT_BY = {
+    "MPI": ("OMPI_", "PMIX_", "PMI_", "PRTE_"),
+    "torch": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_"),
+    "Slurm": ("SLURM_",),
+}
+"""How the names of what each kind of launcher leaves begin."""
+_TOLD_APART_BY = {
+    "MPI": (
+        *("PMIX_NAMESPACE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        *("PMI_RANK", "PMI_SIZE", "PMI_FD", "PMI_PORT", ERROR_DIR_VARIABLE),
+    ),
+    "torch": ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", _TORCHRUN),
+    "Slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS"),
+}
+"""What differs between two launches of a kind, one of which was started in a rank of the other."""
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
@@ -79,11 +107,69 @@ class Alone:
 Launch = UnderMPI | AtRendezvous | Alone
 
 
+def note_joined(environment: MutableMapping[str, str], launch: Launch) -> None:
+    """Leaves word for processes that this rank will start; see the module's docstring."""
+    rank = 0 if isinstance(launch, Alone) else launch.rank
+    found = {kind: _fingerprint(environment, kind) for kind in _LEFT_BY}
+    environment[JOINED_VARIABLE] = json.dumps({"process": os.getpid(), "rank": rank, **found})
+
+
 def read_launch(environment: Mapping[str, str]) -> Launch:
     """How this process was started.
 
     Raises:
+        SMPError: by a rank, which has left it its own variables; says the way out.
         ValueError: variables contradict each other, are no numbers, or one is missing; names them.
+    """
+    joined = json.loads(environment.get(JOINED_VARIABLE, "{}"))
+    if joined.get("process") in (
+        None,
+        os.getpid(),
+    ):  # a rank that runs another program in its place stays one
+        return _read_all(environment)
+    of_rank = {kind for kind in _LEFT_BY if joined[kind] == _fingerprint(environment, kind)}
+    if "MPI" in of_rank and _TORCHRUN not in environment and _are_ranks_of_mpi(environment):
+        of_rank.add("torch")  # exported by the rank for torch.distributed
+    prefixes = tuple(prefix for kind in of_rank for prefix in _LEFT_BY[kind])
+    launch = _read_all({name: text for name, text in environment.items() if not name.startswith(prefixes)})
+    if isinstance(launch, Alone) and not isinstance(_read_all(environment), Alone):
+        raise SMPError(_not_a_rank(joined["rank"], environment))
+    return launch
+
+
+def _fingerprint(environment: Mapping[str, str], kind: str) -> list[str | None]:
+    return [environment.get(name) for name in _TOLD_APART_BY[kind]]
+
+
+def _are_ranks_of_mpi(environment: Mapping[str, str]) -> bool:
+    """Whether RANK and WORLD_SIZE repeat what MPI's launcher says."""
+    here = environment.get("RANK"), environment.get("WORLD_SIZE")
+    return any(here == (environment.get(rank), environment.get(size or "")) for rank, size in _MPI)
+
+
+def _not_a_rank(rank: int, environment: Mapping[str, str]) -> str:
+    text = f"smp.init() was called in a process that rank {rank} has started, and that is no rank itself. "
+    # The first is how multiprocessing knows that it imports the script again; the second comes later.
+    process = multiprocessing.current_process()
+    if getattr(process, "_inheriting", False) or multiprocessing.parent_process() is not None:
+        return text + (
+            "multiprocessing imports the script again in every process that it spawns (a DataLoader with "
+            "multiprocessing_context='spawn' does): put smp.init, and all that follows it, under "
+            "if __name__ == '__main__':"
+        )
+    left = [prefix for prefixes in _LEFT_BY.values() for prefix in prefixes]
+    names = tuple(prefix for prefix in left if any(name.startswith(prefix) for name in environment))
+    return text + (
+        "Start it with smp-lite run, mpirun or torchrun, or without the rank's variables: subprocess.run("
+        f"..., env={{k: v for k, v in os.environ.items() if not k.startswith({names})}})"
+    )
+
+
+def _read_all(environment: Mapping[str, str]) -> Launch:
+    """By all variables that are there.
+
+    Raises:
+        ValueError: as of :func:`read_launch`.
     """
     if _TORCHRUN not in environment:
         for rank_variable, size_variable in _MPI:

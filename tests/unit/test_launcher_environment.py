@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 
 import pytest
 
-from smp_lite.comm.launcher import Alone, AtRendezvous, Launch, UnderMPI, read_launch
+from smp_lite.comm.launcher import (
+    JOINED_VARIABLE,
+    Alone,
+    AtRendezvous,
+    Launch,
+    UnderMPI,
+    note_joined,
+    read_launch,
+)
+from smp_lite.errors import SMPError
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
@@ -93,6 +103,55 @@ def test_a_contradiction_names_the_variables(environment: dict[str, str], words:
     with pytest.raises(ValueError, match=re.escape(words[0])) as caught:
         read_launch(environment)
     assert all(word in str(caught.value) for word in words)
+
+
+def inherited(environment: dict[str, str]) -> dict[str, str]:
+    """What a process finds that a rank with this environment has started."""
+    noted = dict(environment)
+    note_joined(noted, read_launch(environment))
+    return noted | {JOINED_VARIABLE: json.dumps({**json.loads(noted[JOINED_VARIABLE]), "process": -1})}
+
+
+PMIX = OPEN_MPI | {"PMIX_NAMESPACE": "prterun-a-1@1"}
+OTHER_MPI = OPEN_MPI | {"PMIX_NAMESPACE": "prterun-a-2@1", "OMPI_COMM_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize("rank", [PMIX, HYDRA, TORCHRUN, BY_HAND, SLURM | ADDRESS, SLURM | PMIX])
+def test_what_a_rank_starts_is_not_that_rank(rank: dict[str, str]) -> None:
+    noted = dict(rank)
+    note_joined(noted, read_launch(rank))
+    assert read_launch(noted) == read_launch(rank)  # the rank itself, once more
+    with pytest.raises(SMPError, match=r"in a process that rank \d has started.*subprocess\.run\(") as caught:
+        read_launch(inherited(rank))
+    prefixes = eval(str(caught.value).partition("startswith(")[2].partition("))")[0] + ")")
+    cleaned = {name: text for name, text in inherited(rank).items() if not name.startswith(prefixes)}
+    assert read_launch(cleaned) == Alone()
+
+
+def test_variables_that_a_rank_exports_for_its_collectives_do_not_make_its_children_ranks() -> None:
+    exported = inherited(PMIX) | ADDRESS | {"RANK": "1", "WORLD_SIZE": "4"}
+    with pytest.raises(SMPError, match="that rank 1 has started"):
+        read_launch(exported)
+    assert read_launch(inherited({"PATH": "/bin"})) == Alone()
+
+
+# what, of the rank, of the launcher that it has started, expected
+NESTED: list[tuple[str, dict[str, str], dict[str, str], Launch]] = [
+    ("mpirun in mpirun", PMIX, OTHER_MPI, UnderMPI(1, 2, "OMPI_COMM_WORLD_RANK")),
+    ("torchrun in mpirun", PMIX, TORCHRUN, AT_TORCHRUN),
+    ("mpirun in torchrun", TORCHRUN, PMIX, UnderMPI(1, 4, "OMPI_COMM_WORLD_RANK")),
+    ("torchrun in torchrun", TORCHRUN, TORCHRUN | {"TORCHELASTIC_ERROR_FILE": "new"}, AT_TORCHRUN),
+    ("by hand in nothing", {}, BY_HAND, AtRendezvous(0, 2, "10.0.0.1", 1234)),
+]
+
+
+@pytest.mark.parametrize(
+    ("rank", "launcher", "expected"), [case[1:] for case in NESTED], ids=[case[0] for case in NESTED]
+)
+def test_a_launcher_may_be_started_in_a_rank(
+    rank: dict[str, str], launcher: dict[str, str], expected: Launch
+) -> None:
+    assert read_launch(inherited(rank) | launcher) == expected
 
 
 @pytest.mark.parametrize("module", ["smp_lite.comm.launcher", "smp_lite.stop_notice"])
