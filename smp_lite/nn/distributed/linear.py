@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..grid.laid_out import cast_for_autocast
 from ..one_d.operations import reduce_scatter_along, split_along, sum_over_ranks
 from .base import DistributedModule
 from .region import all_to_all
@@ -68,7 +69,7 @@ class DistributedLinear(DistributedModule):
             output = reduce_scatter_along(summand, axis, 0)
         else:
             output = sum_over_ranks(F.linear(split_along(input, axis, -1), self.weight), axis)
-        return output if self.bias is None else output + self.bias
+        return output if self.bias is None else output + cast_for_autocast(self.bias)[0]
 
     def extra_repr(self) -> str:
         return (

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..autocast import cast_for_norm
 from ..one_d.operations import copy_to_ranks, sum_over_ranks
 from .base import DistributedModule
 
@@ -41,10 +42,12 @@ class DistributedLayerNorm(DistributedModule):
         if not region.splits_features:
             weight, bias = region.of_all_batches(self.weight), region.of_all_batches(self.bias)
             return F.layer_norm(input, (self.normalized_shape,), weight, bias, self.eps)
-        x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        given = cast_for_norm(input)
+        x = given.float() if given.dtype in (torch.float16, torch.bfloat16) else given
         centred = x - self._mean(x)
         variance = self._mean(centred * centred)
-        return (centred * (variance + self.eps).rsqrt()).to(input.dtype) * self.weight + self.bias
+        # Rounded once, as torch's; under autocast the parameters are wider than the result.
+        return (centred * (variance + self.eps).rsqrt() * self.weight + self.bias).to(given.dtype)
 
     def _mean(self, x: torch.Tensor) -> torch.Tensor:
         """Over all ranks' features; each rank uses it for its own part, so its gradient is summed too."""

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ...comm.axis import Axis
+from ..grid.laid_out import cast_for_autocast
 from ..one_d.operations import copy_to_ranks, reduce_scatter_along, sum_over_ranks
 from .base import DistributedModule
 from .region import Region
@@ -64,9 +65,9 @@ class FromParts(DistributedModule):
         summand = F.linear(x, self.weight)
         if self.region.splits_features:
             found = reduce_scatter_along(summand, axis, -1)
-            return found if self.bias is None else found + self.bias
+            return _with_bias(found, self.bias)
         found = sum_over_ranks(summand, axis)
-        return found if self.bias is None else found + self.region.of_all_batches(self.bias)
+        return _with_bias(found, None if self.bias is None else self.region.of_all_batches(self.bias))
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
@@ -80,9 +81,11 @@ def project(x: torch.Tensor, layers: Sequence[ToParts], region: Region) -> list[
     weights = torch.cat([layer.weight for layer in layers]) if len(layers) > 1 else layers[0].weight
     sizes = [layer.weight.shape[0] for layer in layers]
     found = _GatheredLinear.apply(x, weights, region.axis).split(sizes, -1)
-    return [
-        part if layer.bias is None else part + layer.bias for part, layer in zip(found, layers, strict=True)
-    ]
+    return [_with_bias(part, layer.bias) for part, layer in zip(found, layers, strict=True)]
+
+
+def _with_bias(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x if bias is None else x + cast_for_autocast(bias)[0]
 
 
 def initialise(module: nn.Module, stddev: float) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ...comm.axis import Axis
+from ..autocast import cast_for_norm
 from .checks import check_features, compute_dtype
 from .laid_out import LaidOut
 
@@ -80,6 +82,7 @@ class SplitLayerNorm(_SplitNorm):
     eps: float
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        input = cast_for_norm(input)
         found = self._normalized(input, True)
         return (found if self.bias is None else found + self._here(self.bias)).to(input.dtype)
 
@@ -97,6 +100,7 @@ class SplitRMSNorm(_SplitNorm):
     dense_type = nn.RMSNorm
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        input = cast_for_norm(input, F.rms_norm)
         return self._normalized(input, False).to(input.dtype)
 
     def to_dense(self) -> nn.RMSNorm:

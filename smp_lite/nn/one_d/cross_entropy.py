@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...comm.axis import Axis
+from ..autocast import cast_for_loss
 from .embedding import check_indices
 from .operations import sum_over_ranks
 
@@ -39,7 +40,7 @@ def vocab_parallel_cross_entropy(
         ignore_index, reduction, label_smoothing: as in ``torch.nn.functional.cross_entropy``.
 
     Returns:
-        A scalar, or ``(...)`` with ``reduction="none"``; of the logits' dtype.
+        A scalar, or ``(...)`` with ``reduction="none"``; of the logits' dtype, under autocast in 32 bits.
 
     Raises:
         ValueError: shapes that do not fit each other, a vocabulary that has more or less classes than the
@@ -64,6 +65,7 @@ def vocab_parallel_cross_entropy(
     ignored = target == ignore_index
     check_indices(target.masked_fill(ignored, 0), vocab_size, "vocab_parallel_cross_entropy: target")
 
+    logits = cast_for_loss(logits)
     dtype = logits.dtype
     logits = logits.float() if dtype in (torch.float16, torch.bfloat16) else logits
     first = here * axis.index

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...comm.axis import Axis
+from ..grid.laid_out import cast_for_autocast
 from ..layout import ParameterLayout
 from .operations import copy_to_ranks, gather_along, reduce_scatter_along, split_along, sum_over_ranks
 from .parts import SplitModule, check_divides, layout_over, next_multiple, shallow_copy, whole
@@ -243,7 +244,7 @@ class RowParallelLinear(_SplitLinear):
             output = reduce_scatter_along(summand, self.axis, -2)
         else:
             output = sum_over_ranks(summand, self.axis)
-        return output if self.bias is None else output + self.bias
+        return output if self.bias is None else output + cast_for_autocast(self.bias)[0]
 
 
 class SharedRowsLinear(_SplitLinear):

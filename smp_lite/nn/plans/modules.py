@@ -14,6 +14,7 @@ from torch import nn
 
 from ...comm.axis import Axis
 from ...errors import SMPError
+from ..grid.laid_out import cast_for_autocast
 from ..layout import ParameterLayout
 from ..one_d.operations import copy_to_ranks, gather_along, split_along, sum_over_ranks
 from ..one_d.parts import SplitModule, check_divides, layout_over, next_multiple
@@ -108,7 +109,7 @@ class ColumnParallelConv1D(SplitModule):
         self.keep_parts(layouts, shared)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output = copy_to_ranks(x, self.axis) @ self.weight + self.bias
+        output = copy_to_ranks(x, self.axis) @ self.weight + cast_for_autocast(self.bias)[0]
         if not self.gather_output:
             return output
         return gather_along(output, self.axis, -1, gradients="same").narrow(-1, 0, self.nf)
@@ -131,7 +132,7 @@ class RowParallelConv1D(SplitModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x if self.input_is_parallel else split_along(x, self.axis, -1)
-        return sum_over_ranks(x @ self.weight, self.axis) + self.bias
+        return sum_over_ranks(x @ self.weight, self.axis) + cast_for_autocast(self.bias)[0]
 
 
 class SummandModule(SplitModule):
