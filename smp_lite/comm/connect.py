@@ -5,11 +5,14 @@ MPI is loaded only where it is used, since loading it initialises it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import MutableMapping
 
 from ..errors import SMPError
 from .launcher import AtRendezvous, UnderMPI, note_joined, read_launch
+from .start_watch import watched_start
 from .transport import Transport
+from .waiting import watchdog_s
 
 __all__ = ["connect"]
 
@@ -30,9 +33,11 @@ def connect(environment: MutableMapping[str, str]) -> Transport:
     note_joined(environment, launch)
     if not isinstance(launch, AtRendezvous):
         try:
-            from .mpi_transport import MPITransport
+            has_others = isinstance(launch, UnderMPI) and launch.size != 1
+            with watched_start(launch.rank, watchdog_s()) if has_others else contextlib.nullcontext():
+                from .mpi_transport import MPITransport
 
-            return MPITransport(launch)
+                return MPITransport(launch)
         except (ImportError, RuntimeError) as error:  # no mpi4py, or mpi4py finds no MPI library
             if isinstance(launch, UnderMPI):
                 raise SMPError(

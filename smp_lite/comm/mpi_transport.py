@@ -6,6 +6,8 @@ initialises MPI.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,8 +20,10 @@ from mpi4py import MPI  # noqa: E402  (initialises MPI with the level above)
 from ..errors import SMPError  # noqa: E402
 from .collectives import MPICollectives, Pending  # noqa: E402
 from .launcher import Alone, UnderMPI  # noqa: E402
+from .start_watch import watch_end  # noqa: E402
 from .transport import Host, Tag  # noqa: E402
 from .tree import nearby  # noqa: E402
+from .waiting import watchdog_s  # noqa: E402
 
 __all__ = ["MPITransport"]
 
@@ -54,6 +58,7 @@ class MPITransport:
         self._departed: dict[int, bytes] = {}
         self._notes: list[_Sent] = []
         self._passes_on_to = nearby(self.size, self.rank)
+        _let_children_end()
 
     # Messages -----------------------------------------------------------------------------------------------
 
@@ -99,6 +104,8 @@ class MPITransport:
         if MPI.Is_finalized():
             return
         self._note(_RANK.pack(self.rank) + last_words, {*self._passes_on_to, *told}, Tag.GOODBYE)
+        if self.size > 1:
+            watch_end(self.rank, watchdog_s())
 
     def abort(self, exit_code: int) -> None:
         MPI.COMM_WORLD.Abort(exit_code)
@@ -123,6 +130,33 @@ class _Sent:
 
     def done(self) -> bool:
         return bool(self._request.Test())
+
+
+_FINALIZE_COMPLETED = 5
+"""Open MPI's state of a process that has ended MPI, in all of its versions 4 and 5."""
+
+_children_can_end = False
+
+
+def _let_children_end() -> None:
+    """Lets processes that the script forks end as Python does, without MPI.
+
+    mpi4py would end MPI in them too, which waits for the other ranks for ever, in memory that the child
+    shares with the rank. In a child MPI counts as ended from the start: what would still use it is an error.
+    """
+    global _children_can_end
+    if _children_can_end:
+        return
+    _children_can_end = True
+    try:
+        state = ctypes.c_int32.in_dll(ctypes.CDLL(MPI.__file__), "ompi_mpi_state")
+    except (OSError, ValueError):  # another MPI, which has a place of its own for that
+        return
+
+    def end_mpi() -> None:
+        state.value = _FINALIZE_COMPLETED
+
+    os.register_at_fork(after_in_child=end_mpi)
 
 
 def _same_host(comm: MPI.Comm) -> MPI.Comm:

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from smp_lite.entrypoints.mpi.mpirun import find_mpirun
+
 HANG_S = 200
 """A bound against hanging; a launch takes one to three seconds, of a machine that has the time for it."""
 
@@ -60,6 +62,19 @@ def launch(
         process.terminate()  # for one that hangs: killed, it could not end its ranks
         process.wait()
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def launch_plainly(directory: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run `mpirun -np 2 python args...` in `directory` to its end, output captured."""
+    as_root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+    return subprocess.run(
+        [find_mpirun(), "--oversubscribe", "-np", "2", sys.executable, *args],
+        cwd=directory,
+        env={"SMP_LITE_WATCHDOG_S": str(WAIT_S), **os.environ, **as_root},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
 
 
 def _last_words(process: subprocess.Popen[str]) -> str:

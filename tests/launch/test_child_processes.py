@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launching import launch, left_behind, write
+from tests.launch.launching import launch, launch_plainly, left_behind, write
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -70,3 +70,25 @@ def test_a_rank_that_runs_another_program_in_its_place_stays_one(tmp_path: Path)
     result = launch(tmp_path, "--processes", "2", str(script))
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.split("\n"))[1:] == ["[0] rank 0", "[1] rank 1"]
+
+
+FORKS = """
+import smp_lite as smp
+smp.init({"partitions": 2})
+codes = []
+for end in (lambda: None, lambda: sys.exit(7), lambda: [][0], sys.exit):
+    if (child := os.fork()) == 0:
+        end()
+        sys.exit()
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+smp.barrier()
+print("codes", codes, flush=True)
+"""
+
+
+def test_forked_children_end_as_in_plain_python(tmp_path: Path) -> None:
+    script = write(tmp_path, "script.py", FORKS)
+    result = launch_plainly(tmp_path, str(script))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("codes [0, 7, 1, 0]") == 2
+    assert left_behind(script) == []
