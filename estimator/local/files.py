@@ -7,10 +7,11 @@ mount it; data in S3 is downloaded.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,7 @@ def _bring_channel(
             directory.symlink_to(path, target_is_directory=True)
             return
         files = sorted(file for file in path.rglob("*") if file.is_file())
+        directory.mkdir()  # also where there are fewer files than hosts
         for file in files[host_index::num_hosts]:
             target = directory / file.relative_to(path)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -200,15 +202,45 @@ def _bring_channel(
 
 
 def _pack(archive: Path, directories: Sequence[Path]) -> None:
-    """The contents of all `directories` in one tar.gz; of two files of one name the first stays."""
-    with tarfile.open(archive, "w:gz") as tar:
-        packed = set()
-        for directory in directories:
-            for path in sorted(directory.rglob("*")):
-                name = path.relative_to(directory).as_posix()
-                if name not in packed:
-                    packed.add(name)
-                    tar.add(path, name, recursive=False)
+    """The contents of all `directories` in one tar.gz; of two files of one name the first stays.
+
+    Links are followed: what they lead to is not there where the archive is unpacked.
+
+    Raises:
+        ValueError: a link leads nowhere, or in circles; names it.
+    """
+    found: dict[str, Path] = {}
+    for directory in directories:
+        for path in _all_below(directory, ()):
+            found.setdefault(path.relative_to(directory).as_posix(), path)
+    with tarfile.open(archive, "w:gz", dereference=True) as tar:
+        for name, path in found.items():
+            tar.add(path, name, recursive=False)
+
+
+def _all_below(directory: Path, above: tuple[Path, ...]) -> Iterator[Path]:
+    """All files and folders in it, sorted, those that links lead to as well; none where it is not there.
+
+    Args:
+        above: the folders that lead to it, without links.
+    """
+    above = (*above, directory.resolve())
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        if path.is_symlink():
+            try:
+                target = path.resolve(strict=True)
+            except (OSError, RuntimeError) as error:  # Python 3.13 has no RuntimeError here
+                circle = isinstance(error, RuntimeError) or error.errno == errno.ELOOP
+                raise ValueError(_wrong_link(path, "in circles" if circle else "nowhere")) from None
+            if target in above:
+                raise ValueError(_wrong_link(path, "in circles"))
+        yield path
+        if path.is_dir():
+            yield from _all_below(path, above)
+
+
+def _wrong_link(path: Path, how: str) -> str:
+    return f"the link {path} -> {os.readlink(path)} leads {how}: let the script write what it is to keep"
 
 
 def _write(path: Path, content: object) -> None:
