@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,13 @@ __all__ = ["CONTAINER_ROOT", "translate_paths"]
 
 CONTAINER_ROOT = "/opt/ml"
 
+_PATH = re.compile(rf"""(?:^|(?<=[\s:,=;"'])){CONTAINER_ROOT}(?=$|[/\s:,;"'])""")
+"""Where a text or a word begins, or behind a sign that stands between paths."""
+
 
 def translate_paths(value: Any, root: Path) -> Any:
-    """`value` with `/opt/ml`, where it is or starts a path, replaced by the host's tree at `root`.
+    """`value` with `/opt/ml`, wherever it is or starts a path, replaced by the host's tree at `root`: in
+    `--out=/opt/ml/model` and in `/opt/ml/a:/opt/ml/b`, too.
 
     Args:
         value: a text, or a list or dict with texts at any depth; what else there is stays as it is.
@@ -20,6 +25,6 @@ def translate_paths(value: Any, root: Path) -> Any:
         return [translate_paths(item, root) for item in value]
     if isinstance(value, dict):
         return {name: translate_paths(item, root) for name, item in value.items()}
-    if isinstance(value, str) and (value == CONTAINER_ROOT or value.startswith(f"{CONTAINER_ROOT}/")):
-        return str(root) + value.removeprefix(CONTAINER_ROOT)
+    if isinstance(value, str):
+        return _PATH.sub(lambda _: str(root), value)
     return value
