@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from .files import collect_outputs, host_names, model_address, prepare_tree
+from .metrics import final_metrics
 from .paths import translate_paths
 from .record import JobRecord
+from .request import without_effect
 from .store import DownloadStopped, Store
 
 __all__ = ["LocalTrainingJob", "log_files"]
@@ -105,6 +107,9 @@ class LocalTrainingJob:
                 status, secondary = "Failed", "Failed"
             reason = f"{reason}\n" if reason else ""
             reason += f"ClientError: the outputs stay in {self._directory / 'output'}: {error}"
+        definitions = self._request["AlgorithmSpecification"].get("MetricDefinitions", ())
+        if metrics := final_metrics(definitions, log_files(self._directory, self._request)):
+            self.record.update(FinalMetricDataList=metrics)
         if reason:
             self.record.update(FailureReason=_shortened(reason))
         self.record.update(TrainingEndTime=datetime.now(UTC))
@@ -129,6 +134,9 @@ class LocalTrainingJob:
         try:
             for host, tree, log in zip(self._hosts, self._trees, log_files(self._directory, self._request)):
                 with log.open("wb") as file:
+                    if host == self._hosts[0] and (names := without_effect(self._request)):
+                        file.write(f"smp-lite: without effect in local mode: {', '.join(names)}\n".encode())
+                        file.flush()
                     self._processes.append(self._start(host, tree, meeting, file))
             timed_out = self._wait(started + self._request["StoppingCondition"]["MaxRuntimeInSeconds"])
         finally:

@@ -82,6 +82,8 @@ class JobRecord:
         _change(description, _TIMES, datetime.fromisoformat)
         for transition in description["SecondaryStatusTransitions"]:
             _change(transition, _TIMES_OF_TRANSITION, datetime.fromisoformat)
+        for metric in description.get("FinalMetricDataList", ()):
+            _change(metric, ("Timestamp",), datetime.fromisoformat)
         return cls(description, content["tags"])
 
     def describe(self) -> dict[str, Any]:

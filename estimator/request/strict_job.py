@@ -30,6 +30,7 @@ from smp_lite.entrypoints.container.gpus import (
 from smp_lite.entrypoints.hosts.secret import SECRET_VARIABLE, check_secret, new_secret
 from smp_lite.smp_v1.before_script import CUDA_AS_CPU_VARIABLE
 
+from ..local.request import wrong_channel_name, wrong_max_wait
 from ..local.session import LocalMPISession
 from .arguments import check_mapping
 from .distribution import CheckedDistribution, check_distribution
@@ -57,6 +58,15 @@ class StrictJob(EstimatorBase):
     environment: dict[str, Any] | None
     _own_secret: str | None = None
 
+    def fit(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As the SDK's.
+
+        Raises:
+            ConfigError: what the service would refuse, the names of channels among it.
+        """
+        _check_channels(inputs)
+        return super().fit(inputs, *args, **kwargs)
+
     def dry_run(self, inputs: Any = None, job_name: str | None = None) -> dict[str, Any]:
         """Returns the request that ``fit(inputs, job_name=job_name)`` would send; sends nothing.
 
@@ -64,6 +74,7 @@ class StrictJob(EstimatorBase):
             ValueError: for what `fit` would raise before it sends, and for what only AWS could tell.
             botocore.exceptions.ParamValidationError: the client would not send the request.
         """
+        _check_channels(inputs)
         return request_of(self, inputs, job_name)
 
     def _checked(self) -> CheckedDistribution:
@@ -155,6 +166,11 @@ class StrictJob(EstimatorBase):
                 check_secret(secret)
             except ValueError as error:
                 raise ConfigError(f"environment: {error}") from None
+        limits = (self.max_wait, self.max_run)
+        if not any(map(is_pipeline_variable, (self.use_spot_instances, *limits))):
+            wrong = wrong_max_wait(bool(self.use_spot_instances), *limits)
+            if wrong is not None:
+                raise ConfigError(wrong)
         self.training_image_uri()
         checked = self._checked()
         if checked.idle_gpus is not None:
@@ -188,6 +204,13 @@ class StrictJob(EstimatorBase):
             local=local,
             own_entry_point=local or own_entry_point,
         )
+
+
+def _check_channels(inputs: Any) -> None:
+    for name in inputs if isinstance(inputs, Mapping) else ():
+        wrong = wrong_channel_name(str(name))
+        if wrong is not None:
+            raise ConfigError(f"inputs: {wrong}")
 
 
 def hosts_of(
