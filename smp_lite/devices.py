@@ -90,7 +90,7 @@ def choose(environment: Mapping[str, str], local_rank: int, local_size: int) -> 
         SMPError: the variable names what is not there.
     """
     wanted = environment.get(DEVICE_VARIABLE)
-    found = None if cuda_as_cpu.is_on() else _accelerator()
+    found = None if cuda_as_cpu.is_on() else torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if found is not None else 0
     if wanted is None:
         if found is None:
@@ -112,13 +112,6 @@ def choose(environment: Mapping[str, str], local_rank: int, local_size: int) -> 
     if device.index >= count:
         raise SMPError(f"{problem}, numbered from 0: {way_out}")
     return Choice(device, f"device {device}, by {DEVICE_VARIABLE}")
-
-
-def _accelerator() -> torch.device | None:
-    """What torch finds here."""
-    if not torch.accelerator.is_available():  # torch 2.6 tells the kind that it is built for all the same
-        return None
-    return torch.accelerator.current_accelerator()
 
 
 def _by_rank(kind: str, count: int, local_rank: int, local_size: int) -> Choice:

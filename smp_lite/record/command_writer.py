@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ..errors import SMPError
@@ -33,7 +34,6 @@ from .module_calls import DRAWS, UNDER_A_MODE
 from .parameters.placement import STATELESS
 from .recording import Command, Recording
 from .state.ambient import Ambient
-from .state.default_hooks import top_hooks
 from .state.draws import Draw
 from .values.calls import Arguments, ResultMeta
 from .values.placed import PlacedTensor
@@ -236,7 +236,7 @@ class CommandWriter:
     ) -> Command:
         recording = self.recorder.recording
         assert recording is not None
-        has_hooks = top_hooks() is not None
+        has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         if has_hooks and not is_inside_checkpoint():
             warn_once_at_user_line(HOOKS_WITHOUT_EFFECT)
         sources = [

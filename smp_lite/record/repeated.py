@@ -30,7 +30,6 @@ from .describe.descriptions import Description
 from .describe.signature import tensor_meta
 from .recording import Command, Value
 from .state.ambient import Ambient
-from .state.default_hooks import top_hooks
 from .state.places import PlacesRead, Seen
 from .values.calls import Arguments, NewTensor
 from .values.placed import NUM_OWN, PlacedTensor, TensorMeta
@@ -46,6 +45,7 @@ _EXACT = frozenset(
     (bool, int, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout)
 )
 """Kinds of plain values of which equal ones are the same; 0.0 and -0.0 are not."""
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _NO_ARGUMENTS = Arguments([], None)
 
 
@@ -118,7 +118,7 @@ class RepeatedCalls:
             or recorder.ordinary.twins.by_id
             or recorder.buffers.rebound
             or recorder.tape is not None
-            or top_hooks() is not None
+            or _saved_tensors_hooks(True) is not None
             or is_inside_reentrant()
             or Ambient.current() is not known.command.ambient
         ):

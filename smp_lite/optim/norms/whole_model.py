@@ -18,13 +18,16 @@ from __future__ import annotations
 import contextlib
 import types
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ...errors import SMPError
-from ..state.own_parameters import OwnParameters
+from ...nn.layout import layout_of
+from ..state.own_parameters import OwnParameters, are_gradients
 from .exchange import Call, Item, layout_of_item, total_norm
 from .parts import FOREIGN
 
@@ -96,7 +99,7 @@ def _cell(name: str) -> types.CellType:
     except (AttributeError, TypeError, ValueError):
         raise SMPError(
             f"torch {torch.__version__} builds torch.nn.utils.{name} in a way not known here, so norms of "
-            "gradients would be wrong: use torch 2.6 to 2.13"
+            "gradients would be wrong: use torch 2.8 to 2.13"
         ) from None
 
 
@@ -245,7 +248,36 @@ class _Functions:
                 items.append(Item(len(own.names) + parameter, here))
             else:
                 items.append(Item(FOREIGN, tensor))
+        self._refuse_copies(what, own, [item.tensor for item in items if item.number == FOREIGN])
         return items
+
+    def _refuse_copies(self, what: str, own: OwnParameters, others: list[torch.Tensor | None]) -> None:
+        """Raises SMPError for what a script has made of gradients, which nobody can tell from other tensors
+        but by their shapes: its norm would be that of what is here."""
+        beside = {id(t) for t in self._beside()}
+        given = [t for t in others if t is not None and type(t) is not nn.Parameter and id(t) not in beside]
+        shapes = Counter(tuple(t.shape) for t in given if t.dim())
+        if not shapes or not self._is_shared() or self._session.step is not None:
+            return
+        local = [own.parameter(number) for number in own.local]
+        if shapes - Counter(tuple(parameter.shape) for parameter in local):
+            return
+        in_parts = {tuple(p.shape) for p in local if (layout := layout_of(p)) is not None and layout.axes}
+        if self._session.num_stages == 1 and in_parts.isdisjoint(shapes):
+            return
+        if not are_gradients(given):  # of another model, which may be built like this one
+            raise SMPError(
+                f"{what}: tensors of the shapes of the model's parameters, which are not their gradients "
+                "(p.grad) but made of them (divided, copied, converted): this rank has a part of the model, "
+                "and their norm would be that of the part. Give the gradients themselves, as in "
+                "smp.clip_grad_norm_(model.parameters(), math.inf), and divide the norm instead"
+            )
+
+    def _beside(self) -> list[torch.Tensor]:
+        """Parameters that are in one optimizer with the model's, and their gradients."""
+        groups = [group for each in self._session.optimizers for group in each.param_groups]
+        found = [tensor for g in groups for p in g["params"] for tensor in (p, p.grad)]
+        return [tensor for tensor in found if tensor is not None]
 
     def _refuse_scaled(self, what: str, parameter: torch.Tensor | None) -> None:
         """Raises SMPError where it is about gradients of fp16; of a parameter, if it has one."""

@@ -17,7 +17,6 @@ from torch import nn
 
 from ...errors import SMPError
 from ..code.readers import Readers
-from ..state.default_hooks import top_hooks
 
 __all__ = [
     "Region",
@@ -100,7 +99,7 @@ def _again(label: str, effect: str) -> SMPError:
 
 
 def _is_checkpointed() -> bool:
-    hooks = top_hooks()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and str(getattr(hooks[0], "__module__", "")) == "torch.utils.checkpoint"
 
 

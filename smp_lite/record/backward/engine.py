@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 __all__ = ["edge_of", "run_backward"]
 
 _python_node = torch._C._FunctionBase
+_EDGES_OWN = "ownership_token" in GradientEdge._fields
 
 
 def run_backward(starts: Sequence[Any], gradients: Sequence[Tensor]) -> None:
@@ -39,5 +40,6 @@ def edge_of(tensor: Tensor) -> Any:
     if node is None:
         return tensor
     if isinstance(node, _python_node):
-        return get_gradient_edge(tensor)  # which keeps a node of Python alive
+        # An edge that keeps a node of Python alive; in torch 2.8 the tensor has to, with its data.
+        return get_gradient_edge(tensor) if _EDGES_OWN else tensor
     return GradientEdge(node, tensor.output_nr)

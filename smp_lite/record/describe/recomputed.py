@@ -28,7 +28,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ...errors import SMPError
 from ..parameters.tables import plain_table
-from ..state.default_hooks import top_hooks
 from ..state.python_state import PythonState
 from ..state.random_state import all_states, kept, put_back_states, taken_states
 from ..values.calls import Arguments
@@ -98,7 +97,7 @@ def recomputed(
     tensors = tuple(arguments.tensors)
     arguments.forget(range(len(tensors)))
     # Inside another checkpoint nothing is kept; a keeper would only confuse its books.
-    is_outermost = top_hooks() is None
+    is_outermost = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if _keeper is not None and is_outermost:
         hooks = saved_tensors_hooks(_keeper.pack, _keeper.unpack)

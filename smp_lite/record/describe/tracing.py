@@ -37,7 +37,6 @@ from ...plan.partitioning.checkpoint_groups import group_children
 from ...plan.partitioning.partition import ModuleCost
 from ..code.operators import run_operator
 from ..parameters.moving import whole_on
-from ..state.default_hooks import top_hooks
 from ..state.random_state import kept
 from ..values.calls import Arguments
 from ..values.structure import flatten
@@ -222,7 +221,7 @@ class _Watch(TorchDispatchMode):
                 tally.order = self.num_called
                 self.num_called += 1
             if is_marked(module) and torch.is_grad_enabled() and id(module) not in self.later_in_groups:
-                hooks = top_hooks()
+                hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
                 if hooks is not None and hooks[0] is pack:  # else it is inside another checkpoint
                     for tensor in Arguments.of(args, kwargs).tensors:
                         pack(tensor)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...devices import CPU
-from ...record.state.default_hooks import top_hooks
 from ...record.values.meant import meant
 from .rules import RULES, Call, Gradients, is_plain
 
@@ -139,6 +138,6 @@ def may_split() -> bool:
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and not torch._C._is_any_autocast_enabled()
-        and top_hooks() is None
+        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         and not torch._C._are_functorch_transforms_active()
     )
