@@ -4,33 +4,48 @@ A piece is a run of the parameter's elements, so a function that treats every el
 it: optimizers, clamping, averages of weights. A norm, a sum, a row, random numbers, a matrix product or a
 file would be one piece's and pass for the whole. So between steps the parameters, their gradients and what is
 made of them are of types of their own, which refuse that by name. Inside a step they are ordinary and whole.
+
+To a script a piece has the shape of its whole: it prints numbers of elements and decides by dimensions. The
+library's own code is told what is here. So a tensor that a script makes by a parameter's shape is of the
+whole, and to compute with it and a piece is refused too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import SMPError
-from ..record.values.torch_functions import METADATA_FUNCTIONS, function_name
+from ..record.values.torch_functions import METADATA_FUNCTIONS, changes_first, function_name
 
 __all__ = [
     "Piece",
     "PieceParameter",
+    "as_between_steps",
     "as_ordinary",
     "guarded",
     "is_elementwise",
     "is_unguarded",
+    "of_state",
     "plain",
+    "set_whole_shape",
+    "tensors_of",
     "unguarded",
 ]
 
+Tensors = Callable[[], Iterable[tuple[torch.Tensor, torch.Size]]]
+"""Gives the pieces there are now, with the shapes of their wholes."""
+
 _open = 0
+_ordinary: list[_Ordinary] = []  # what is of torch's own types now, the outermost first
+_OWN_CODE = f"{__name__.partition('.')[0]}."
+_WHOLE_SHAPE = "smp_whole_shape"
 
 
 def words(text: str) -> frozenset[str]:
@@ -43,10 +58,15 @@ _HARMLESS = METADATA_FUNCTIONS | words(
     detach detach_ clone requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad copy_
     zero_ fill_ to cpu float double half bfloat16 type type_as contiguous set_ zeros_like ones_like empty_like
     full_like data_ptr untyped_storage storage storage_offset __hash__ __repr__ __str__ __format__ _use_count
-    as_subclass is_shared share_memory_ __deepcopy__ new_zeros new_empty new_ones new_full new_tensor
+    is_shared share_memory_ __deepcopy__ new_zeros new_empty new_ones new_full
     """
 )
 """Functions that are right on a part of a tensor, whatever they do with it."""
+_SIZES = words("shape ndim nbytes size dim numel nelement ndimension stride __len__ dim_order is_same_size")
+"""What asks for the shape, and is told that of the whole."""
+_MAKES_ANEW = words("new_zeros new_empty new_ones new_full")
+"""Functions whose result has the shape that they are given, and nothing of the piece in it."""
+_PUTS_IN_PLACE = words("copy_ set_")
 _OTHER_SHAPE = frozenset(["T", "mT", "H", "mH", "real", "imag"])
 _ARITHMETIC = words(
     """
@@ -73,29 +93,96 @@ def is_unguarded() -> bool:
     return _open > 0
 
 
+class _Ordinary:
+    """Pieces that are of torch's own types for now, as optimizers look for."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+        self._changed: list[tuple[torch.Tensor, type]] = []
+
+    def open(self) -> None:
+        """They become ordinary."""
+        for tensor, _ in self._tensors():
+            if type(tensor) in (Piece, PieceParameter):
+                self._changed.append((tensor, type(tensor)))
+                tensor.__class__ = nn.Parameter if type(tensor) is PieceParameter else torch.Tensor
+
+    def close(self) -> None:
+        """They are pieces again, and so is what has come to them: a new gradient, new state."""
+        for tensor, kind in self._changed:
+            tensor.__class__ = kind
+        self._changed.clear()
+        for tensor, shape in self._tensors():
+            if type(tensor) is torch.Tensor:
+                set_whole_shape(tensor, shape)
+                tensor.__class__ = Piece
+
+
 @contextlib.contextmanager
-def as_ordinary(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Within: these parameters and their gradients are of torch's own types, as optimizers look for."""
-    changed: list[torch.Tensor] = []
-    for parameter in parameters:
-        gradient = parameter.grad if isinstance(parameter, nn.Parameter) else None
-        for tensor, own in ((parameter, nn.Parameter), (gradient, torch.Tensor)):
-            if isinstance(tensor, PieceParameter | Piece):
-                tensor.__class__ = own
-                changed.append(tensor)
+def as_ordinary(tensors: Tensors) -> Iterator[None]:
+    """Within: pieces are of torch's own types, for an optimizer that steps them."""
+    ordinary = _Ordinary(tensors)
+    ordinary.open()
+    _ordinary.append(ordinary)
     try:
         with unguarded():
             yield
     finally:
-        for tensor in changed:
-            tensor.__class__ = PieceParameter if isinstance(tensor, nn.Parameter) else Piece
+        _ordinary.remove(ordinary)
+        ordinary.close()
+
+
+@contextlib.contextmanager
+def as_between_steps() -> Iterator[None]:
+    """Within: pieces are guarded, wherever the library is: a script's own code runs (a closure, a hook)."""
+    global _open
+    outer, _open = _open, 0
+    opened = list(_ordinary)
+    for ordinary in reversed(opened):
+        ordinary.close()
+    try:
+        yield
+    finally:
+        for ordinary in opened:
+            ordinary.open()
+        _open = outer
+
+
+def tensors_of(parameters: Iterable[torch.Tensor], state: Any) -> Iterator[tuple[torch.Tensor, torch.Size]]:
+    """Of sharded parameters: themselves, their gradients, and what an optimizer keeps of each element.
+
+    Args:
+        parameters: any.
+        state: of an optimizer, by parameter.
+    """
+    for parameter in parameters:
+        shape = getattr(parameter, _WHOLE_SHAPE, None)
+        if shape is None:
+            continue
+        local = tuple(parameter.shape)
+        if local == shape:  # brought together, for a while
+            continue
+        yield parameter, shape
+        if parameter.grad is not None and tuple(parameter.grad.shape) == local:
+            yield parameter.grad, shape
+        yield from of_state(state.get(parameter), local, shape)
+
+
+def of_state(
+    state: Any, local: tuple[int, ...], shape: torch.Size
+) -> Iterator[tuple[torch.Tensor, torch.Size]]:
+    """The pieces in the state of one parameter: what is of the shape of its piece."""
+    if isinstance(state, dict):
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) == local:
+                yield value, shape
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as an ordinary tensor, detached."""
     with torch._C.DisableTorchFunctionSubclass():
         found = tensor.detach()
-        return found.as_subclass(torch.Tensor) if isinstance(found, PieceParameter | Piece) else found
+        return torch.Tensor.as_subclass(found, torch.Tensor) if _is_piece(found) else found
 
 
 @functools.cache
@@ -116,41 +203,187 @@ def is_elementwise(name: str) -> bool:
 
 def _guard(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     name = getattr(func, "__name__", "")
+    kwargs = kwargs or {}
     with torch._C.DisableTorchFunctionSubclass():
         if _open:
-            return func(*args, **(kwargs or {}))
-        if name in ("__get__", "__set__", "__delete__"):
-            attribute = getattr(func.__self__, "__name__", "")
+            return func(*args, **kwargs)
+        attribute = getattr(func.__self__, "__name__", "") if name in _ACCESS else name
+        if attribute in _SIZES and name not in ("__set__", "__delete__"):
+            if not _is_asked_by_the_library():
+                args = tuple(_measured(each) if _is_piece(each) else each for each in args)
+            return func(*args, **kwargs)
+        if name in _ACCESS:
             if attribute not in _OTHER_SHAPE:
-                result = func(*args, **(kwargs or {}))
-                return guarded(result) if attribute == "data" and name == "__get__" else result
-        elif name in _HARMLESS or is_elementwise(name):
-            result = func(*args, **(kwargs or {}))
-            return result if name in METADATA_FUNCTIONS else _guarded_like(result, args)
-        shape = next((list(a.shape) for a in args if isinstance(a, PieceParameter | Piece)), None)
-    what = function_name(func)
+                if attribute == "grad" and name == "__set__":
+                    _take_gradient(*args)
+                result = func(*args, **kwargs)
+                is_data = attribute == "data" and name == "__get__"
+                return guarded(result, _whole_shape(args[0])) if is_data else result
+        elif name in _HARMLESS or (is_elementwise(name) and _is_by_element(name, args, kwargs)):
+            shapes: dict[int | None, torch.Size | None] = {}
+            if name in _PUTS_IN_PLACE or name not in _HARMLESS:
+                shapes = _checked(func, changes_first(name, kwargs), args, kwargs)
+            result = func(*args, **kwargs)
+            if name in METADATA_FUNCTIONS or name in _MAKES_ANEW:
+                return result
+            if shapes:
+                return _guarded_like(result, shapes)
+            # Of what the function is of; a piece may also be named for its type (type_as).
+            first = next(iter((*args, *kwargs.values())), None)
+            return guarded(result, _whole_shape(first)) if _is_piece(first) else result
+        piece = next((a for a in args if _is_piece(a)), None)
+        shape = None if piece is None else list(piece.shape)
     raise SMPError(
-        f"{what} of a sharded parameter, or of its gradient, between steps: this rank holds a piece of its "
-        f"elements{f', of shape {shape}' if shape else ''}, which would pass for the whole. Functions of "
-        "every element by itself are right on pieces. For the rest: torch.nn.utils.clip_grad_norm_ and "
-        "get_total_norm mean the whole model; model.state_dict() has whole values; load_state_dict sets "
-        "them; penalties on weights go into the step function; initialise before the first step"
+        f"{function_name(func)} of a sharded parameter, or of its gradient, between steps: this rank holds a "
+        f"piece of its elements{f', of shape {shape}' if shape else ''}, which would pass for the whole. "
+        "Functions of every element by itself are right on pieces. For the rest: "
+        "torch.nn.utils.clip_grad_norm_ and get_total_norm mean the whole model; model.state_dict() and "
+        "optimizer.state_dict() have whole values; load_state_dict sets them; penalties on weights go into "
+        "the step function; initialise before the first step"
     )
 
 
-def _guarded_like(result: Any, args: tuple[Any, ...]) -> Any:
-    """What an allowed function gives, which is a piece again; what was changed in place is what it was."""
+_ACCESS = words("__get__ __set__ __delete__")
+
+
+def _is_by_element(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function that may treat every element by itself does so with these arguments."""
+    if name in ("max", "min"):
+        return isinstance(args[1] if len(args) > 1 else kwargs.get("other"), torch.Tensor)
+    return name != "where" or len(args) + len(kwargs) == 3
+
+
+def _is_piece(value: Any) -> bool:
+    return isinstance(value, PieceParameter | Piece)
+
+
+def _whole_shape(piece: torch.Tensor) -> torch.Size:
+    found: torch.Size = getattr(piece, _WHOLE_SHAPE, piece.shape)
+    return found
+
+
+def set_whole_shape(tensor: torch.Tensor, shape: Iterable[int]) -> None:
+    """Says of what shape the tensor is whose piece this one is."""
+    setattr(tensor, _WHOLE_SHAPE, torch.Size(shape))
+
+
+def _is_asked_by_the_library() -> bool:
+    """Whether it is this package's code that has called what torch handed on to :func:`_guard`."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(_OWN_CODE)
+
+
+def _measured(piece: torch.Tensor) -> torch.Tensor:
+    """What has the sizes of a piece's whole."""
+    return _measures(_whole_shape(piece), piece.dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _measures(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _take_gradient(parameter: torch.Tensor, gradient: Any) -> None:
+    """A script sets a gradient: from now on it is a piece as well."""
+    if not isinstance(gradient, torch.Tensor):
+        return
+    is_piece = _is_piece(gradient)
+    if gradient.shape != parameter.shape or (is_piece and not _goes_with(parameter, gradient, False)):
+        raise _mixed("grad", parameter, gradient)
+    if is_piece or type(gradient) is not torch.Tensor:
+        return
+    set_whole_shape(gradient, _whole_shape(parameter))
+    gradient.__class__ = Piece
+
+
+def _checked(
+    func: Any, changes_first_one: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[int | None, torch.Size | None]:
+    """The whole shape of what comes of pieces; for functions of lists by place.
+
+    Raises:
+        SMPError: not all tensors are pieces of one shape. One number goes with every piece.
+    """
+    # What is changed first: the first argument, or ``out``.
+    given = [kwargs["out"], *args] if isinstance(kwargs.get("out"), torch.Tensor) else list(args)
+    given += [value for key, value in kwargs.items() if key != "out"]
+    longest = max((len(each) for each in given if isinstance(each, list | tuple)), default=None)
+    found: dict[int | None, torch.Size | None] = {}
+    for place in [None] if longest is None else range(longest):
+        members = [
+            (number == 0 and changes_first_one, value)
+            for number, each in enumerate(given)
+            if isinstance(value := _at(each, place), torch.Tensor)
+        ]
+        piece = next((value for _, value in members if _is_piece(value)), None)
+        found[place] = None if piece is None else _whole_shape(piece)
+        if piece is None:
+            continue
+        for is_changed, value in members:
+            if not _goes_with(piece, value, is_changed):
+                raise _mixed(function_name(func), piece, value)
+    return found
+
+
+def _at(argument: Any, place: int | None) -> Any:
+    if place is None or not isinstance(argument, list | tuple):
+        return argument
+    return argument[place] if place < len(argument) else None
+
+
+def _goes_with(piece: torch.Tensor, other: torch.Tensor, is_changed: bool) -> bool:
+    """Whether a function of every element finds at each place what it would in the wholes."""
+    shape = _whole_shape(piece)
+    if _is_piece(other):
+        return _whole_shape(other) == shape and other.shape == piece.shape
+    if is_changed:
+        return False  # it would go on as if it were whole
+    if other.numel() == 1:
+        return other.dim() <= 1
+    if other.shape != piece.shape:
+        return False
+    # A row as long as the piece goes with the whole as well, in another way. If it does not, it is meant.
+    fits = zip(reversed(other.shape), reversed(shape), strict=False)
+    return not all(mine in (1, theirs) for mine, theirs in fits)
+
+
+def _mixed(what: str, piece: torch.Tensor, other: torch.Tensor) -> SMPError:
+    is_piece = _is_piece(other)
+    return SMPError(
+        f"{what} of a piece of a sharded parameter and of a tensor that is none of it, between steps: this "
+        f"rank holds {list(piece.shape)} of {list(_whole_shape(piece))}, and the other is "
+        f"{f'a piece of {list(_whole_shape(other))}' if is_piece else f'of shape {list(other.shape)}'}. Make "
+        "what goes with a parameter from the parameter, after the first step (torch.zeros_like(parameter), "
+        "parameter.detach().clone()); where the whole is needed: model.state_dict(), smp.gathered(model)"
+    )
+
+
+def _guarded_like(result: Any, shapes: dict[int | None, torch.Size | None]) -> Any:
+    """What an allowed function gives, which is a piece again, or several."""
     if isinstance(result, list | tuple):
-        return type(result)([_guarded_like(each, args) for each in result])
-    if not isinstance(result, torch.Tensor) or isinstance(result, PieceParameter | Piece):
-        return result
-    return guarded(result)
+        if None in shapes:
+            return type(result)([_guarded_like(each, shapes) for each in result])
+        return type(result)([guarded(each, shapes[place]) for place, each in enumerate(result)])
+    return guarded(result, shapes[None]) if None in shapes else result
+
+
+def _as_subclass(self: torch.Tensor, cls: type) -> Any:
+    """``Tensor.as_subclass``, which torch does not hand on."""
+    if _open or issubclass(cls, Piece | PieceParameter):
+        return torch.Tensor.as_subclass(self, cls)
+    return _guard(type(self), torch.Tensor.as_subclass, (type(self),), (self, cls))
 
 
 class Piece(torch.Tensor):
     """A gradient's piece, or what was made of pieces."""
 
     __torch_function__ = classmethod(_guard)
+    as_subclass = _as_subclass
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            with unguarded():
+                memo[id(self)] = guarded(self.detach().clone(), _whole_shape(self))
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _saved(self, protocol, super().__reduce_ex__)
@@ -160,12 +393,14 @@ class PieceParameter(nn.Parameter):
     """A parameter's piece; the very object of the parameter, whose class changes with the steps."""
 
     __torch_function__ = classmethod(_guard)
+    as_subclass = _as_subclass
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             with unguarded():
                 copied = nn.Parameter(self.data.clone(), self.requires_grad)
             copied.__class__ = PieceParameter
+            set_whole_shape(copied, _whole_shape(self))
             memo[id(self)] = copied
         return memo[id(self)]
 
@@ -176,7 +411,7 @@ class PieceParameter(nn.Parameter):
 def _saved(tensor: torch.Tensor, protocol: Any, plainly: Any) -> Any:
     if _open:
         with torch._C.DisableTorchFunctionSubclass():
-            return torch.Tensor.__reduce_ex__(tensor.detach().as_subclass(torch.Tensor), protocol)
+            return torch.Tensor.__reduce_ex__(plain(tensor), protocol)
     raise SMPError(
         f"a piece of shape {list(tensor.shape)} of a sharded parameter would be saved, and pass for the "
         "whole: save model.state_dict() and optimizer.state_dict(), which are collective over the ranks that "
@@ -184,9 +419,13 @@ def _saved(tensor: torch.Tensor, protocol: Any, plainly: Any) -> Any:
     )
 
 
-def guarded(tensor: Any) -> Any:
-    """The same memory, as a piece."""
-    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, PieceParameter | Piece):
+def guarded(tensor: Any, shape: Iterable[int] | None) -> Any:
+    """The same memory, as a piece of what has that shape; None: it is none."""
+    if shape is None or not isinstance(tensor, torch.Tensor):
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
-        return tensor.as_subclass(Piece)
+        if not isinstance(tensor, PieceParameter | Piece):
+            tensor = torch.Tensor.as_subclass(tensor, Piece)
+        if getattr(tensor, _WHOLE_SHAPE, None) is None:
+            set_whole_shape(tensor, shape)
+    return tensor

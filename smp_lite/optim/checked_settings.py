@@ -8,6 +8,8 @@ is its own and no reason to look again.
 from __future__ import annotations
 
 import contextlib
+import functools
+import types
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -16,11 +18,14 @@ import torch
 from torch.optim import optimizer as torch_hooks
 
 from ..errors import SMPError
-from ..nn.guarding import as_ordinary
+from ..nn.guarding import as_between_steps, as_ordinary, tensors_of
+from ..record.parameters.away import is_away
 from .optimizer_check import check_optimizer
+from .own_hooks import OwnHooks
 
 if TYPE_CHECKING:
     from ..session import Session
+    from .optimizer import DistributedOptimizer
 
 __all__ = ["CheckedSettings", "other_optimizers_checked"]
 
@@ -72,16 +77,19 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 def other_optimizers_checked(session: Session) -> Iterator[None]:
     """Within: optimizers of the model that are in no ``DistributedOptimizer`` are checked as they step."""
     seen: WeakKeyDictionary[torch.optim.Optimizer, CheckedSettings | None] = WeakKeyDictionary()
-
-    stepping: WeakKeyDictionary[torch.optim.Optimizer, contextlib.ExitStack] = WeakKeyDictionary()
+    on_pieces: WeakKeyDictionary[torch.optim.Optimizer, _OnPieces] = WeakKeyDictionary()
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if session.model is None:
             return
-        if session.shard_axes:
-            members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            stack = stepping[optimizer] = contextlib.ExitStack()
-            stack.enter_context(as_ordinary(members))
+        wrapper = _wrapper_of(session, optimizer)
+        if wrapper is not None:
+            wrapper.before_hooks()
+        elif session.shard_axes:
+            _refuse_unclipped(session, optimizer)
+            if optimizer not in on_pieces:
+                on_pieces[optimizer] = _OnPieces(optimizer)
+            on_pieces[optimizer].before_hooks(optimizer)
         if session.step is not None and session.step.runtime is not None:
             _refuse_inside_step(session, optimizer)
         keys = [key for key in ("fp16", "bf16", "shard_optimizer_state") if getattr(session.cfg, key)]
@@ -99,8 +107,8 @@ def other_optimizers_checked(session: Session) -> Iterator[None]:
             checked.before_step(optimizer)
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if (stack := stepping.pop(optimizer, None)) is not None:
-            stack.close()
+        if session.model is not None and (wrapper := _wrapper_of(session, optimizer)) is not None:
+            wrapper.after_hooks()
         if (checked := seen.get(optimizer)) is not None:
             checked.after_step(optimizer)
 
@@ -113,13 +121,68 @@ def other_optimizers_checked(session: Session) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+        for each in list(on_pieces.values()):
+            each.remove()
+
+
+class _OnPieces:
+    """An optimizer that is not wrapped: its step finds ordinary tensors, hooks on it find pieces."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._ordinary = contextlib.ExitStack()
+        self._hooks = OwnHooks(optimizer, self._before, lambda _: self._ordinary.close())
+
+    def before_hooks(self, optimizer: torch.optim.Optimizer) -> None:
+        self._ordinary.close()  # what a step that has failed has left open
+        self._hooks.place(optimizer)
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        def pieces() -> Iterator[tuple[torch.Tensor, torch.Size]]:
+            members = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            return tensors_of((p for p in members if not is_away(p)), optimizer.state)
+
+        self._ordinary.enter_context(as_ordinary(pieces))
+        with_guard = {key: _closure(value) if key == "closure" else value for key, value in kwargs.items()}
+        return tuple(map(_closure, args)), with_guard
+
+    def remove(self) -> None:
+        self._ordinary.close()
+        self._hooks.remove()
+
+
+def _closure(given: Any) -> Any:
+    """A closure, a function that a step is given, finds pieces as well; anything else is itself."""
+    if not isinstance(given, types.FunctionType | types.MethodType | functools.partial):
+        return given
+
+    @functools.wraps(given)
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        with as_between_steps():
+            return given(*args, **kwargs)
+
+    return evaluate
+
+
+def _wrapper_of(session: Session, optimizer: torch.optim.Optimizer) -> DistributedOptimizer | None:
+    return next((each for each in session.optimizers if each.is_around(optimizer)), None)
+
+
+def _refuse_unclipped(session: Session, optimizer: torch.optim.Optimizer) -> None:
+    """Sharded data parallelism clips in every step, by SMP; a step of torch alone would not."""
+    limit = session.cfg.sdp_gradient_clipping
+    if session.plan is None and limit > 0 and _is_of_the_model(session, optimizer):
+        raise SMPError(
+            f"{type(optimizer).__name__}.step() does not clip the model's gradient, and "
+            f"sdp_gradient_clipping: {limit:g} asks for it in every step (1.0 if nothing is said): wrap the "
+            "optimizer with smp.DistributedOptimizer, or set sdp_gradient_clipping to 0"
+        )
 
 
 def _is_of_the_model(session: Session, optimizer: torch.optim.Optimizer) -> bool:
     """Whether it steps parameters of the model and is not in the session's DistributedOptimizer."""
     model = session.model
     assert model is not None
-    if any(each.is_around(optimizer) for each in session.optimizers):
+    if _wrapper_of(session, optimizer) is not None:
         return False
     own = {id(parameter) for parameter in model.module.parameters()}
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -33,6 +33,9 @@ from .state.stand_ins import StandIns
 
 __all__ = ["Features"]
 
+_Seen = list[tuple["weakref.ref[torch.Tensor]", int]]
+"""Gradients, with how often each had been changed."""
+
 
 class Features:
     """Of one optimizer.
@@ -56,7 +59,8 @@ class Features:
         self.half = half_type(session.cfg)
         self.axis = _sharding_axis(session)
         self.scaling: LossScaling | None = None
-        self._brought: list[tuple[weakref.ref[torch.Tensor], int]] | None = None
+        self._brought: _Seen | None = None
+        self._stepped_with: _Seen | None = None
         self._was_finite = True
         self._is_clipped = False
         self._may_step = False
@@ -151,11 +155,7 @@ class Features:
                 and parameter.requires_grad
                 and stand_ins.of(parameter) is parameter
             ):
-                raise SMPError(
-                    f"a parameter of shape {list(parameter.shape)} trains now that was frozen when master "
-                    "weights and shards were made: set requires_grad before smp.DistributedOptimizer and the "
-                    "first step, and freeze it after"
-                )
+                raise self._without_stand_in(parameter)
         self._was_finite = self.scaling is None or self._all_finite(stand_ins)
         if self._was_finite:
             stand_ins.bring_gradients(1.0 if self.scaling is None else self.scaling.scale_of_gradients)
@@ -166,15 +166,45 @@ class Features:
             self._brought = [(weakref.ref(gradient), gradient._version) for gradient in gradients]
         return self._was_finite
 
+    def _without_stand_in(self, parameter: torch.Tensor) -> SMPError:
+        assert self._groups.stand_ins is not None
+        named = self._session.model.module.named_parameters()
+        name = next((name for name, each in named if each is parameter), None)
+        what = f"a parameter of shape {list(parameter.shape)}" if name is None else f"the parameter {name!r}"
+        if not self._groups.stand_ins.knew(parameter):
+            return SMPError(
+                f"{what} has come to the optimizer (add_param_group, param_groups) after master weights and "
+                "shards were made: give every group to the optimizer before smp.DistributedOptimizer wraps "
+                "it; one that is to learn later can have lr=0 until then"
+            )
+        return SMPError(
+            f"{what} trains now that was frozen when master weights and shards were made: set requires_grad "
+            "before smp.DistributedOptimizer and the first step, and freeze it after"
+        )
+
+    def _follow_hooks(self) -> None:
+        """Hooks before the step may have changed the gradients that it has already.
+
+        Raises:
+            SMPError: and they are gradients of masters.
+        """
+        members = [parameter for group in self._members() for parameter in group]
+        if self._stepped_with is None or _are(self._stepped_with, members):
+            return
+        if self.half is not None:
+            name = "fp16" if self.half is torch.float16 else "bf16"
+            raise SMPError(
+                f"{name}: a hook before the optimizer's step (register_step_pre_hook) has changed gradients "
+                "of the model, and the master weights have theirs already: change them before "
+                "optimizer.step() is called"
+            )
+        assert self._groups.stand_ins is not None
+        self._groups.stand_ins.bring_gradients(1.0)
+
     def _are_brought(self, members: Iterable[torch.Tensor]) -> bool:
         if self._brought is None:
             return False
-        with unguarded():
-            gradients = [p.grad for p in members if p.grad is not None]
-            same = len(gradients) == len(self._brought) and all(
-                seen() is gradient and version == gradient._version
-                for (seen, version), gradient in zip(self._brought, gradients, strict=True)
-            )
+        same = _are(self._brought, members)
         if not same and self._is_clipped and any(seen() is not None for seen, _ in self._brought):
             raise SMPError(
                 "gradients were changed after optimizer.clip_master_grads(), which clips copies of them: "
@@ -219,6 +249,7 @@ class Features:
             return True  # before partition, when there are no gradients
         state.check_followed()
         is_finite = self.bring()
+        self._stepped_with = self._brought
         self._brought, self._is_clipped = None, False
         self._may_step = is_finite
         if self.scaling is not None:
@@ -228,6 +259,7 @@ class Features:
     def before_inner_step(self, state: OptimizerState) -> None:
         """The inner optimizer steps, maybe called by somebody else."""
         if self._may_step:
+            self._follow_hooks()
             return
         if self.scaling is not None:
             raise SMPError(
@@ -243,6 +275,16 @@ class Features:
         assert stand_ins is not None
         stand_ins.give_back()
         stand_ins.drop_gradients()
+
+
+def _are(seen: _Seen, members: Iterable[torch.Tensor]) -> bool:
+    """Whether the parameters have these gradients, as they were."""
+    with unguarded():
+        gradients = [p.grad for p in members if p.grad is not None]
+        return len(gradients) == len(seen) and all(
+            known() is gradient and version == gradient._version
+            for (known, version), gradient in zip(seen, gradients, strict=True)
+        )
 
 
 def _sharding_axis(session: Session) -> Axis | None:

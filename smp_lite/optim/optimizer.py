@@ -8,6 +8,7 @@ state dicts :mod:`.state.dicts`.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from .. import session as session_module
 from ..alike_between import SETTINGS
 from ..errors import MissingAttribute, SMPError
+from ..nn.guarding import as_ordinary
 from ..nn.replaced import refuse_replaced
 from ..record.parameters.away import is_away, needed
 from .checked_settings import CheckedSettings
@@ -26,6 +28,7 @@ from .half.loss_scaler import ARGUMENTS
 from .inner import check_around, check_methods, torch_optimizer
 from .names_of_fp16 import MISSING, NamesOfFP16
 from .norms.whole_model import refuse_inside_step
+from .own_hooks import OwnHooks
 from .sharded_names import SHARDED_NAMES, ShardedNames
 from .state.following import follow_parameters
 from .state.groups import Groups
@@ -43,7 +46,7 @@ _OWN = frozenset(
             "_step_took",
             "_step_swapped",
         ),
-        *("_checked", "_sharding"),
+        *("_checked", "_sharding", "_own_hooks", "_between", "_alone", "_is_stepping"),
         "_opt_called",  # a learning rate scheduler's note
     ]
 )
@@ -123,6 +126,10 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
             features.axis,
         )
         self._step_took = self._step_swapped = False  # whether the inner optimizer's step has done so
+        self._own_hooks: OwnHooks | None = None
+        self._is_stepping = False  # whether step() is under way, and the inner optimizer is not called alone
+        self._between = contextlib.ExitStack()  # while hooks of a script run
+        self._alone = contextlib.ExitStack()  # while the inner optimizer steps that was called alone
         self._sharding = ShardedNames(session, groups)
         session.add_optimizer(self)
         # Groups of one rank's own parameters (model.local_parameters()) are other ones on each stage.
@@ -155,6 +162,11 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         return self._features.axis is not None
 
     @property
+    def sharding(self) -> ShardedNames:
+        """What it says and does under sharded data parallelism."""
+        return self._sharding
+
+    @property
     def own_mark(self) -> bool | str:
         """What marks a state dict of this rank's own part."""
         return self._state.own_mark
@@ -180,10 +192,28 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
             self._checked = CheckedSettings(self._torchs)
         self._features.after_partition(self._torchs)
         # For who calls the inner optimizer's step(), as wrappers around optimizers do.
-        self._torchs.register_step_pre_hook(lambda *_: self._before_step())
-        self._torchs.register_step_post_hook(lambda *_: self._after_step())
+        self._own_hooks = OwnHooks(self._torchs, lambda *_: self._before_step(), lambda _: self._after_step())
+
+    def before_hooks(self) -> None:
+        """The inner optimizer's step begins: a script's hooks find what there is between steps."""
+        self._give_up()
+        if self._own_hooks is not None:
+            self._own_hooks.place(self._torchs)
+            self._between.enter_context(self._groups.as_between_steps())
+
+    def after_hooks(self) -> None:
+        """Its step has ended, and so have they."""
+        self._between.close()
+
+    def _give_up(self) -> None:
+        """What a step that has failed has left open."""
+        self._between.close()
+        self._alone.close()
 
     def _before_step(self) -> None:
+        self._between.close()
+        if not self._is_stepping:
+            self._alone.enter_context(as_ordinary(self._groups.pieces))
         self._sharding.before_inner_step()
         # A step that has failed has left them out.
         self._step_took = self._groups.take_out() or self._step_took
@@ -199,6 +229,8 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         if self._step_took:
             self._step_took = False
             self._groups.put_back()
+        self._alone.close()
+        self._between.enter_context(self._groups.as_between_steps())
 
     # The optimizer's own methods ----------------------------------------------------------------------------
 
@@ -277,11 +309,14 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         if not self._features.may_step(self._state, closure):
             self._sharding.overflowed()
             return None
+        if closure is not None:
+            closure = self._as_between_steps(closure)
         closure = self._sharding.before_step(self._torchs, closure)
         with self._groups.here(stand_ins=False):
+            self._is_stepping = True
             has_parameters = any(group["params"] for group in self._torchs.param_groups)
-            self._check_options()
             try:
+                self._check_options()
                 if closure is not None:
                     result = step_with_closure(
                         self._session, self.optimizer, closure, has_parameters=has_parameters
@@ -289,11 +324,20 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
                 else:
                     result = self.optimizer.step() if has_parameters else None
             finally:
+                self._is_stepping = False
+                self._give_up()
                 self._groups.swap_out()
                 self._step_swapped = False
         if self._checked is not None:
             self._checked.after_step(self._torchs)
         return result
+
+    def _as_between_steps(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            with self._groups.as_between_steps():
+                return closure()
+
+        return evaluate
 
     def _check_options(self) -> None:
         """A rate made of one stage's gradients is a number on that stage's rank alone."""

@@ -18,6 +18,7 @@ from torch import nn
 import smp_lite as smp
 from smp_lite.checkpoints.portable import loading as portable_loading
 from smp_lite.checkpoints.portable import reading as portable_reading
+from smp_lite.nn.guarding import plain as plain_of
 from smp_lite.nn.one_d import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from smp_lite.session import current
 from tests.launch.api_cases import error_of
@@ -181,7 +182,7 @@ def load_large(parameters: dict[str, Any], folder: str, tag: str, steps_before: 
     parameters_here = list(model.local_parameters())
     return {
         "read": portable_loading.bytes_read[-1],
-        "held": 3 * sum(p.numel() * p.element_size() for p in parameters_here),
+        "held": 3 * sum(plain_of(p).numel() * p.element_size() for p in parameters_here),
         "entries": 4 * len(parameters_here),
     }
 

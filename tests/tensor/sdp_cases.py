@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smp_lite as smp
+from smp_lite.nn.guarding import plain as plain_of
 from smp_lite.nn.layout import layout_of
 from smp_lite.session import current
 from tests.tensor.runtime_cases import CLASSES, WIDTH, Block, Net, batches, split
@@ -175,10 +176,10 @@ def train(
         "state": wrapped.state_dict(),
         "optimizer": optim.state_dict(),
         "rate": optim.param_groups[0]["lr"],
-        "elements": sum(parameter.numel() for parameter in local),
+        "elements": sum(plain_of(parameter).numel() for parameter in local),
         "memory": sum(p.untyped_storage().nbytes() for p in _storages(local)),
         "of_state": sum(v.numel() for s in state.values() for v in s.values() if v.dim()),
-        "gradients": sum(p.grad.numel() for p in local if p.grad is not None),
+        "gradients": sum(plain_of(p.grad).numel() for p in local if p.grad is not None),
         "wholes": sum(layout_of(p) is None for p in local),
     }
     if sharded is not None:

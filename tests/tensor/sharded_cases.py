@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smp_lite as smp
+from smp_lite.nn.guarding import plain as plain_of
 from smp_lite.nn.layout import layout_of
 from smp_lite.optim.state.split import whole_state
 from smp_lite.session import current
@@ -134,9 +135,9 @@ def train(
         "outputs": outputs,
         "state": wrapped.state_dict(),
         "optimizer": optim.state_dict(),
-        "elements": sum(parameter.numel() for parameter in wrapped.local_parameters()),
+        "elements": sum(plain_of(parameter).numel() for parameter in wrapped.local_parameters()),
         "of_state": sum(v.numel() for s in state.values() for v in s.values() if v.dim()),
-        "gradients": sum(p.grad.numel() for p in wrapped.local_parameters() if p.grad is not None),
+        "gradients": sum(plain_of(p.grad).numel() for p in wrapped.local_parameters() if p.grad is not None),
         "most_bytes": sharded.most_bytes if sharded is not None else None,
         "groups": [group.num_bytes for group in sharded.groups] if sharded is not None else None,
     }
@@ -329,7 +330,7 @@ def loads_state_before_partition(config: dict[str, Any]) -> tuple[list[float], l
     sharded = [(parameter, optim.state[parameter]) for parameter in here]
     assert len(sharded) > 5
     for parameter, own in sharded:
-        assert own["exp_avg"].shape == parameter.shape
+        assert plain_of(own["exp_avg"]).shape == plain_of(parameter).shape
         assert whole_state(parameter, own)["exp_avg"].shape == layout_of(parameter).shape
     return expected, found
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 
 import smp_lite as smp
+from smp_lite.nn.guarding import plain as plain_of
 from smp_lite.session import current
 
 TOKENS, BATCH = 6, 4
@@ -103,7 +104,7 @@ def train(file: str, overrides: tuple[str, ...], model: str = "llama", num_steps
         "losses": losses,
         "replica": smp.rdp_rank(),
         "state": wrapped.state_dict(),
-        "elements": sum(parameter.numel() for parameter in wrapped.local_parameters()),
+        "elements": sum(plain_of(parameter).numel() for parameter in wrapped.local_parameters()),
         "units": len(sharded.groups) if sharded is not None else 0,
     }
 

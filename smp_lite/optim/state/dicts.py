@@ -18,6 +18,7 @@ import torch
 
 from ...comm.axis import Axis
 from ...errors import SMPError
+from ...nn.guarding import plain
 from ..half.loss_scaling import LossScaling
 from .groups import Groups
 from .own_parameters import PARTIAL_KEY, partial_mark
@@ -101,7 +102,7 @@ class ReadState:
         if stand_ins is not None and self.loaded_masters and not stand_ins.are_followed():
             raise _other_masters()
         with self._groups.here():
-            state: dict[str, Any] = self._optimizer.state_dict()
+            state: dict[str, Any] = _plain(self._optimizer.state_dict())
         if is_cut and "param_groups" in state:
             renumber = dict(enumerate(position for order in self._groups.positions() for position in order))
             state = {
@@ -183,6 +184,17 @@ class ReadState:
             groups.append({**group, **lists, "params": list(range(start, start + size))})
             start += size
         return {**local, **merged, "param_groups": groups}
+
+
+def _plain(value: Any) -> Any:
+    """The same nest with ordinary tensors for pieces, which the optimizer's own will be again."""
+    if isinstance(value, torch.Tensor):
+        return plain(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return value
 
 
 def to_cpu(value: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...nn.guarding import as_ordinary
+from ...nn.guarding import as_between_steps, as_ordinary, of_state, tensors_of
 from ...nn.layout import is_sharded
 from ...record.parameters.away import is_away
 from .here import StateHere
@@ -168,6 +168,37 @@ class Groups:
         for key, value in items:  # in the same order
             state[change(key) if isinstance(key, torch.Tensor) else key] = value
 
+    # Pieces -------------------------------------------------------------------------------------------------
+
+    def pieces(self) -> Iterator[tuple[torch.Tensor, torch.Size]]:
+        """What is a piece between steps, with the shape of its whole."""
+        state = self._optimizer.state
+        for lists in self.lists():
+            for parameter in lists["params"]:
+                if is_away(parameter):
+                    continue
+                yield from tensors_of([parameter], state)
+                if self.stand_ins is not None and self.stand_ins.of(parameter) is not parameter:
+                    stand_in = self.stand_ins.of(parameter)
+                    if self.stand_ins.cuts(parameter):
+                        for key in (parameter, stand_in):
+                            yield from of_state(state.get(key), tuple(stand_in.shape), parameter.shape)
+
+    @contextlib.contextmanager
+    def as_between_steps(self) -> Iterator[None]:
+        """Within: a script's own code runs in the midst of a step (a closure, a hook), and finds what it
+        would between steps."""
+        was_out, was_swapped = self._whole is not None, self._swapped
+        self.put_back()
+        try:
+            with as_between_steps():
+                yield
+        finally:
+            if was_out:
+                self.take_out()
+            if was_swapped:
+                self.swap_in()
+
     @contextlib.contextmanager
     def here(self, *, stand_ins: bool = True) -> Iterator[None]:
         """Within: the groups hold this rank's parameters alone, and pieces are ordinary tensors.
@@ -178,8 +209,7 @@ class Groups:
         took = self.take_out()
         swapped = stand_ins and self.swap_in()
         try:
-            members = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-            with as_ordinary(members):
+            with as_ordinary(self.pieces):
                 yield
         finally:
             if swapped:

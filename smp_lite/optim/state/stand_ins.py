@@ -65,6 +65,7 @@ class StandIns:
     ) -> None:
         self.half, self.axis = half, axis
         self._pairs: list[_Pair] = []
+        self._given = [parameter for group in groups for parameter in group]
         for group in groups:
             self._pairs += self._of_group([p for p in group if p.requires_grad], own)
         self._by_parameter = {id(pair.parameter): pair for pair in self._pairs}
@@ -153,6 +154,10 @@ class StandIns:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is one of the stand-ins."""
         return id(tensor) in self._by_stand_in
+
+    def knew(self, parameter: torch.Tensor) -> bool:
+        """Whether the optimizer had it when stand-ins were made, if only frozen."""
+        return any(each is parameter for each in self._given)
 
     def masters(self) -> Iterator[tuple[torch.Tensor, nn.Parameter]]:
         """Those that say more than their parameters, with these."""

@@ -121,7 +121,8 @@ class PieceReducer(Reducer):
         assert bucket.flat is not None
         for parameter, was_used in zip(bucket.parameters, used, strict=True):
             start, end = self._pieces[id(parameter)]
-            parameter.grad = guarded(bucket.flat[start:end].clone()) if was_used else None
+            gradient = bucket.flat[start:end].clone() if was_used else None
+            parameter.grad = guarded(gradient, parameter.smp_whole_shape)  # type: ignore[attr-defined]
 
 
 class _All:

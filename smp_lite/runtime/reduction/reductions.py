@@ -21,7 +21,7 @@ from ...comm.collectives import Collectives, OneMember
 from ...comm.ranks import Ranks
 from ...devices import CPU
 from ...errors import SMPError
-from ...nn.layout import layout_of
+from ...nn.layout import is_sharded, layout_of
 from ..sharded.parameters import ShardGroup
 from .piece_reducer import PieceReducer
 from .reducer import Hook, Reducer, broadcast_tensors
@@ -185,7 +185,8 @@ class Reductions:
         number, but a sum of them is not, nor is a piece, so they are kept until :meth:`put_back`."""
         for parameter in self._summed:
             if parameter.grad is not None:
-                gradient = parameter.grad.clone() if self._as_views else parameter.grad
+                is_view = self._as_views and not is_sharded(parameter)
+                gradient = parameter.grad.clone() if is_view else parameter.grad
                 self._aside.append((parameter, gradient))
                 parameter.grad = None
 
@@ -205,8 +206,12 @@ class Reductions:
     def put_back(self, *, failed: bool) -> None:
         """Adds what was set aside to the gradients again; after a step that failed nothing of it stays."""
         for parameter, gradient in self._aside:
-            if not failed:
-                parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+            if failed:
+                continue
+            if parameter.grad is not None:
+                with torch.no_grad():
+                    gradient.add_(parameter.grad)  # into what a script may have kept, as autograd does
+            parameter.grad = gradient
         self._aside = []
 
     def begin_step(self) -> None:

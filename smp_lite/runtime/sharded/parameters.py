@@ -25,7 +25,7 @@ from ...comm.axis import Axis, Started
 from ...comm.layout import bits_summed
 from ...devices import is_host
 from ...errors import SMPError
-from ...nn.guarding import PieceParameter
+from ...nn.guarding import Piece, PieceParameter, plain, set_whole_shape
 from ...nn.layout import ParameterLayout, layout_of, part_of, set_layout
 from ...record.values.memory import place_of
 
@@ -53,6 +53,7 @@ class ShardGroup:
         self.bounds: list[tuple[int, int]] = []
         pieces, start = [], 0
         self._shapes = [tuple(parameter.shape) for parameter in parameters]
+        self._given: dict[int, torch.Tensor] = {}  # what a script has put in the place of a piece
         with torch.no_grad():
             for parameter in parameters:
                 layout = layout_of(parameter)
@@ -62,6 +63,7 @@ class ShardGroup:
                 start += len(pieces[-1])
                 parameter.data = pieces[-1]
                 set_layout(parameter, over(layout, whole.shape, axis))
+                set_whole_shape(parameter, whole.shape)
             self.mine = torch.cat(pieces)
             self._rows = self.mine.new_empty((axis.size, 0))
             self._wholes = [self.mine.new_empty(axis.size * (b - a)) for a, b in self.bounds]
@@ -73,6 +75,7 @@ class ShardGroup:
         self.num_bytes = self.num_elements * self.mine.element_size()
         self._show_pieces()
         self.pending: Started | None = None
+        self._sent = self.mine
         self._versions: list[int] = []
         self._digests: list[torch.Tensor] = []
         self.is_here = False
@@ -83,8 +86,32 @@ class ShardGroup:
         return self.pending is not None
 
     def _piece(self, number: int) -> torch.Tensor:
+        if number in self._given:
+            return self._given[number]
         start, end = self.bounds[number]
         return self.mine[start:end]
+
+    def _take(self, number: int) -> None:
+        """A script may have given the parameter other data (``parameter.data = ...``), which the script may
+        hold as well and change later, as it may go back to what was there before."""
+        parameter = self.parameters[number]
+        if (
+            place_of(parameter) == place_of(self._piece(number))
+            and parameter.shape == self._piece(number).shape
+        ):
+            return
+        self._given.pop(number, None)
+        piece = self._piece(number)
+        if parameter.shape != piece.shape or parameter.dtype != piece.dtype:
+            raise SMPError(
+                f"the parameter {self.names[number]!r} was given data of shape {list(parameter.shape)} and "
+                f"{parameter.dtype}, but this rank holds a piece of it of shape {list(piece.shape)} and "
+                f"{piece.dtype}: change it in place"
+            )
+        if place_of(parameter) != place_of(piece):
+            self._given[number] = plain(parameter).to(piece.device)
+        if (named := getattr(parameter, "ds_tensor", None)) is not None:
+            named.data = self._piece(number)
 
     def _show_pieces(self) -> None:
         for number, parameter in enumerate(self.parameters):
@@ -97,16 +124,7 @@ class ShardGroup:
         for number, parameter in enumerate(self.parameters):
             if type(parameter) is PieceParameter:
                 parameter.__class__ = nn.Parameter
-            piece = self._piece(number)
-            if place_of(parameter) != place_of(piece) or parameter.shape != piece.shape:
-                # Somebody has given it other data (parameter.data = ...).
-                if parameter.shape != piece.shape or parameter.dtype != piece.dtype:
-                    raise SMPError(
-                        f"the parameter {self.names[number]!r} was given data of shape "
-                        f"{list(parameter.shape)} and {parameter.dtype}, but this rank holds a piece of it "
-                        f"of shape {list(piece.shape)} and {piece.dtype}: change it in place"
-                    )
-                piece.copy_(parameter.data)
+            self._take(number)
             parameter.data = self._absent[number]
 
     def show(self) -> None:
@@ -118,14 +136,17 @@ class ShardGroup:
     def start(self) -> None:
         """Begins to gather."""
         self._rows = self.mine.new_empty((self.axis.size, len(self.mine)))
-        self.pending = self.axis.start_all_gather(self.mine, self._rows)
+        self._sent = self.mine
+        if self._given:
+            self._sent = torch.cat([self._piece(number).detach() for number in range(len(self.parameters))])
+        self.pending = self.axis.start_all_gather(self._sent, self._rows)
 
     def arrive(self) -> Iterator[str]:
         """Yields what it waits for until the parameters are whole."""
         assert self.pending is not None
         while not self.pending.done():
             yield self.pending.waits_for()
-        self.pending = None
+        self.pending, self._sent = None, self.mine
         with torch.no_grad():
             for number, parameter in enumerate(self.parameters):
                 start, end = self.bounds[number]
@@ -220,10 +241,17 @@ class ShardedParameters:
         groups: of them.
         max_live_elements: nothing is gathered ahead beyond so many gathered elements; what an action needs
             is gathered all the same. None: there is no limit.
+        tables: of the model's modules by name their own parameters, as they are at any time.
     """
 
-    def __init__(self, groups: Sequence[ShardGroup], max_live_elements: int | None = None) -> None:
+    def __init__(
+        self,
+        groups: Sequence[ShardGroup],
+        max_live_elements: int | None = None,
+        tables: Sequence[tuple[str, dict[str, nn.Parameter | None]]] = (),
+    ) -> None:
         self.groups = list(groups)
+        self._tables = list(tables)
         self.most_bytes = 0
         """Most bytes of whole parameters at a time, in the last list of actions."""
         self.most_live_elements = 0
@@ -257,9 +285,22 @@ class ShardedParameters:
                 the axis.
         """
         self._uses, self._position, self.most_bytes, self.most_live_elements = uses, 0, 0, 0
+        self._refuse_strangers()
         self._is_open = True
         for group in self.groups:
             group.hide()
+
+    def _refuse_strangers(self) -> None:
+        """Raises SMPError where a script has put a piece into the model that nobody gathers."""
+        for name, table in self._tables:
+            for own, parameter in table.items():
+                if type(parameter) in (Piece, PieceParameter) and not self.holds(parameter):  # type: ignore[arg-type]
+                    full = f"{name}.{own}" if name else own
+                    raise SMPError(
+                        f"{full!r} is a new parameter that was made from a piece of a sharded one, and no "
+                        "step would bring it together: set values in place (parameter.copy_, "
+                        "load_state_dict), and tie or untie parameters before smp.DistributedModel"
+                    )
 
     def bring(self) -> Iterator[str]:
         """Yields what it waits for until all that the next action needs is whole."""

@@ -125,4 +125,5 @@ def shard(
                 lay_anew(module, parameter, layout)
     for parameter in parameters:
         add_names(parameter, sharding.axis)
-    return ShardedParameters(groups, sharding.max_live_elements)
+    tables = [(name, module._parameters) for name, module in placement.root.named_modules()]
+    return ShardedParameters(groups, sharding.max_live_elements, tables)
