@@ -8,7 +8,8 @@ made when they are asked for, since no memory of that form is kept: they are for
 
 SMP clips in every step of a sharded optimizer, by the norm of the whole model's gradient and as
 ``torch.nn.utils.clip_grad_norm_`` does; so ``sdp_gradient_clipping: 0`` is off, as it is in DeepSpeed. The
-norm is taken all the same, as scripts read it.
+norm is taken all the same, as scripts read it. Of several optimizers the first that steps after a backward
+clips the gradients of all, as they are then: one process clips once before the steps.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ class ShardedNames:
     def __init__(self, session: Session, groups: Groups) -> None:
         self._session, self._lists, self._stand_in = session, groups.lists, groups.stand_in_of
         self._norm: float | None = None
+        self._clipped_at = (
+            -1
+        )  # how many backwards there had been when the gradients of this step were clipped
         self._is_prepared = False  # whether the inner optimizer's next step is one of ours
 
     def _groups(self) -> list[list[torch.Tensor]]:
@@ -136,17 +140,16 @@ class ShardedNames:
                 f"{type(optimizer).__name__}(fused=True) takes the GradScaler's scale off in its own kernel, "
                 "and sharded data parallelism clips before: use fused=False"
             )
-        own = self._session.model.own_parameters
-        find = own.finder()
-        items, here = [], []
-        for parameter in (p for group in self._groups() for p in group):
-            number = find(parameter)
-            number = FOREIGN if number is None else number
-            is_here = not is_away(parameter)
-            items.append(Item(number, parameter if is_here else None))
-            here.append(self._stand_in(parameter) if is_here else None)
-        gradients = [None if tensor is None else tensor.grad for tensor in here]
+        passes = self._session.model.runtime.passes
         limit = self._session.cfg.sdp_gradient_clipping
+        others = [each.sharding for each in self._session.optimizers if each.sharding is not self]
+        earlier = next((each for each in others if each._clipped_at == passes), None)
+        if earlier is not None and self._clipped_at != passes:
+            # One of several optimizers has clipped what this step of training has made, all of it.
+            self._norm, self._clipped_at = earlier._norm, passes
+            return
+        self._clipped_at = passes
+        items, gradients = self._whole_model(limit)
         call = Call("optimizer.step()", {"norm_type": 2.0, "max_norm": limit}, False, None)
         total, _ = total_norm(self._session, call, items, gradients, False)
         self._norm = float(total)
@@ -156,3 +159,40 @@ class ShardedNames:
                 for gradient in gradients:
                     if gradient is not None:
                         plain(gradient).mul_(factor)
+
+    def _whole_model(self, limit: float) -> tuple[list[Item], list[torch.Tensor | None]]:
+        """All parameters of the model, and what else optimizers step, with the gradients that are clipped.
+
+        Raises:
+            SMPError: they are gradients of masters, of which each optimizer has its own alone.
+        """
+        own = self._session.model.own_parameters
+        find = own.finder()
+        mine = {id(parameter) for group in self._groups() for parameter in group}
+        parameters = [own.parameter(number) for number in range(len(own.names))]
+        if limit > 0 and (self._session.cfg.fp16 or self._session.cfg.bf16):
+            left = [
+                n for n, p in zip(own.names, parameters, strict=True) if p.requires_grad and id(p) not in mine
+            ]
+            if left:
+                raise SMPError(
+                    f"sdp_gradient_clipping: {limit:g} clips the gradient of the whole model, and in half "
+                    f"precision that of master weights, which this optimizer does not have of {left[0]!r}"
+                    f"{f' and {len(left) - 1} others' if len(left) > 1 else ''}: give one optimizer all "
+                    "parameters that train (in several groups), freeze the others (requires_grad_(False)), "
+                    "or set sdp_gradient_clipping to 0"
+                )
+        items, gradients = [], []
+        for number, parameter in enumerate(parameters):
+            is_here = own.is_local(number) and not is_away(parameter)
+            items.append(Item(number, parameter if is_here else None))
+            gradients.append(self._stand_in(parameter).grad if is_here else None)
+        foreign = {}
+        for groups in (
+            self._groups(),
+            *([g["params"] for g in each.param_groups] for each in self._session.optimizers),
+        ):
+            foreign.update({id(p): p for group in groups for p in group if find(p) is None})
+        items += [Item(FOREIGN, parameter) for parameter in foreign.values()]
+        gradients += [self._stand_in(parameter).grad for parameter in foreign.values()]
+        return items, gradients
