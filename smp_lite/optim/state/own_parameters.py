@@ -8,10 +8,12 @@ the whole model.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...record.parameters.away import is_away, root_of
@@ -22,7 +24,7 @@ from ...record.values.placed import PlacedTensor
 if TYPE_CHECKING:
     from ...session import Session
 
-__all__ = ["PARTIAL_KEY", "OwnParameters", "check_mark", "partial_mark"]
+__all__ = ["PARTIAL_KEY", "OwnParameters", "are_gradients", "check_mark", "partial_mark"]
 
 PARTIAL_KEY = "_smp_is_partial"
 """Marks a state dict of one rank's own part: True, or of which pieces of sharded parameters it is."""
@@ -144,6 +146,18 @@ class OwnParameters:
         """Whether any of them is a parameter of the model."""
         find = self.finder()
         return any(find(tensor) is not None for tensor in tensors)
+
+
+def are_gradients(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether each is the gradient of some parameter that exists, or all of its memory.
+
+    It looks at all objects that there are: ask only where nothing else tells.
+    """
+    wanted = {key for tensor in tensors if (key := _memory(tensor)) is not None}
+    for each in gc.get_objects():
+        if type(each) is nn.Parameter and each.grad is not None:
+            wanted.discard(_memory(each.grad))
+    return not wanted
 
 
 def _memory(tensor: torch.Tensor) -> tuple[tuple[int, int], int, torch.dtype] | None:
