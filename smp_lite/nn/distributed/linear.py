@@ -30,8 +30,7 @@ class DistributedLinear(DistributedModule):
     Raises:
         SMPError: ``smp.init()`` was not called.
         CannotShare: the ranks cannot share ``in_features`` equally; names the nearest sizes.
-        ValueError: in forward, another number of features, or without ``prescaled_batch`` an input without
-            a batch dimension.
+        ValueError: in forward, another number of features.
     """
 
     def __init__(
@@ -59,14 +58,11 @@ class DistributedLinear(DistributedModule):
         if axis.size == 1:
             return F.linear(input, self.weight, self.bias)
         if self.region.own_batches:
-            if input.dim() < 2:
-                raise ValueError(
-                    f"DistributedLinear: without prescaled_batch the input needs a batch dimension, and has "
-                    f"shape {list(input.shape)}"
-                )
             self.meet(input)
-            summand = F.linear(all_to_all(input, axis, -1, 0), self.weight)
+            rows = input if input.dim() > 1 else input.unsqueeze(0)  # a vector is a batch of one
+            summand = F.linear(all_to_all(rows, axis, -1, 0), self.weight)
             output = reduce_scatter_along(summand, axis, 0)
+            output = output if input.dim() > 1 else output.squeeze(0)
         else:
             output = sum_over_ranks(F.linear(split_along(input, axis, -1), self.weight), axis)
         return output if self.bias is None else output + cast_for_autocast(self.bias)[0]

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from ...comm.axis import Axis
 from ..grid.laid_out import cast_for_autocast
 from ..one_d.operations import copy_to_ranks, reduce_scatter_along, sum_over_ranks
+from ..transforms import refuse_transforms
 from .base import DistributedModule
 from .region import Region
 
@@ -78,6 +79,7 @@ def project(x: torch.Tensor, layers: Sequence[ToParts], region: Region) -> list[
     if not region.splits_features:
         copied = copy_to_ranks(x, region.axis)
         return [F.linear(copied, layer.weight, layer.bias) for layer in layers]
+    refuse_transforms(x)
     weights = torch.cat([layer.weight for layer in layers]) if len(layers) > 1 else layers[0].weight
     sizes = [layer.weight.shape[0] for layer in layers]
     found = _GatheredLinear.apply(x, weights, region.axis).split(sizes, -1)

@@ -29,6 +29,7 @@ from ...devices import CPU
 from ...errors import SMPMismatch
 from ..one_d.operations import copy_to_ranks, gather_along, split_along
 from ..one_d.parts import nearest_sizes
+from ..transforms import refuse_transforms
 
 __all__ = ["CannotShare", "Region", "all_to_all"]
 
@@ -92,6 +93,7 @@ class Region:
         """
         if not self.own_batches or isinstance(x, FakeTensor) or x.device.type == "meta":
             return
+        refuse_transforms(x)
         mine = [crc32(where.encode()), crc32(str(x.dtype).encode()), x.dim(), *x.shape[:_MOST_DIMENSIONS]]
         mine += [0] * (3 + _MOST_DIMENSIONS - len(mine))
         every = self.axis.all_gather(torch.tensor([mine], device=CPU)).tolist()
@@ -172,7 +174,11 @@ def all_to_all(x: torch.Tensor, axis: Axis, split_dim: int, join_dim: int) -> to
     Raises:
         ValueError: the size of ``split_dim`` is no multiple of the number of ranks.
     """
-    return x if axis.size == 1 else _AllToAll.apply(x, axis, split_dim, join_dim)
+    if axis.size == 1:
+        return x
+    refuse_transforms(x)
+    found: torch.Tensor = _AllToAll.apply(x, axis, split_dim, join_dim)
+    return found
 
 
 class _AllToAll(torch.autograd.Function):

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ...comm.axis import Axis
 from ..autocast import cast_for_loss
+from ..transforms import refuse_transforms
 from .checks import check_ids, compute_dtype
 
 __all__ = ["split_cross_entropy"]
@@ -68,6 +69,7 @@ def split_cross_entropy(
             "logits are, with the mesh's split_batch"
         )
     check_ids("targets", targets, num_classes, ignore_index)
+    refuse_transforms(logits)
     logits = cast_for_loss(logits)
     loss: torch.Tensor = _CrossEntropy.apply(
         logits, targets, classes, tuple(rows), num_classes, ignore_index, label_smoothing, reduction == "mean"

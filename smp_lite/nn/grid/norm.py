@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ...comm.axis import Axis
 from ..autocast import cast_for_norm
+from ..transforms import refuse_transforms
 from .checks import check_features, compute_dtype
 from .laid_out import LaidOut
 
@@ -32,6 +33,7 @@ def normalize(x: torch.Tensor, axis: Axis, eps: float | None, centered: bool) ->
         eps: None: the machine epsilon of the input's dtype, as torch's RMSNorm has it.
         centered: whether the mean is taken off.
     """
+    refuse_transforms(x)
     found: torch.Tensor = _Normalize.apply(
         x, axis, torch.finfo(x.dtype).eps if eps is None else eps, centered
     )

@@ -13,6 +13,7 @@ from torch import nn
 
 from ...comm.axis import Axis
 from ..autocast import cast_for_loss
+from ..transforms import refuse_transforms
 from .embedding import check_indices
 from .operations import sum_over_ranks
 
@@ -65,6 +66,8 @@ def vocab_parallel_cross_entropy(
     ignored = target == ignore_index
     check_indices(target.masked_fill(ignored, 0), vocab_size, "vocab_parallel_cross_entropy: target")
 
+    if axis.size > 1:
+        refuse_transforms(logits)
     logits = cast_for_loss(logits)
     dtype = logits.dtype
     logits = logits.float() if dtype in (torch.float16, torch.bfloat16) else logits

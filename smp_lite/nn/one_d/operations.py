@@ -27,6 +27,7 @@ from typing import Any, Literal
 import torch
 
 from ...comm.axis import Axis
+from ..transforms import refuse_transforms
 
 __all__ = ["copy_to_ranks", "gather_along", "reduce_scatter_along", "split_along", "sum_over_ranks"]
 
@@ -36,12 +37,12 @@ def copy_to_ranks(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
     The ranks' gradients are summands of the whole one: backward adds them up.
     """
-    return x if axis.size == 1 else _Copy.apply(x, axis)
+    return x if axis.size == 1 else _apply(_Copy, x, axis)
 
 
 def sum_over_ranks(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum of the ranks' tensors, on all of them; each then has the same gradient, which is its own."""
-    return x if axis.size == 1 else _Sum.apply(x, axis)
+    return x if axis.size == 1 else _apply(_Sum, x, axis)
 
 
 def gather_along(
@@ -57,7 +58,7 @@ def gather_along(
         raise ValueError(f"gradients={gradients!r}: it is 'same' or 'summand'")
     if axis.size == 1:
         return x
-    return _GatherSame.apply(x, axis, dim) if gradients == "same" else _GatherSummand.apply(x, axis, dim)
+    return _apply(_GatherSame if gradients == "same" else _GatherSummand, x, axis, dim)
 
 
 def split_along(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
@@ -66,7 +67,7 @@ def split_along(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     Raises:
         ValueError: the size of that dimension is no multiple of the number of ranks.
     """
-    return x if axis.size == 1 else _Split.apply(x, axis, dim)
+    return x if axis.size == 1 else _apply(_Split, x, axis, dim)
 
 
 def reduce_scatter_along(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
@@ -75,7 +76,13 @@ def reduce_scatter_along(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     Raises:
         ValueError: the size of that dimension is no multiple of the number of ranks.
     """
-    return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
+    return x if axis.size == 1 else _apply(_ReduceScatter, x, axis, dim)
+
+
+def _apply(operation: type[torch.autograd.Function], x: torch.Tensor, *how: Any) -> torch.Tensor:
+    refuse_transforms(x)
+    found: torch.Tensor = operation.apply(x, *how)
+    return found
 
 
 class _Copy(torch.autograd.Function):

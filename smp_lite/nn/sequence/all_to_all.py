@@ -11,6 +11,7 @@ import torch
 from ...comm.axis import Axis
 from ..grid.attention import attend, check_mask
 from ..grid.checks import check_divides
+from ..transforms import refuse_transforms
 from .mesh import SequenceMesh
 
 __all__ = ["all_to_all_attention"]
@@ -62,6 +63,7 @@ def _whole_mask(mask: torch.Tensor, mesh: SequenceMesh) -> torch.Tensor:
 def _exchange(x: torch.Tensor, axis: Axis, split_dim: int, join_dim: int) -> torch.Tensor:
     if axis.size == 1:
         return x
+    refuse_transforms(x)
     found: torch.Tensor = _AllToAll.apply(x, axis, split_dim, join_dim)
     return found
 

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from ..grid.attention import check_mask
 from ..grid.checks import compute_dtype
 from ..grid.laid_out import cast_for_autocast, without_autocast
+from ..transforms import refuse_transforms
 from .mesh import SequenceMesh
 
 __all__ = ["ring_attention"]
@@ -68,6 +69,7 @@ def ring_attention(
     if mask is not None:
         check_mask(mask, (q.shape[0], q.shape[1], q.shape[2], num_keys))
         mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+    refuse_transforms(q, k, v)
     q, k, v = cast_for_autocast(q, k, v)
     with without_autocast(q):
         result: torch.Tensor = _Ring.apply(

@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ..grid.laid_out import cast_for_autocast, without_autocast
+from ..transforms import refuse_transforms
 from .layout import Layout3D
 from .mesh import Mesh3D
 
@@ -39,6 +40,7 @@ def product(
     Returns:
         ``(batch / d^2, ..., N / d)``, of the other layout.
     """
+    refuse_transforms(x, weight)
     x, weight = cast_for_autocast(x, weight)
     with without_autocast(x):
         result: torch.Tensor = _Product.apply(x, weight, mesh, layout, weight_dim, regather)

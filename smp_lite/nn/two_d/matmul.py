@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from ..grid.checks import compute_dtype
 from ..grid.laid_out import cast_for_autocast, without_autocast
+from ..transforms import refuse_transforms
 from .mesh import SummaMesh
 
 __all__ = ["ab", "abt", "atb", "classify", "project"]
@@ -96,6 +97,7 @@ def classify(x: torch.Tensor, table: torch.Tensor, mesh: SummaMesh) -> torch.Ten
 
 
 def _run(function: type[Function], x: torch.Tensor, weight: torch.Tensor, mesh: SummaMesh) -> torch.Tensor:
+    refuse_transforms(x, weight)
     x, weight = cast_for_autocast(x, weight)
     with without_autocast(x):
         result: torch.Tensor = function.apply(x, weight, mesh)

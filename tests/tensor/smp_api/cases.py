@@ -46,6 +46,14 @@ class Linears(nn.Module):
 Made = tuple[nn.Module, Callable[[nn.Module], None]]
 
 
+class Vectors(Linears):
+    """Some inputs of its layers have no batch."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        condition = self.down(torch.relu(self.up(self.norm.weight.cumsum(0))))
+        return super().forward(ids) + condition
+
+
 def linears() -> Made:
     return Linears(), lambda net: smp.set_tensor_parallelism(net)
 
@@ -142,6 +150,7 @@ def _learned(heads: int, inner: str) -> Made:
 
 MODELS: dict[str, Callable[[], Made]] = {
     "linears": linears,
+    "vectors": lambda: (Vectors(), lambda net: smp.set_tensor_parallelism(net)),
     "learned bias": functools.partial(_learned, 1, "transformer"),
     "learned bias of heads": functools.partial(_learned, reference.HEADS, "attention"),
     **{name: functools.partial(_net, name) for name in INNER},

@@ -56,6 +56,11 @@ def test_linears_and_embeddings(prescaled: bool, optimize: str) -> None:
     assert all(rank["kinds"] == ["DistributedEmbedding", "DistributedLinear"] for rank in found)
 
 
+@pytest.mark.parametrize(("prescaled", "optimize"), WAYS)
+def test_a_vector_is_a_batch_of_one(prescaled: bool, optimize: str) -> None:
+    check("vectors", 2, parameters_of(2, prescaled, optimize))
+
+
 KINDS = {
     "attention": "DistributedAttentionLayer",
     "output": "DistributedTransformerOutputLayer",
