@@ -168,8 +168,7 @@ def script_attributes(tensor: torch.Tensor) -> dict[str, Any]:
 
 def constant(tensor: torch.Tensor) -> DeferredTensor:
     """A tensor that is there, as one that is not: nobody may change it until it is used."""
-    held = Constant(tensor)
-    return from_source(tensor.shape, tensor.dtype, lambda: held.value().detach().clone(), tensor.stride())
+    return from_source(tensor.shape, tensor.dtype, Constant(tensor).copy, tensor.stride())
 
 
 def from_source(

@@ -124,6 +124,11 @@ class Constant:
         self._tensor = tensor.detach().clone() if small else tensor.detach()
         self._bits = None if small else _bits(self._tensor)
 
+    @property
+    def digest(self) -> tuple[int, ...]:
+        """Of its numbers."""
+        return (self._bits or _bits(self._tensor))[1:]
+
     def value(self) -> torch.Tensor:
         """The tensor.
 
@@ -137,6 +142,10 @@ class Constant:
                 "the first step, or copy a clone"
             )
         return self._tensor
+
+    def copy(self) -> torch.Tensor:
+        """The same in memory of its own, as a source brings it."""
+        return self.value().detach().clone()
 
 
 @dataclass(eq=False)
@@ -182,8 +191,7 @@ class Write:
 def origin_of(place: Place, known: Origins | None = None) -> int:
     """A digest of what its elements will be made from: operations, their numbers, states of generators.
 
-    Two processes in which it is the same make the same elements; not that of large constants, and of what
-    functions bring that read files.
+    Two processes in which it is the same make the same elements, but of what functions bring that read files.
 
     Args:
         known: digests of what is written to each memory, which several tensors may share.
@@ -212,7 +220,14 @@ Origins = dict[Memory, tuple[int, list[Memory]]]
 def _digest_of_writes(memory: Memory) -> tuple[int, list[Memory]]:
     found = 0
     for write in memory.writes:
-        numbers = [arg for arg in (*write.args, *write.kwargs.values()) if isinstance(arg, int | float)]
+        numbers = [
+            arg.digest if isinstance(arg, Constant) else arg
+            for arg in (*write.args, *write.kwargs.values())
+            if isinstance(arg, int | float | Constant)
+        ]
+        source = getattr(write.function, "__self__", None)
+        if isinstance(source, Constant):
+            numbers.append(source.digest)
         name = str(write.function) if isinstance(write.function, OpOverload) else "a source"
         found = crc32(repr((name, numbers)).encode(), found)
         if write.state is not None:
@@ -231,6 +246,8 @@ _WHOLE = frozenset(
 
 def _bits(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Tells whether a tensor has changed."""
+    if tensor.is_meta:
+        return tensor._version, 0, 0  # has no numbers; an operation asks for its form
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     whole = values.view(_INTEGERS[values.element_size()])
     first = whole[: max(1, len(whole) // 2)] if whole.dim() else whole

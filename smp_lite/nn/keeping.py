@@ -1,4 +1,9 @@
-"""Modules that remember how their parameters lie, whatever torch makes of these."""
+"""Modules that remember how their parameters lie, whatever torch makes of these, and what they were cut from.
+
+Parts do not tell whether they are of one whole. So of each whole tensor a digest is noted when it is cut, and
+whether the part was changed since, which ranks compare before they train
+(:mod:`smp_lite.wrapper.same_weights`).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,18 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Self
 
+import torch
 from torch import nn
 
-from .guarding import is_unguarded
+from ..deferred import is_deferred, origin_of
+from ..record.values.memory import digest_of, version_of
+from .guarding import is_unguarded, plain
 from .layout import ParameterLayout, set_layout
 
-__all__ = ["KeepsLayouts", "lay_anew"]
+__all__ = ["Beginning", "KeepsLayouts", "digest_of_whole", "lay_anew", "note_wholes"]
+
+Beginning = tuple[int, bool]
+"""Of a part: the digest of the whole that it was cut from, and whether it was changed since."""
 
 
 class KeepsLayouts(nn.Module):
@@ -22,11 +33,55 @@ class KeepsLayouts(nn.Module):
     """
 
     smp_layouts: dict[str, ParameterLayout]
+    smp_wholes: dict[str, int]
+    smp_versions: dict[str, int]
+    smp_changed: frozenset[str]
 
-    def remember(self, layouts: Mapping[str, ParameterLayout]) -> None:
-        """Its parameters of these names, which are parts already, lie so."""
+    def remember(
+        self, layouts: Mapping[str, ParameterLayout], wholes: Mapping[str, int] | None = None
+    ) -> None:
+        """Its parameters of these names, which are parts already, lie so.
+
+        Args:
+            wholes: digests of what they were cut from, where that is known.
+        """
         self.smp_layouts = {**self.__dict__.get("smp_layouts", {}), **layouts}
         self._mark()
+        if wholes:
+            self.note_wholes(wholes)
+
+    def note_wholes(self, digests: Mapping[str, int]) -> None:
+        """Its parameters of these names are parts of wholes with these digests now."""
+        self._note_changes()
+        self.smp_wholes = {**self.__dict__.get("smp_wholes", {}), **digests}
+        self.smp_changed = self.__dict__.get("smp_changed", frozenset()) - digests.keys()
+
+    def forget_wholes(self) -> None:
+        """Its parts have numbers that the ranks have compared in another way."""
+        for name in ("smp_wholes", "smp_versions", "smp_changed"):
+            self.__dict__.pop(name, None)
+
+    def beginnings(self) -> dict[str, Beginning]:
+        """Of its parameters whose wholes are known."""
+        self._note_changes()
+        wholes: dict[str, int] = self.__dict__.get("smp_wholes", {})
+        return {name: (digest, name in self.smp_changed) for name, digest in wholes.items()}
+
+    def _note_changes(self) -> None:
+        """Counts of torch say which parts were changed since the last look."""
+        before = self.__dict__.get("smp_versions", {})
+        versions = self._versions()
+        changed = {name for name, version in versions.items() if before.get(name, version) != version}
+        self.smp_changed = self.__dict__.get("smp_changed", frozenset()) | changed
+        self.smp_versions = versions
+
+    def _versions(self) -> dict[str, int]:
+        """What waits to be made becomes another tensor, with a count of its own."""
+        return {
+            name: version_of(parameter)
+            for name in self.__dict__.get("smp_layouts", {})
+            if (parameter := self._parameters.get(name)) is not None and not is_deferred(parameter)
+        }
 
     def _mark(self) -> None:
         for name, layout in self.__dict__.get("smp_layouts", {}).items():
@@ -37,10 +92,13 @@ class KeepsLayouts(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._mark()
+        self.smp_versions = self._versions()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        self._note_changes()
         super()._apply(*args, **kwargs)
         self._mark()
+        self.smp_versions = self._versions()
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -58,9 +116,15 @@ class KeepsLayouts(nn.Module):
                 )
                 return
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        self._note_changes()
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[arg-type]
         self._mark()
+        loaded = {name for name in self.__dict__.get("smp_layouts", {}) if f"{prefix}{name}" in state_dict}
+        self.smp_changed |= loaded
+        self.smp_versions = self._versions()
 
 
 def lay_anew(module: nn.Module, parameter: nn.Parameter, layout: ParameterLayout) -> None:
@@ -68,3 +132,34 @@ def lay_anew(module: nn.Module, parameter: nn.Parameter, layout: ParameterLayout
     if isinstance(module, KeepsLayouts):
         names = [name for name, own in module._parameters.items() if own is parameter]
         module.smp_layouts = {**module.__dict__.get("smp_layouts", {}), **dict.fromkeys(names, layout)}
+
+
+def digest_of_whole(whole: torch.Tensor, layout: ParameterLayout) -> int | None:
+    """Of the numbers that a parameter is cut from, or will be; None: each rank has all of them.
+
+    Where nobody can know them (a model without data) it is the same for all.
+    """
+    if all(axis.size == 1 for axis in layout.axes):
+        return None
+    if is_deferred(whole):
+        return origin_of(whole.smp_place)  # type: ignore[attr-defined]
+    found = plain(whole)
+    return 0 if found.is_meta or type(found) is not torch.Tensor else digest_of(found.cpu())
+
+
+def note_wholes(root: nn.Module, wholes: Mapping[str, Any]) -> None:
+    """The split layers of a model have taken their parts of these tensors.
+
+    Args:
+        wholes: by their names in ``root``.
+    """
+    for prefix, module in root.named_modules():
+        if not isinstance(module, KeepsLayouts):
+            continue
+        start = f"{prefix}." if prefix else ""
+        digests = {
+            name: digest_of_whole(wholes[start + name], layout)
+            for name, layout in module.__dict__.get("smp_layouts", {}).items()
+            if isinstance(wholes.get(start + name), torch.Tensor)
+        }
+        module.note_wholes({name: digest for name, digest in digests.items() if digest is not None})

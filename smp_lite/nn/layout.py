@@ -20,6 +20,7 @@ from .guarding import plain
 
 __all__ = [
     "ParameterLayout",
+    "is_part",
     "is_sharded",
     "layout_of",
     "part_of",
@@ -119,6 +120,12 @@ def layout_of(parameter: torch.Tensor) -> ParameterLayout | None:
     """How it lies; None: it is the same on all ranks of its stage."""
     found: ParameterLayout | None = getattr(parameter, _ATTRIBUTE, None)
     return found
+
+
+def is_part(parameter: torch.Tensor) -> bool:
+    """Whether other ranks have other parts of it."""
+    layout = layout_of(parameter)
+    return layout is not None and any(axis.size > 1 for axis in layout.axes)
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:

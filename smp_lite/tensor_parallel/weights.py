@@ -10,6 +10,7 @@ from torch import nn
 
 from ..devices import CPU
 from ..errors import SMPError
+from ..nn.keeping import KeepsLayouts
 from ..nn.layout import layout_of, part_of
 from ..nn.replaced import take_attributes
 from .registry import Registration, StateDict
@@ -59,6 +60,9 @@ def take_weights(
                     f"module, or {_KEEP}"
                 )
             tensor.copy_(whole[name] if layout is None else part_of(whole[name], layout))
+    for part in new.modules():
+        if isinstance(part, KeepsLayouts):
+            part.forget_wholes()  # were drawn, and are not what it begins with
     for name, source in sources.items():
         if isinstance(mine[name], nn.Parameter):
             mine[name].requires_grad_(old[source].requires_grad)

@@ -44,7 +44,7 @@ from .lazy_modules import has_lazy_modules, initialise_lazy_modules
 from .model_with_state import ModelWithState
 from .outside_step import OutsideStep
 from .partitioning import decide_partition, load_partition, report_partition
-from .same_weights import take_over_first
+from .same_weights import share_stages, take_over_first
 from .schedules import Schedules, first_policy, schedule_chooser
 from .sharding import announce_slices, sharding_of
 
@@ -101,6 +101,8 @@ class DistributedModel(ModelWithState):
                 f"backward_passes_per_step must be a positive integer, got {backward_passes_per_step}"
             )
         self._was_meta = begin_without_data(session, module)
+        if share_stages(session):  # or the ranks would cut parts of different models
+            take_over_first(session, module)
         apply_plan(session, module)
         module, self._replaced = replace_marked(session, module)
         refuse_own_batches(session, module)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ..keeping import note_wholes
 from ..layout import ParameterLayout, layout_of, part_of, whole_of
 from ..one_d.parts import SplitModule, layout_over
 from .region import Region
@@ -79,6 +80,7 @@ class DistributedModule(SplitModule):
             for name, tensor in self.state_dict(keep_vars=True).items():
                 layout = layout_of(tensor)
                 tensor.copy_(whole[name] if layout is None else part_of(whole[name], layout))
+        note_wholes(self, whole)
 
     def whole_state_dict(self) -> dict[str, torch.Tensor]:
         """The state dict with whole tensors; collective over the tensor-parallel ranks."""

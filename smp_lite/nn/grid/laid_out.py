@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from ..keeping import KeepsLayouts
+from ..keeping import KeepsLayouts, digest_of_whole
 from ..layout import ParameterLayout, part_of, whole_of
 
 __all__ = ["LaidOut", "cast_for_autocast", "without_autocast"]
@@ -42,7 +42,8 @@ class LaidOut(KeepsLayouts):
                 continue
             part = nn.Parameter(part_of(parameter, layouts[name]), parameter.requires_grad)
             self.register_parameter(name, part)
-            self.remember({name: layouts[name]})
+            digest = digest_of_whole(parameter, layouts[name])
+            self.remember({name: layouts[name]}, None if digest is None else {name: digest})
         self.train(dense.training)
 
     def _give(self, dense: nn.Module) -> None:

@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from ...comm.axis import Axis
-from ..keeping import KeepsLayouts
+from ..keeping import KeepsLayouts, digest_of_whole
 from ..layout import ParameterLayout, layout_of, part_of, whole_of
 from ..replaced import take_attributes
 
@@ -41,6 +41,7 @@ class SplitModule(KeepsLayouts):
             shared: parts by the identity of their dense parameter, so that tied parameters stay one.
         """
         shared = {} if shared is None else shared
+        wholes: dict[str, int] = {}
         for name, layout in layouts.items():
             dense = self._parameters[name]
             if dense is None:
@@ -50,7 +51,9 @@ class SplitModule(KeepsLayouts):
                 take_attributes(part, dense, f"{name} of a {type(self).__name__}")
                 shared[id(dense)] = part
             self._parameters[name] = shared[id(dense)]
-        self.remember(layouts)
+            if (digest := digest_of_whole(dense, layout)) is not None:
+                wholes[name] = digest
+        self.remember(layouts, wholes)
 
 
 def check_no_hooks(name: str, dense: nn.Module) -> None:

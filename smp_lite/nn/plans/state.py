@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ...errors import SMPError
+from ..keeping import note_wholes
 from ..layout import layout_of, part_of, whole_of
 
 __all__ = ["load_whole_state_dict", "whole_state_dict"]
@@ -53,3 +54,4 @@ def load_whole_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         model.load_state_dict(parts)
     except RuntimeError as error:
         raise SMPError(str(error)) from error
+    note_wholes(model, state)
