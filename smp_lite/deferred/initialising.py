@@ -8,7 +8,7 @@ objects, and tied ones tied.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,14 +16,20 @@ from torch import nn
 
 from ..errors import SMPError
 from .context import deferring
-from .dispatch import is_deferred
+from .dispatch import is_deferred, script_attributes
 from .replay import is_written, plainly
 
 __all__ = ["check_filled", "initialise_meta", "unfilled"]
 
 
-def initialise_meta(root: nn.Module) -> bool:
-    """Gives a model on meta deferred parameters and buffers; False: it has none on meta."""
+def initialise_meta(root: nn.Module, is_part: Callable[[torch.Tensor], bool] = lambda tensor: False) -> bool:
+    """Gives a model on meta deferred parameters and buffers; False: it has none on meta.
+
+    Args:
+        root: the model.
+        is_part: of a parameter: whether it is one rank's part of the model's, which modules would initialise
+            as if it were all. Nothing is written to those.
+    """
     metas = {id(tensor): tensor for tensor in (*root.parameters(), *root.buffers()) if _is_bare(tensor)}
     if not metas:
         return False
@@ -33,16 +39,24 @@ def initialise_meta(root: nn.Module) -> bool:
         if any(id(t) in metas for t in (*m._parameters.values(), *m._buffers.values()))
     ]
     for tensor in metas.values():
-        with deferring():
-            empty: Any = torch.empty_like(tensor, device="cpu")
-            if isinstance(tensor, nn.Parameter):
-                empty = nn.Parameter(empty, tensor.requires_grad)
-        empty.__dict__.update(tensor.__dict__)
-        with plainly():
-            torch.utils.swap_tensors(tensor, empty)
+        _become_empty(tensor, dict(tensor.__dict__))
     with deferring(), torch.no_grad():
         _initialise(root, {id(module) for module in bare})
+    for tensor in metas.values():
+        if is_part(tensor):
+            _become_empty(tensor, script_attributes(tensor))
     return True
+
+
+def _become_empty(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+    """It waits from now on, and nothing is written to it yet."""
+    with deferring():
+        empty: Any = torch.empty_like(tensor, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, tensor.requires_grad)
+    empty.__dict__.update(attributes)
+    with plainly():
+        torch.utils.swap_tensors(tensor, empty)
 
 
 def _is_bare(tensor: torch.Tensor) -> bool:
@@ -86,7 +100,8 @@ def check_filled(root: nn.Module, filled_later: Iterable[str] = ()) -> None:
     if lacking:
         raise SMPError(
             f"{', '.join(lacking[:5])} of a model that was built on the meta device: nothing initializes "
-            "them, neither reset_parameters() of their module nor rules of transformers. Give the module a "
-            "reset_parameters(), load a checkpoint before the first step, or build the model under "
+            "them, neither reset_parameters() of their module nor rules of transformers (nor a rank its "
+            "part alone of what is split already). Give the module a reset_parameters(), load a checkpoint "
+            "before the first step, or build the model under "
             "smp.delay_param_initialization instead of torch.device('meta')"
         )

@@ -8,6 +8,7 @@ from torch import nn
 
 from ..deferred import Waiting, check_filled, has_deferred, initialise_meta, unfilled
 from ..errors import SMPError
+from ..nn.layout import is_part
 from ..record.state.flat_weights import renew_lists
 from ..session import Session
 from .lazy_modules import has_lazy_modules
@@ -18,7 +19,7 @@ __all__ = ["begin_without_data", "lacks", "prepare_delayed"]
 def begin_without_data(session: Session, root: nn.Module) -> bool:
     """Whether a model was built on the meta device; its initialization is delayed from now on. Where a step
     is only planned, it stays as it is."""
-    return session.on_planned is None and initialise_meta(root)
+    return session.on_planned is None and initialise_meta(root, is_part)
 
 
 def lacks(root: nn.Module) -> bool:

@@ -161,6 +161,25 @@ def begin(parameters: dict[str, Any], names: list[str]) -> dict[str, dict[str, A
     return found
 
 
+def begin_on_meta(parameters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What is split has no data and nobody loads it; then a script does."""
+    told: list[Any] = []
+    for loads in (False, True):
+        smp.reset()
+        smp.init(parameters)
+        with torch.device("meta"):
+            net = _planned(Net())
+        torch.manual_seed(SEED)  # from which the rest is drawn
+        model = smp.DistributedModel(net)
+        if loads:
+            model.load_state_dict(trained(LOADED))
+        try:
+            told.append(trained_by(model))
+        except smp.SMPError as error:
+            told.append(str(error))
+    return told[0], told[1]
+
+
 def begin_with_system(configuration: dict[str, Any]) -> dict[str, Any]:
     """Rank 0 alone has the model with other numbers, and a plan of another system splits it."""
     smp.init(configuration)

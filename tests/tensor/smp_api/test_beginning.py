@@ -126,6 +126,16 @@ def test_over_stages_as_well() -> None:
             assert REFUSED[name] in rank[name].get("error", ""), (name, rank[name])
 
 
+def test_parts_without_data_are_loaded_and_not_drawn() -> None:
+    kwargs = {"parameters": parameters_of(2, True, "memory")}
+    losses, state = dense(model_of("all load"))
+    for refused, found in run_distributed(f"{CASES}:begin_on_meta", 2, kwargs=kwargs):
+        assert "up.weight, up.bias, down.weight of a model that was built on the meta device" in refused
+        assert found["losses"] == pytest.approx(losses[0], rel=1e-4, abs=1e-5)
+        for key, value in state.items():
+            torch.testing.assert_close(found["state"][key], value, rtol=1e-5, atol=1e-6)
+
+
 def test_before_a_plan_of_another_system_splits() -> None:
     configuration = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
     losses, state = dense(cases.chain(cases.SEED), microbatches=1)
