@@ -5,10 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from ..errors import SMPError
-from ..nn.layout import layout_of
+from ..nn.keeping import KeepsLayouts
+from ..nn.layout import ParameterLayout, layout_of
+from ..record.parameters.away import is_away
 from ..session import Session
 
-__all__ = ["refuse_other_axes", "refuse_whole_dropout"]
+__all__ = ["refuse_exchanged", "refuse_other_axes", "refuse_whole_dropout"]
 
 _DROPOUT = (nn.modules.dropout._DropoutNd,)
 
@@ -33,6 +35,53 @@ def refuse_other_axes(session: Session, module: nn.Module) -> None:
                     f"{', '.join(sizes)}: its gradient would not be reduced. Make the mesh of the session's "
                     "axes (session.axis(...); smp_lite.systems.colossal.tensor_mesh()), not of bare ranks"
                 )
+
+
+def refuse_exchanged(module: nn.Module) -> None:
+    """A parameter that a script puts in the place of a part has no layout, so it would pass for a whole one:
+    reduced as replicas do, and saved as one rank has it.
+
+    Raises:
+        SMPError: a split layer has another parameter than it was split with, or computes one from others.
+    """
+    for prefix, part in module.named_modules():
+        if not isinstance(part, KeepsLayouts):
+            continue
+        for own, layout in part.__dict__.get("smp_layouts", {}).items():
+            if all(axis.size == 1 for axis in (*layout.axes, *layout.partial_over)):
+                continue
+            name = f"{prefix}.{own}" if prefix else own
+            if own not in part._parameters:
+                raise SMPError(
+                    f"{name} is split over ranks, and is not a parameter of its {_kind(part)} any more: "
+                    "something computes it from other tensors (torch.nn.utils.parametrize, weight_norm, "
+                    "spectral_norm, prune), which have this rank's part alone and would pass for the whole. "
+                    f"Where it is to have that, let {prefix or 'the layer'} be one of torch's, which is whole"
+                )
+            held = part._parameters[own]
+            if held is None or is_away(held):
+                continue
+            found = layout_of(held)
+            if found is None or _lies(found) != _lies(layout):
+                raise SMPError(
+                    f"{name} is another parameter, of shape {list(held.shape)}, than the one that was split "
+                    "over ranks: it would pass for a whole one, and each rank has its part. Change the "
+                    f"numbers of the one that is there (with torch.no_grad(): {name}.mul_(0.5), for "
+                    "example), or exchange the whole one, before the layer is split"
+                )
+
+
+def _kind(module: nn.Module) -> str:
+    """Also of one whose class ``torch.nn.utils.parametrize`` has derived."""
+    kind = type(module)
+    return (kind.__bases__[0] if nn.utils.parametrize.is_parametrized(module) else kind).__name__
+
+
+def _lies(layout: ParameterLayout) -> tuple[object, ...]:
+    """What two parameters that lie alike have in common."""
+    names = [tuple((axis.name, axis.ranks) for axis in axes) for axes in (*layout.dims, layout.partial_over)]
+    flat = layout.flat if layout.flat is None else layout.flat.name
+    return layout.shape, names, layout.sections, layout.padded, flat
 
 
 def refuse_whole_dropout(mode: str | None, module: nn.Module) -> None:

@@ -33,6 +33,7 @@ from ..runtime.model_runtime import ModelRuntime, ReductionOptions
 from ..smp_v1 import cuda_as_cpu
 from ..steps.step_timeline import StepTimeline
 from ..tensor_parallel.applying_plan import apply_plan
+from ..tensor_parallel.by_hand import refuse_exchanged
 from ..tensor_parallel.replacement import replace_marked, translations
 from ..tensor_parallel.splitting import refuse_own_batches
 from .activation_checkpointing import check_marked, group_marked
@@ -100,6 +101,7 @@ class DistributedModel(ModelWithState):
             raise ValueError(
                 f"backward_passes_per_step must be a positive integer, got {backward_passes_per_step}"
             )
+        refuse_exchanged(module)
         self._was_meta = begin_without_data(session, module)
         if share_stages(session):  # or the ranks would cut parts of different models
             take_over_first(session, module)
@@ -129,6 +131,7 @@ class DistributedModel(ModelWithState):
         in_stages = session.world is not None and session.num_stages > 1
         self._meeting = FirstMeeting(session.world) if in_stages else None
         self._has_met = False  # in the step that runs, if the model is not cut yet
+        self._parts_checked = False  # once, at the first call
         self._outside: OutsideStep | None = None  # a step; with one partition
         self._frozen: list[tuple[str, nn.Parameter]] = []  # at partition, and where there are replicas
         self.own_parameters: OwnParameters | None = None  # after partition
@@ -200,6 +203,7 @@ class DistributedModel(ModelWithState):
                 "move the call into one (for evaluation too; use model.eval() and torch.no_grad() around it)"
             )
         check_current()
+        self._check_parts()
         args, kwargs = inputs_here((args, kwargs))
         if self._runtime is None:
             self._partition_now((args, kwargs))
@@ -259,6 +263,7 @@ class DistributedModel(ModelWithState):
             SMPError: a parameter trains now that did not when reductions over replicas were set up.
         """
         self.put_away()
+        self._check_parts()
         self._has_met = False
         check_current()
         if self._outside is not None:
@@ -270,6 +275,16 @@ class DistributedModel(ModelWithState):
                     "not be reduced over the replicas: set requires_grad before smp.DistributedModel, and "
                     "freeze it after the first step"
                 )
+
+    def _check_parts(self) -> None:
+        """What a script may have exchanged since the model was wrapped, once.
+
+        Raises:
+            SMPError: a parameter that was split.
+        """
+        if not self._parts_checked:
+            refuse_exchanged(self.module)
+            self._parts_checked = True
 
     def after_step(self, context: StepContext) -> None:
         """Hooks that wait for the end of the first step."""
