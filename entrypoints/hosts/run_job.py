@@ -2,6 +2,7 @@
 
 On every host: read the job (`Job`), fetch the code, install its requirements. On the first host:
 wait for the others, start one mpirun, follow it. On the others: stay until the first host is done.
+Where MPI is not asked for, each host starts the script by itself.
 
 Hosts are waited for at most `SMP_LITE_HOST_LIMIT_S` seconds (600); they find each other on port
 `SMP_LITE_HOST_PORT` (7790), if they have a secret in common (`secret`).
@@ -13,7 +14,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from smp_lite.config import Config
@@ -80,7 +81,7 @@ def run_job(root: Path, meeting_place: Path | None) -> Ending:
     secret = take_secret(os.environ)
     limit_s = _seconds(HOST_LIMIT_VARIABLE, 600.0)
     job = Job.read(root)
-    on_network = meeting_place is None and len(job.hosts) > 1
+    on_network = meeting_place is None and len(job.hosts) > 1 and job.mpi_enabled
     key = job_key(job, secret) if on_network else None
     meeting = MeetingPlace(meeting_place, job.hosts) if meeting_place is not None else None
     try:
@@ -91,6 +92,9 @@ def run_job(root: Path, meeting_place: Path | None) -> Ending:
         if meeting is not None:
             meeting.announce_failure(job.current_host, str(error))
         raise
+    if not job.mpi_enabled:  # as AWS's launcher: each host runs the script for itself, and knows the others
+        alone = replace(job, resource_config={**job.resource_config, "hosts": [job.current_host]})
+        return _launch(alone, ranks, host.environment, one_machine=meeting is not None)
     if key is not None:
         return _run_on_network(job, ranks, host, key, limit_s)
     if meeting is not None and len(job.hosts) > 1:

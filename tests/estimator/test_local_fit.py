@@ -226,6 +226,19 @@ def test_a_job_without_model_parallelism_is_one_process(tmp_path: Path) -> None:
     assert outputs_of(job) == {"size": "1"}
 
 
+def test_without_mpi_each_host_runs_the_script_by_itself(tmp_path: Path) -> None:
+    job = estimator(
+        tmp_path,
+        """
+output(os.environ["SM_CURRENT_HOST"], f"{world.size} {os.environ['SM_HOSTS']}")
+""",
+        distribution=None,
+        instance_count=2,
+    )
+    job.fit(logs="None")
+    assert outputs_of(job) == dict.fromkeys(("algo-1", "algo-2"), '1 ["algo-1","algo-2"]')
+
+
 @pytest.mark.slow
 def test_a_local_fit_calls_nobody(tmp_path: Path) -> None:
     """In a process of its own: an audit hook sees every connection, and there are no credentials."""
