@@ -178,8 +178,12 @@ def _run(args: argparse.Namespace, overrides: list[str]) -> int:
     from smp_lite.smp_v1.alias import refuse_original
 
     _check_overrides(args, overrides)
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        raise ValueError("the working directory has been removed: change to one that is there") from None
     if not args.module and not Path(args.script).is_file():
-        raise ValueError(f"script {args.script!r} is not a file (working directory: {os.getcwd()})")
+        raise ValueError(f"script {args.script!r} is not a file (working directory: {folder})")
     refuse_original(sys.path)
     parameters = None if args.parameters is None else _read_parameters(args.parameters)
     plan = plan_launch(
@@ -191,7 +195,7 @@ def _run(args: argparse.Namespace, overrides: list[str]) -> int:
         cuda_as_cpu=args.cuda_as_cpu,
         defaults=job_variables(
             _file_of(args.script) if args.module else Path(args.script),
-            os.getcwd(),
+            folder,
             num_cpus=os.cpu_count() or 1,
             num_gpus=args.processes if args.cuda_as_cpu else 0,
         ),

@@ -126,12 +126,13 @@ def init(
 
         # Another system's configuration does not say; what was put in for it is meant for the host.
         is_open = plan is not None and not devices.is_host(session.device)
-        session.process_groups = init_process_groups(
-            session.world,
-            backend="auto" if is_open else validated.ddp_dist_backend,
-            port=validated.ddp_port,
-            device=session.device,
-        )
+        with _port_explained(validated.ddp_port):
+            session.process_groups = init_process_groups(
+                session.world,
+                backend="auto" if is_open else validated.ddp_dist_backend,
+                port=validated.ddp_port,
+                device=session.device,
+            )
     set_current(_open(session))
     if choice.text:
         wire = session.describe_wire()
@@ -141,6 +142,20 @@ def init(
             print(f"smp_lite: {choice.text}; {wire}{sums}", flush=True)
     if _on_session is not None:
         _on_session(session)
+
+
+@contextlib.contextmanager
+def _port_explained(given: int | None) -> Iterator[None]:
+    """Within: an error about a port that nobody has given to this job says where its number is from."""
+    try:
+        yield
+    except SMPError as error:
+        if given is not None or "cannot listen on port" not in str(error):
+            raise
+        raise SMPError(
+            f"{error}, or unset the environment variable MASTER_PORT, from which the number is: two jobs of "
+            "one machine cannot have the same"
+        ) from error
 
 
 def _check_again(given: Any, dialect: str | None, overrides: Sequence[str]) -> None:

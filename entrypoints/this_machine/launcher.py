@@ -35,7 +35,7 @@ from ..mpi.mpirun import kill_ranks, notify_ranks, own_memory_folder, own_sessio
 from .channels import Channels
 from .ending import Ending, decide_ending
 from .leftovers import kill_leftovers
-from .screen import MPIRUN, Screen
+from .screen import MPIRUN, CannotShow, Screen
 
 __all__ = ["Notice", "RankReport", "RemoteRanks", "run_local", "stop_requests"]
 
@@ -94,6 +94,8 @@ def run_local(
     Returns:
         The ending; its exit code is 128 + n where signal n stopped the launcher.
     """
+    _open_closed_streams()
+    unwritable = ""
     terminals = {name for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)) if stream.isatty()}
     with (
         tempfile.TemporaryDirectory(prefix="smp-lite-") as directory,
@@ -121,6 +123,8 @@ def run_local(
                 watch.follow(channels, screen, requests)
             except BrokenPipeError:
                 requests.append(signal.SIGPIPE)
+            except CannotShow as error:
+                unwritable = f"{error}"
             finally:
                 if process.poll() is None:
                     stop_mpirun(process, _STOP_GRACE_S)
@@ -131,6 +135,10 @@ def run_local(
                 screen.close()
             except BrokenPipeError:
                 requests.append(signal.SIGPIPE)
+            except CannotShow as error:
+                unwritable = f"{error}"
+        if unwritable:
+            return Ending(1, None, unwritable)
         if signal.SIGPIPE in requests:
             return Ending(128 + signal.SIGPIPE)
         if requests and not watch.ended_alone:
@@ -146,6 +154,18 @@ def run_local(
             mpirun_lines=screen.messages.shown,
             lost_hosts=sorted(remote.lost) if remote is not None else (),
         )
+
+
+def _open_closed_streams() -> None:
+    """Give what was closed (`>&-`) to nobody, where Python drops it too: else the next file that is opened
+    takes its number, and gets what is printed."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.dup2(opened, descriptor)
+            if opened != descriptor:
+                os.close(opened)
+            setattr(sys, name, os.fdopen(descriptor, "w" if descriptor else "r", closefd=False))
 
 
 def _memory_folder() -> AbstractContextManager[str | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import os
+import select
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from ..mpi.mpirun import MpirunMessages
 from .channels import Channels
 from .output import LineMerger, Source
 
-__all__ = ["MPIRUN", "Screen"]
+__all__ = ["MPIRUN", "CannotShow", "Screen"]
 
 MPIRUN = "mpirun"
 """The source of mpirun's own output, beside the ranks' numbers."""
@@ -20,6 +21,10 @@ MPIRUN = "mpirun"
 _LAST_LINES = 10
 _LONGEST_LAST_LINE = 500
 """Characters."""
+
+
+class CannotShow(Exception):
+    """The launcher's own output takes nothing any more; the text says why."""
 
 
 class Screen:
@@ -91,6 +96,14 @@ def _last_drawn(line: str) -> str:
 def _writer(descriptor: int) -> Callable[[bytes], None]:
     def write(data: bytes) -> None:
         while data:
-            data = data[os.write(descriptor, data) :]
+            try:
+                data = data[os.write(descriptor, data) :]
+            except BlockingIOError:  # who shares it has set it so
+                select.select([], [descriptor], [])
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                name = "output" if descriptor == 1 else "error"
+                raise CannotShow(f"standard {name} cannot be written to: {error.strerror}") from error
 
     return write

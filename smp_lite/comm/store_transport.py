@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
@@ -25,6 +26,8 @@ from .waiting import wait_until, watchdog_s
 __all__ = ["StoreTransport"]
 
 _RANK = struct.Struct("<I")
+_TOLD_S = 2.0
+"""How long a store stays for ranks that are to read what is wrong."""
 
 _num_transports = 0  # of this process so far, the same on all ranks: keeps their keys apart
 
@@ -61,11 +64,15 @@ class StoreTransport:
 
     def _meet(self, where: str) -> list[Host]:
         """Waits for all ranks; where each of them runs."""
+        self._mailbox.put(f"size/{self.rank}", str(self.size).encode())
         self._mailbox.put(f"host/{self.rank}", "\n".join(Host.here()).encode())
         missing = list(range(self.size))
 
         def all_there() -> bool:
-            missing[:] = [rank for rank in missing if not self._mailbox.holds(f"host/{rank}")]
+            for rank in list(missing):
+                if self._mailbox.holds(f"host/{rank}"):
+                    self._check_size(rank, int(self._mailbox.read(f"size/{rank}")))
+                    missing.remove(rank)
             return not missing
 
         wait_until(
@@ -75,6 +82,15 @@ class StoreTransport:
             ),
         )
         return [Host(*self._mailbox.read(f"host/{rank}").decode().split("\n")) for rank in range(self.size)]
+
+    def _check_size(self, rank: int, size: int) -> None:
+        if size == self.size:
+            return
+        if self._offers_store:
+            time.sleep(_TOLD_S)
+        raise SMPError(
+            f"WORLD_SIZE is {self.size} on rank {self.rank}, and {size} on rank {rank}: give all the same"
+        )
 
     # Messages -----------------------------------------------------------------------------------------------
 

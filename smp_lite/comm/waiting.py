@@ -15,6 +15,7 @@ can name it.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 import weakref
@@ -76,7 +77,7 @@ def watchdog_s() -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if seconds <= 0:
+    if not _is_limit(seconds):
         raise ValueError(f"{WATCHDOG_VARIABLE}={text!r}: give a positive number of seconds")
     return seconds
 
@@ -84,9 +85,14 @@ def watchdog_s() -> float:
 def set_watchdog(seconds: float | None) -> None:
     """Sets the limit of all waits in this process; None goes back to the variable or the default."""
     global _watchdog_s
-    if seconds is not None and seconds <= 0:
+    if seconds is not None and not _is_limit(seconds):
         raise ValueError(f"set_watchdog({seconds}): give a positive number of seconds")
     _watchdog_s = seconds
+
+
+def _is_limit(seconds: float) -> bool:
+    """NaN is smaller than nothing and larger than nothing: no wait would ever end."""
+    return 0 < seconds < math.inf
 
 
 def watch_departures(departed: Callable[[], Mapping[int, bytes]]) -> None:
