@@ -114,12 +114,21 @@ def train_one(model: Any, optimizer: Any, step: Any, number: int = 0) -> None:
 
 def test_groups_hold_the_models_parameters_and_the_optimizer_steps_masters() -> None:
     model, optimizer, step = session()
-    seen: list[torch.dtype] = []
-    optimizer.optimizer.register_step_pre_hook(
-        lambda inner, *_: seen.extend(p.dtype for group in inner.param_groups for p in group["params"])
-    )
+    stepped: list[torch.dtype] = []
+    in_hooks: list[torch.dtype] = []
+    inner = optimizer.optimizer
+    init_group = inner._init_group
+
+    def init(group: dict[str, Any], *args: Any) -> Any:
+        stepped.extend(p.dtype for p in group["params"])
+        return init_group(group, *args)
+
+    inner._init_group = init
+    for register in (inner.register_step_pre_hook, inner.register_step_post_hook):
+        register(lambda inner, *_: in_hooks.extend(p.dtype for g in inner.param_groups for p in g["params"]))
     train_one(model, optimizer, step)
-    assert set(seen) == {torch.float32}
+    assert set(stepped) == {torch.float32}
+    assert set(in_hooks) == {torch.float16}  # as between steps
     for parameter in model.parameters():
         master = optimizer.stand_in_of(parameter)
         assert parameter.dtype == torch.float16 and master.dtype == torch.float32
