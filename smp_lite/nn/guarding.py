@@ -250,6 +250,8 @@ def _is_by_element(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Whether a function that may treat every element by itself does so with these arguments."""
     if name in ("max", "min"):
         return isinstance(args[1] if len(args) > 1 else kwargs.get("other"), torch.Tensor)
+    if name == "equal":  # pointwise to torch, and one answer
+        return False
     return name != "where" or len(args) + len(kwargs) == 3
 
 

@@ -251,6 +251,7 @@ FORBIDDEN: dict[str, Callable[[nn.Module], Any]] = {
     "rows in a list": lambda net: torch._foreach_add_([torch.zeros(CLASSES)], [net.two.detach()]),
     "out": lambda net: torch.add(net.two.detach(), 1, out=torch.empty(CLASSES)),
     "another class": lambda net: net.two.as_subclass(torch.Tensor),
+    "whether they are equal": lambda net: torch.equal(net.two, net.two),
     "a largest": lambda net: net.two.max(),
     "a largest of a row": lambda net: net.two.detach().max(0, keepdim=True),
     "two of them": lambda net: net.embed.weight.detach().add(net.blocks[0].up.bias.detach()),
