@@ -7,11 +7,29 @@ their input, and a loss of 16-bit logits is 32-bit on both. So torch is asked, w
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-__all__ = ["cast_for_loss", "cast_for_norm"]
+__all__ = ["cast_for_autocast", "cast_for_loss", "cast_for_norm", "without_autocast"]
+
+
+def cast_for_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What torch's autocast does with the inputs of a matrix product, differentiably; else nothing."""
+    if not _autocasts(tensors[0]):
+        return tensors
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return tuple(
+        tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+        for tensor in tensors
+    )
+
+
+def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """For what has cast its inputs itself."""
+    return torch.autocast(x.device.type, enabled=False) if _autocasts(x) else nullcontext()
 
 
 def cast_for_norm(

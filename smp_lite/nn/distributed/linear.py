@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..grid.laid_out import cast_for_autocast
+from ..autocast import cast_for_autocast
 from ..one_d.operations import reduce_scatter_along, split_along, sum_over_ranks
 from .base import DistributedModule
 from .region import all_to_all

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ...comm.axis import Axis
-from ..grid.laid_out import cast_for_autocast
+from ..autocast import cast_for_autocast
 from ..one_d.operations import copy_to_ranks, reduce_scatter_along, sum_over_ranks
 from ..transforms import refuse_transforms
 from .base import DistributedModule

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
-import torch
 from torch import nn
 
 from ..keeping import KeepsLayouts, digest_of_whole
 from ..layout import ParameterLayout, part_of, whole_of
 
-__all__ = ["LaidOut", "cast_for_autocast", "without_autocast"]
+__all__ = ["LaidOut"]
 
 
 class LaidOut(KeepsLayouts):
@@ -53,23 +51,3 @@ class LaidOut(KeepsLayouts):
                 whole = whole_of(parameter, self.smp_layouts[name])
                 setattr(dense, name, nn.Parameter(whole, parameter.requires_grad))
         dense.train(self.training)
-
-
-def cast_for_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What torch's autocast does with the inputs of a matrix product, differentiably; else nothing."""
-    if not _autocasts(tensors[0]):
-        return tensors
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    return tuple(
-        tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
-        for tensor in tensors
-    )
-
-
-def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """For what has cast its inputs itself."""
-    return torch.autocast(x.device.type, enabled=False) if _autocasts(x) else nullcontext()
-
-
-def _autocasts(x: torch.Tensor) -> bool:
-    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)

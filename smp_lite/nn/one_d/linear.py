@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...comm.axis import Axis
-from ..grid.laid_out import cast_for_autocast
+from ..autocast import cast_for_autocast
 from ..layout import ParameterLayout
 from .operations import copy_to_ranks, gather_along, reduce_scatter_along, split_along, sum_over_ranks
 from .parts import SplitModule, check_divides, layout_over, next_multiple, shallow_copy, whole

@@ -14,7 +14,7 @@ from torch import nn
 
 from ...comm.axis import Axis
 from ...errors import SMPError
-from ..grid.laid_out import cast_for_autocast
+from ..autocast import cast_for_autocast
 from ..layout import ParameterLayout
 from ..one_d.operations import copy_to_ranks, gather_along, split_along, sum_over_ranks
 from ..one_d.parts import SplitModule, check_divides, layout_over, next_multiple

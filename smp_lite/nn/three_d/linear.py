@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from ...comm.axis import Axis
+from ..autocast import cast_for_autocast
 from ..grid.checks import check_divides, check_features
-from ..grid.laid_out import LaidOut, cast_for_autocast
+from ..grid.laid_out import LaidOut
 from ..layout import ParameterLayout
 from ..one_d.parts import next_multiple
 from .layout import Layout3D, check_layout, tagged

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ..grid.laid_out import cast_for_autocast, without_autocast
+from ..autocast import cast_for_autocast, without_autocast
 from ..transforms import refuse_transforms
 from .layout import Layout3D
 from .mesh import Mesh3D

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ..autocast import cast_for_autocast
 from ..grid.checks import check_divides, check_features
-from ..grid.laid_out import LaidOut, cast_for_autocast
+from ..grid.laid_out import LaidOut
 from ..layout import ParameterLayout
 from ..one_d.operations import gather_along
 from ..one_d.parts import next_multiple

@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from ..autocast import cast_for_autocast, without_autocast
 from ..grid.checks import compute_dtype
-from ..grid.laid_out import cast_for_autocast, without_autocast
 from ..transforms import refuse_transforms
 from .mesh import SummaMesh
 
