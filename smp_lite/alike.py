@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import torch
 
+from .comm.groups.world import World
 from .comm.wires.choice import WIRE_VARIABLE
-from .comm.world import World
 from .config import Config
 from .devices import DEVICE_VARIABLE
 from .errors import SMPMismatch

@@ -104,7 +104,7 @@ def _process_group(kind: str) -> Callable[[], Any]:
     def getter() -> Any:
         session = current()
         if not session.process_groups and session.world is None and session.cfg.ddp:
-            from .comm.process_groups import groups_of_one_process
+            from .comm.groups.process_groups import groups_of_one_process
 
             session.process_groups = groups_of_one_process()
         groups = session.process_groups

@@ -18,11 +18,11 @@ import torch
 
 from . import devices
 from .alike_between import BetweenSteps
-from .comm.axis import Axis
 from .comm.collectives import Collectives
-from .comm.peers import OneProcess, Peers, RankPeers
-from .comm.ranks import Ranks
-from .comm.stage_peers import StagePeers
+from .comm.groups.axis import Axis
+from .comm.groups.peers import OneProcess, Peers, RankPeers
+from .comm.groups.ranks import Ranks
+from .comm.groups.stage_peers import StagePeers
 from .comm.wires.choice import Kind, choose_wire, described, make_wire
 from .comm.wires.wire import Wire
 from .config import Config
@@ -31,7 +31,7 @@ from .plan.order.schedules import Policy
 from .plan.topology import SHARD_AXIS, Topology
 
 if TYPE_CHECKING:
-    from .comm.world import World
+    from .comm.groups.world import World
     from .systems.plan.parallel_plan import ParallelPlan
 
 

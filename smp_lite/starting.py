@@ -32,7 +32,7 @@ from .systems.load.given import config_of, given_plan
 from .systems.load.supported import refuse_unsupported
 
 if TYPE_CHECKING:
-    from .comm.transport import Transport
+    from .comm.transports.transport import Transport
     from .systems.plan.parallel_plan import ParallelPlan
 
 
@@ -85,8 +85,8 @@ def init(
         set_current(session)
         _rehearsal.prepare(session)
         return
-    from .comm.connect import connect
-    from .comm.world import World
+    from .comm.groups.world import World
+    from .comm.transports.connect import connect
 
     listen()
     keep_freed_memory()
@@ -122,7 +122,7 @@ def init(
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // session.world.local_size))
     if validated.ddp:
-        from .comm.process_groups import init_process_groups
+        from .comm.groups.process_groups import init_process_groups
 
         # Another system's configuration does not say; what was put in for it is meant for the host.
         is_open = plan is not None and not devices.is_host(session.device)
@@ -311,7 +311,7 @@ def reset() -> None:
         if session.model is not None:
             session.model.end_waiting()  # whoever goes on with the module has what was built
         if session.process_groups:
-            from .comm.gloo import destroy_process_groups
+            from .comm.transports.gloo import destroy_process_groups
 
             destroy_process_groups()
         if session.world is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm.axis import Axis
+from ..comm.groups.axis import Axis
 from ..errors import SMPError
 from ..nn import one_d, three_d, two_d
 from ..nn.sequence import SequenceMesh

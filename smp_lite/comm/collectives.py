@@ -3,7 +3,7 @@
 Two makes of one interface for tensors of the host: :class:`C10dCollectives` over a torch process group
 (``ddp: True``, and all of a job without MPI) and :class:`MPICollectives` (the mp group of an MPI job, and
 ``horovod: True``, as a Horovod job would do it). Those for tensors of devices are in
-:mod:`.device_collectives`.
+:mod:`.on_device.collectives`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ so far, so that what comes is noticed late by that part at most: a pipeline wait
 about as long as an action takes.
 
 A rank whose script has ended will send nothing any more. Each says so when it leaves (see
-:class:`smp_lite.comm.world.World`), and a wait for it ends with an error at once instead of at the limit.
+:class:`.groups.world.World`), and a wait for it ends with an error at once instead of at the limit.
 Over gloo its connections close as well, which may be noticed first; its word comes soon then, and the error
 can name it.
 """

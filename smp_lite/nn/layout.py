@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from ..comm.axis import Axis
+from ..comm.groups.axis import Axis
 from .guarding import plain
 
 __all__ = [

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..comm.axis import Axis
+from ..comm.groups.axis import Axis
 from ..errors import SMPError
 from ..nn.guarding import unguarded
 from ..record.code.source_line import warn_once_at_user_line

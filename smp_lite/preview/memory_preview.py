@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..comm.ranks import Ranks
+from ..comm.groups.ranks import Ranks
 from ..deferred import is_deferred
 from ..nn.layout import layout_of
 from ..plan.step.actions import Action, ActionKind

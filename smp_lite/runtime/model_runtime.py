@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from ..alike_between import BetweenSteps
-from ..comm.peers import Peers
-from ..comm.ranks import Ranks
-from ..comm.stage_peers import StagePeers
+from ..comm.groups.peers import Peers
+from ..comm.groups.ranks import Ranks
+from ..comm.groups.stage_peers import StagePeers
 from ..comm.wires.announced import AnnouncedWire
 from ..comm.wires.grouped import GroupedCarrier
 from ..comm.wires.memory import MemoryWire

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..comm.stage_peers import StagePeers
+from ..comm.groups.stage_peers import StagePeers
 from ..errors import SMPError, SMPMismatch
 from .model_runtime import ModelRuntime
 from .reduction.replicated_gradients import check_replicated_gradients

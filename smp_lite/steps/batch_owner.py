@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..comm.groups.world import World
 from ..comm.layout import arrival, as_bytes, departure
 from ..comm.waiting import wait_until
-from ..comm.world import World
 from ..devices import CPU
 from ..errors import SMPError, SMPMismatch
 from ..record.state.random_state import put_back_states, taken_states

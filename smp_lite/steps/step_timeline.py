@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable
 
-from ..comm.axis import Axis
+from ..comm.groups.axis import Axis
 from ..runtime.step.step_runner import StepRunner
 from ..session import Session
 from ..views.timeline import TimedCollective, TimelineWriter, merge_timelines

@@ -1,7 +1,7 @@
 """Ranks meet before the model is cut, and after: one that has failed instead tells the others, and goes on.
 
-Until then there is no runtime that ranks could hear each other by (:meth:`smp_lite.comm.peers.Peers.fail`),
-and a rank whose first step ends by an error of its own would be waited for.
+Until then there is no runtime that ranks could hear each other by (:meth:`~.Peers.fail`), and a rank whose
+first step ends by an error of its own would be waited for.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from ..comm.collectives import Pending
-from ..comm.peers import peer_failed
+from ..comm.groups.peers import peer_failed
+from ..comm.groups.world import World
 from ..comm.unawaited import keep
 from ..comm.waiting import wait_until
-from ..comm.world import World
 from ..devices import CPU
 from ..errors import SMPTimeout
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer as torch_hooks
 
-from ..comm.axis import Axis
-from ..comm.stage_peers import StagePeers
+from ..comm.groups.axis import Axis
+from ..comm.groups.stage_peers import StagePeers
 from ..devices import CPU
 from ..errors import SMPError, SMPMismatch
 from ..nn.layout import is_sharded

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ..comm.peers import Peers
+from ..comm.groups.peers import Peers
 from ..errors import SMPError
 from ..plan.partitioning.partition import ModuleCost, Partition, manual_partition
 from ..plan.partitioning.report import format_partition_table, partition_warnings, stage_summaries

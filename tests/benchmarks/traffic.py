@@ -1,7 +1,7 @@
 """Counts what collectives bring to a rank: those of layers, and those of the reduction of gradients.
 
-By lower bounds of what any algorithm must bring, :func:`~smp_lite.comm.axis.elements_received`. Messages of a
-few bytes that are no collectives (agreements between ranks) are not counted.
+By lower bounds of what any algorithm must bring (:func:`~smp_lite.comm.groups.axis.elements_received`).
+Messages of a few bytes that are no collectives (agreements between ranks) are not counted.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from fractions import Fraction
 
 import torch
 
-from smp_lite.comm.axis import Axis, elements_received
 from smp_lite.comm.collectives import Collectives, Pending
+from smp_lite.comm.groups.axis import Axis, elements_received
 from smp_lite.session import Session
 
 __all__ = ["Traffic"]

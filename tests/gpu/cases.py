@@ -99,7 +99,7 @@ def synchronisations(wire: str, checkpointed: bool = False) -> tuple[str, list[s
     waits = [
         f"{w.filename}:{w.lineno}: {w.message}"
         for w in caught
-        if "called a synchronizing" in str(w.message) and not w.filename.endswith("comm/peers.py")
+        if "called a synchronizing" in str(w.message) and not w.filename.endswith("comm/groups/peers.py")
     ]
     return str(smp.state.device), waits
 

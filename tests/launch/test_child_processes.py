@@ -61,7 +61,7 @@ def test_a_rank_that_runs_another_program_in_its_place_stays_one(tmp_path: Path)
     script = write(
         tmp_path,
         "script.py",
-        "from smp_lite.comm.launcher import note_joined, read_launch\n"
+        "from smp_lite.comm.transports.launcher import note_joined, read_launch\n"
         "if 'again' not in sys.argv:\n"
         "    note_joined(os.environ, read_launch(os.environ))\n"
         "    os.execv(sys.executable, [sys.executable, __file__, 'again'])\n"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from smp_lite.comm.device_sharing import SHARED_BY
+from smp_lite.comm.on_device.sharing import SHARED_BY
 from smp_lite.errors import SMPError
 
 from .lateness import check_waited
@@ -45,7 +45,7 @@ class _Event:
 
 
 class PretendedSharing:
-    """See :class:`smp_lite.comm.device_sharing.Sharing`."""
+    """See :class:`smp_lite.comm.on_device.sharing.Sharing`."""
 
     name_bytes = _PLACE.size
     handle_bytes = _HANDLE.size

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import smp_lite as smp
-from smp_lite.comm.axis import Axis
+from smp_lite.comm.groups.axis import Axis
 from smp_lite.nn.one_d import ColumnParallelLinear, RowParallelLinear, vocab_parallel_cross_entropy
 from smp_lite.nn.plans import parallelize
 from smp_lite.nn.sequence import SequenceMesh, cross_entropy_sequence

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from smp_lite.comm.axis import Axis, elements_received
-from smp_lite.comm.connect import connect
-from smp_lite.comm.transport import Transport
+from smp_lite.comm.groups.axis import Axis, elements_received
+from smp_lite.comm.transports.connect import connect
+from smp_lite.comm.transports.transport import Transport
 
 
 def axis_of_all(transport: Transport | None = None) -> Axis:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smp_lite as smp
-from smp_lite.comm.axis import Axis
+from smp_lite.comm.groups.axis import Axis
 from smp_lite.nn.layout import ParameterLayout, layout_of, set_layout, whole_of
 from smp_lite.nn.one_d import ColumnParallelLinear, RowParallelLinear
 from smp_lite.session import current

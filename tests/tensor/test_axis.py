@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from smp_lite.comm.axis import Axis
+from smp_lite.comm.groups.axis import Axis
 from smp_lite.errors import SMPError
 from tests.harness import run_distributed
 from tests.tensor.axis_cases import tensor_of

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import smp_lite as smp
 from smp_lite.checkpoints.portable.pieces import Box, boxes_of, whole_box
 from smp_lite.checkpoints.portable.reading import PieceReader, read_metadata
-from smp_lite.comm.axis import Axis
+from smp_lite.comm.groups.axis import Axis
 from smp_lite.nn.layout import ParameterLayout, part_of
 
 

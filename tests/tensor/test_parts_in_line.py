@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from smp_lite.comm.axis import Axis
+from smp_lite.comm.groups.axis import Axis
 from smp_lite.errors import SMPError
 from smp_lite.nn.one_d import ColumnParallelLinear, FeatureParallelDropout, RowParallelLinear
 from smp_lite.tensor_parallel.parts_in_line import refuse_mixing_features

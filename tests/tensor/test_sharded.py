@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from smp_lite.checkpoints.portable.pieces import Piece, boxes_of
-from smp_lite.comm.axis import Axis
+from smp_lite.comm.groups.axis import Axis
 from smp_lite.nn.layout import ParameterLayout, part_of
 from tests.harness import run_distributed
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import smp_lite as smp
-from smp_lite.comm.axis import Axis
+from smp_lite.comm.groups.axis import Axis
 from smp_lite.errors import SMPError
 from smp_lite.nn.distributed import Region
 from smp_lite.nn.one_d import (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import smp_lite as smp
-from smp_lite.comm.device_watch import Watched, first_overdue
+from smp_lite.comm.on_device.watch import Watched, first_overdue
 from smp_lite.device_graphs import DeviceGraph, new_pool
 from smp_lite.devices import event, home
 from smp_lite.runtime.graphs.stage_graphs import GRAPHS_VARIABLE

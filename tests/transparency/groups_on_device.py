@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 import smp_lite as smp
-from smp_lite.comm.axis import Axis
-from smp_lite.comm.device_collectives import ByPlace
-from smp_lite.comm.mapped_collectives import MappedCollectives
-from smp_lite.comm.queued_collectives import QueuedCollectives
+from smp_lite.comm.groups.axis import Axis
+from smp_lite.comm.on_device.collectives import ByPlace
+from smp_lite.comm.on_device.mapped import MappedCollectives
+from smp_lite.comm.on_device.queued import QueuedCollectives
 from smp_lite.session import current
 from tests.pretended_device.groups import in_vain_after, offered
 from tests.tensor.runtime_cases import Net, batches, split

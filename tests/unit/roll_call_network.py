@@ -6,8 +6,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from smp_lite.comm.roll_call import RollCall
-from smp_lite.comm.roll_calls import RollCalls
+from smp_lite.comm.objects.roll_call import RollCall
+from smp_lite.comm.objects.roll_calls import RollCalls
 from smp_lite.errors import SMPError
 
 LIMIT_S = 300.0

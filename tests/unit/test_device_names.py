@@ -13,7 +13,7 @@ LIBRARY = Path(__file__).parents[2] / "smp_lite"
 
 ALLOWED = {
     "devices.py": "the decision",
-    "comm/cuda_sharing.py": "CUDA's own memory between processes",
+    "comm/on_device/cuda_sharing.py": "CUDA's own memory between processes",
     "smp_v1/cuda_as_cpu.py": "a switch for scripts that speak of CUDA",
     "smp_v1/port/reader.py": "reads scripts that speak of CUDA",
     "smp_v1/port/command.py": "the same",

@@ -13,7 +13,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 
 PURE_MODULES = [
-    "smp_lite.comm.launcher",
+    "smp_lite.comm.transports.launcher",
     "smp_lite.config",
     "smp_lite.stop_notice",
     *sorted(

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from smp_lite.comm.launcher import (
+from smp_lite.comm.transports.launcher import (
     JOINED_VARIABLE,
     Alone,
     AtRendezvous,
@@ -154,7 +154,7 @@ def test_a_launcher_may_be_started_in_a_rank(
     assert read_launch(inherited(rank) | launcher) == expected
 
 
-@pytest.mark.parametrize("module", ["smp_lite.comm.launcher", "smp_lite.stop_notice"])
+@pytest.mark.parametrize("module", ["smp_lite.comm.transports.launcher", "smp_lite.stop_notice"])
 def test_a_launcher_can_import_it_without_torch_and_mpi(module: str) -> None:
     program = f"import sys, {module}; print({{'torch', 'mpi4py'}} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from smp_lite.comm.mailbox import PART_BYTES, Mailbox
+from smp_lite.comm.transports.mailbox import PART_BYTES, Mailbox
 
 
 @pytest.mark.parametrize("size", [1, 2 * PART_BYTES], ids=["one part", "parts"])

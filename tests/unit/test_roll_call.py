@@ -10,7 +10,7 @@ from collections import deque
 
 import pytest
 
-from smp_lite.comm.transport import Tag
+from smp_lite.comm.transports.transport import Tag
 from smp_lite.comm.tree import RADIX, nearby, place, subtree
 from smp_lite.errors import SMPError, SMPMismatch, SMPTimeout
 from tests.unit.roll_call_network import Network

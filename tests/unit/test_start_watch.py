@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from smp_lite.comm import start_watch
+from smp_lite.comm.transports import start_watch
 
 HERE = "on this host (host)"
 

@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from ...devices import is_host
 from ...errors import SMPError
-from ..device_groups import carries
-from ..device_sharing import sharing_on
-from ..world import World
+from ..groups.world import World
+from ..on_device.groups import carries
+from ..on_device.sharing import sharing_on
 from .announced import AnnouncedWire
 from .c10d import C10dWire
 from .grouped import GroupedCarrier

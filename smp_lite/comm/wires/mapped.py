@@ -9,7 +9,7 @@ holds for parameters as well, which an optimizer changes where they are.)
 Events are used again when the other side has queued its wait for them: the sender's when the answer has come,
 the receiver's in turn (waiting for a later place in a stream of copies is only longer).
 
-What a device offers for this is a :class:`~..device_sharing.Sharing`.
+What a device offers for this is a :class:`~..on_device.sharing.Sharing`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from ...devices import CPU
 from ...record.values.placed import TensorMeta
-from ..device_sharing import Sharing
+from ..on_device.sharing import Sharing
 from .wire import Transfer, Wire
 
 __all__ = ["MappedCarrier"]

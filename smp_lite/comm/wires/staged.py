@@ -2,8 +2,8 @@
 
 What travels is one row of bytes of a length that both ends know: the memory that the tensor spans, and its
 strides (:mod:`..layout`). The copy out is queued on the device's stream, and the message starts when an event
-says that it has ended (:mod:`..outbox`); the copy in is queued on the stream that will compute with it. The
-host waits for neither. A device without events copies at once.
+says that it has ended (:mod:`..on_device.outbox`); the copy in is queued on the stream that will compute
+with it. The host waits for neither. A device without events copies at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from ...devices import CPU, event, host_memory
 from ...record.values.placed import TensorMeta
 from ..layout import arrived_from_host, incoming_bytes, row_of
-from ..outbox import Outbox, Posted
+from ..on_device.outbox import Outbox, Posted
 from .wire import Transfer, Wire
 
 __all__ = ["StagedWire"]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 
 __all__ = ["dropout_alike", "dropout_of_part"]
 

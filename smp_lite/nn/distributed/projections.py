@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ..autocast import cast_for_autocast
 from ..one_d.operations import copy_to_ranks, reduce_scatter_along, sum_over_ranks
 from ..transforms import refuse_transforms

@@ -24,7 +24,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ... import session as session_module
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ...devices import CPU
 from ...errors import SMPMismatch
 from ..one_d.operations import copy_to_ranks, gather_along, split_along

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from .dropout import dropout_of_part
 
 __all__ = ["Scores", "additive", "alibi_bias", "rotated"]

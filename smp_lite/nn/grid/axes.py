@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...comm.axis import Axis
 from ...comm.collectives import Collectives
+from ...comm.groups.axis import Axis
 from ...plan.topology import Topology
 from ...record.values.parts import mark_part
 from ..one_d.operations import gather_along, split_along

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ...devices import is_host
 from ..one_d.parts import nearest_sizes
 

@@ -14,7 +14,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ..autocast import cast_for_loss
 from ..transforms import refuse_transforms
 from .checks import check_ids, compute_dtype

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ..autocast import cast_for_norm
 from ..transforms import refuse_transforms
 from .checks import check_features, compute_dtype

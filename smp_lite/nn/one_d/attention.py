@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from .linear import ColumnParallelLinear, RowParallelLinear, SharedRowsLinear
 from .operations import copy_to_ranks, gather_along
 from .parts import ONE_RANK, check_divides

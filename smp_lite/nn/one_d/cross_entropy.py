@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ..autocast import cast_for_loss
 from ..transforms import refuse_transforms
 from .embedding import check_indices

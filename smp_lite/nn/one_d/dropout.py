@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from .parts import shallow_copy
 
 __all__ = ["FeatureParallelDropout"]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ...devices import is_host
 from ..layout import ParameterLayout
 from .operations import gather_along, reduce_scatter_along, sum_over_ranks

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ..autocast import cast_for_autocast
 from ..layout import ParameterLayout
 from .operations import copy_to_ranks, gather_along, reduce_scatter_along, split_along, sum_over_ranks

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from .parts import SplitModule, layout_over, shallow_copy, whole
 
 __all__ = ["SequenceParallelLayerNorm", "SequenceParallelRMSNorm"]

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ..transforms import refuse_transforms
 
 __all__ = ["copy_to_ranks", "gather_along", "reduce_scatter_along", "split_along", "sum_over_ranks"]

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ..keeping import KeepsLayouts, digest_of_whole
 from ..layout import ParameterLayout, layout_of, part_of, whole_of
 from ..replaced import take_attributes

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ...errors import SMPError
 from ..layout import ParameterLayout
 from ..one_d import (

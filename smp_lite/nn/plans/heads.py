@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ...errors import SMPError
 from ..one_d.parts import nearest_sizes
 from .source import reads_of, words

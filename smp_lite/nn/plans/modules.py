@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ...errors import SMPError
 from ..autocast import cast_for_autocast
 from ..layout import ParameterLayout

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ...errors import SMPError
 from .changes import Changes
 from .conflicts import check_conflicts

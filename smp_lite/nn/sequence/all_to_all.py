@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ..grid.attention import attend, check_mask
 from ..grid.checks import check_divides
 from ..transforms import refuse_transforms

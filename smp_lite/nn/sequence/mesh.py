@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ...devices import CPU
 from ...record.values.parts import mark_part
 from ..grid.axes import Collect, axes_of_block, join_parts

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ..autocast import cast_for_autocast
 from ..grid.checks import check_divides, check_features
 from ..grid.laid_out import LaidOut

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ..grid.axes import Collect, axes_of_block, join_parts, split_parts, square_root
 from ..grid.checks import check_square
 

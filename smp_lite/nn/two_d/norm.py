@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ..grid.checks import check_divides
 from ..grid.norm import SplitLayerNorm, SplitRMSNorm, check_norm
 from .linear import Shared2D

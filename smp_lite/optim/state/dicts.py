@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ...errors import SMPError
 from ...nn.guarding import plain
 from ..half.loss_scaling import LossScaling

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ...errors import SMPError
 from ...nn.guarding import plain, unguarded
 from ...nn.layout import ParameterLayout, layout_of, set_layout, whole_of

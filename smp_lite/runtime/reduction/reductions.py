@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ...comm.collectives import Collectives, OneMember
-from ...comm.ranks import Ranks
+from ...comm.groups.ranks import Ranks
 from ...devices import CPU
 from ...errors import SMPError
 from ...nn.layout import is_sharded, layout_of

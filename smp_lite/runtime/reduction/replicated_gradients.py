@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from ...comm.stage_peers import StagePeers
+from ...comm.groups.stage_peers import StagePeers
 from ...devices import CPU
 from ...errors import SMPMismatch
 from ...nn.guarding import plain

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from ...comm.axis import Axis, Started
+from ...comm.groups.axis import Axis, Started
 from ...comm.layout import bits_summed
 from ...devices import is_host
 from ...errors import SMPError

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import nn
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ...errors import MissingAttribute
 from ...nn.guarding import plain
 from ...nn.layout import layout_of

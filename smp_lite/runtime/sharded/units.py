@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ...comm.axis import Axis
+from ...comm.groups.axis import Axis
 from ...nn.keeping import lay_anew
 from ...nn.layout import layout_of
 from ...record.parameters.placement import Placement

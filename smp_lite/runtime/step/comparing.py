@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ...comm.peers import Check
+from ...comm.groups.peers import Check
 from ...record.recording import Recording, describe_command
 
 __all__ = ["ALL", "CUT_AT", "LOOKS", "ONE", "checks"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from ...comm.peers import Peers
+from ...comm.groups.peers import Peers
 from ...record.recording import Recording
 from ..stage.ahead import NOT_RESUMED, Ahead
 from ..stage.executor import StageExecutor

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...comm.peers import Peers
+from ...comm.groups.peers import Peers
 from ...errors import SMPError
 from ...record.values.placed import PlacedTensor, TensorMeta
 from ..stage.executor import StageExecutor

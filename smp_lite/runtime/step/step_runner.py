@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ...alike_between import BetweenSteps
-from ...comm.peers import Peers
-from ...comm.stage_peers import StagePeers
+from ...comm.groups.peers import Peers
+from ...comm.groups.stage_peers import StagePeers
 from ...devices import home
 from ...errors import SMPError, SMPTimeout
 from ...plan.order.schedules import Policy

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smp_lite.comm.axis import Axis, elements_received
+from smp_lite.comm.groups.axis import Axis, elements_received
 from smp_lite.nn.layout import layout_of, part_of, sum_partial_gradients, whole_of
 from smp_lite.nn.one_d import Attention
 from smp_lite.nn.two_d import (

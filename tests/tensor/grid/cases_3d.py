@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smp_lite.comm.axis import elements_received
+from smp_lite.comm.groups.axis import elements_received
 from smp_lite.nn.layout import layout_of
 from smp_lite.nn.one_d import Attention
 from smp_lite.nn.three_d import (

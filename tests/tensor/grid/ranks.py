@@ -7,8 +7,8 @@ from functools import cache
 
 import torch
 
-from smp_lite.comm.connect import connect
-from smp_lite.comm.transport import Transport
+from smp_lite.comm.transports.connect import connect
+from smp_lite.comm.transports.transport import Transport
 from smp_lite.nn.three_d import Mesh3D
 from smp_lite.nn.two_d import Mesh2D, Mesh25D
 

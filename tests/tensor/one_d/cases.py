@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from smp_lite.comm.axis import Axis
+from smp_lite.comm.groups.axis import Axis
 from smp_lite.nn.layout import layout_of, sum_partial_gradients, whole_of
 from smp_lite.nn.one_d import (
     Attention,
@@ -525,7 +525,7 @@ def like_dtensor(address: str) -> None:
         parallelize_module,
     )
 
-    from smp_lite.comm.gloo import use_loopback
+    from smp_lite.comm.transports.gloo import use_loopback
 
     axis = start()
     use_loopback(True)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from smp_lite.comm.axis import Axis, elements_received
+from smp_lite.comm.groups.axis import Axis, elements_received
 from smp_lite.nn.layout import layout_of, sum_partial_gradients, whole_of
 
 __all__ = ["assert_close", "compare", "received_by"]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smp_lite.comm.axis import Axis
+from smp_lite.comm.groups.axis import Axis
 from smp_lite.errors import SMPError
 from smp_lite.nn.layout import ParameterLayout, layout_of, sum_partial_gradients, whole_of
 from smp_lite.nn.plans import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from smp_lite.comm.axis import Axis
+from smp_lite.comm.groups.axis import Axis
 from smp_lite.errors import SMPError
 from smp_lite.nn.plans import parallelize
 from tests.harness import run_distributed

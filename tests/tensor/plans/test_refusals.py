@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smp_lite.comm.axis import Axis
+from smp_lite.comm.groups.axis import Axis
 from smp_lite.errors import SMPError
 from smp_lite.nn.layout import layout_of
 from smp_lite.nn.plans import known_plan, load_whole_state_dict, parallelize, whole_state_dict

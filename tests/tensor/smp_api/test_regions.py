@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import smp_lite as smp
-from smp_lite.comm.axis import Axis
+from smp_lite.comm.groups.axis import Axis
 from smp_lite.nn.distributed import CannotShare, Region
 from smp_lite.nn.layout import layout_of
 

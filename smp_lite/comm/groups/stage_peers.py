@@ -14,11 +14,11 @@ from collections.abc import Collection
 
 import torch
 
-from ..devices import CPU
-from ..errors import PeerFailed
+from ...devices import CPU
+from ...errors import PeerFailed
+from ..collectives import Pending
+from ..transports.transport import Tag
 from .axis import Axis, Observer
-from .collectives import Pending
-from .transport import Tag
 from .world import World
 
 __all__ = ["StagePeers"]

@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import MutableMapping
 
-from ..errors import SMPError
+from ...errors import SMPError
+from ..waiting import watchdog_s
 from .launcher import AtRendezvous, UnderMPI, note_joined, read_launch
 from .start_watch import watched_start
 from .transport import Transport
-from .waiting import watchdog_s
 
 __all__ = ["connect"]
 
@@ -35,7 +35,7 @@ def connect(environment: MutableMapping[str, str]) -> Transport:
         try:
             has_others = isinstance(launch, UnderMPI) and launch.size != 1
             with watched_start(launch.rank, watchdog_s()) if has_others else contextlib.nullcontext():
-                from .mpi_transport import MPITransport
+                from .mpi import MPITransport
 
                 return MPITransport(launch)
         except (ImportError, RuntimeError) as error:  # no mpi4py, or mpi4py finds no MPI library
@@ -45,6 +45,6 @@ def connect(environment: MutableMapping[str, str]) -> Transport:
                     f"{error}. Install MPI with: pip install 'smp-lite[mpi]'"
                 ) from error
         launch = AtRendezvous(rank=0, size=1, address="127.0.0.1", port=0)
-    from .store_transport import StoreTransport
+    from .store import StoreTransport
 
     return StoreTransport(launch)

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..errors import SMPError
-from .collectives import Collectives, Pending
-from .device_collectives import ByPlace
-from .queued_collectives import Queued
-from .waiting import wait_until
+from ...errors import SMPError
+from ..collectives import Collectives, Pending
+from ..on_device.collectives import ByPlace
+from ..on_device.queued import Queued
+from ..waiting import wait_until
 
 __all__ = ["Axis", "Started", "elements_received"]
 

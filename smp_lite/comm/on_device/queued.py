@@ -12,7 +12,7 @@ and rounded once, as on MPI.
 
 **Failures.** A member that never comes leaves the others' devices waiting, not their hosts, which notice when
 they look at a result. One that does not end within the watchdog's limit ends the job by a named error
-(:mod:`.device_watch`). What nobody asks for any more, since a step has failed meanwhile, keeps its memory all
+(:mod:`.watch`). What nobody asks for any more, since a step has failed meanwhile, keeps its memory all
 the same: the device may still write there. Those of members that know of a failure are aborted
 (:meth:`QueuedCollectives.abort`).
 """
@@ -25,12 +25,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..device_streams import queue_behind, side_stream, within
-from ..devices import event, home
-from ..errors import SMPError
-from .collectives import Pending
-from .device_groups import abort
-from .device_watch import Watched
+from ...device_streams import queue_behind, side_stream, within
+from ...devices import event, home
+from ...errors import SMPError
+from ..collectives import Pending
+from .groups import abort
+from .watch import Watched
 
 __all__ = ["Queued", "QueuedCollectives"]
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ..devices import home, synchronize
-from ..errors import SMPError
+from ...devices import home, synchronize
+from ...errors import SMPError
 
 __all__ = ["SHARED_BY", "Sharing", "cannot_share", "sharing_on", "why_not_between"]
 

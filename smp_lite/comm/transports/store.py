@@ -15,13 +15,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..errors import SMPError
-from .collectives import C10dCollectives, Pending
+from ...errors import SMPError
+from ..collectives import C10dCollectives, Pending
+from ..waiting import wait_until, watchdog_s
 from .gloo import destroy_process_groups, init_gloo, new_gloo_group
 from .launcher import AtRendezvous
 from .mailbox import Mailbox
 from .transport import Host, Tag
-from .waiting import wait_until, watchdog_s
 
 __all__ = ["StoreTransport"]
 

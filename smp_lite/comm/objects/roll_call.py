@@ -2,8 +2,8 @@
 
 In a group of up to :data:`~smp_lite.comm.tree.RADIX` each member tells every other what it calls, and hears
 it from each: one message each way, the fastest there is for few. Larger groups do the same by trees
-(:mod:`smp_lite.comm.tree_call`). Calls over one kind of group are numbered, so that those over different
-groups do not mix (:mod:`smp_lite.comm.roll_calls`).
+(:mod:`.tree_call`). Calls over one kind of group are numbered, so that those over different groups do not mix
+(:mod:`.roll_calls`).
 
 *Something else was called.* A message says what its sender has called. Who finds that it differs raises, and
 so does each. A message about another group shows the same, if its sender has not come to this call yet:
@@ -22,9 +22,9 @@ import pickle
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ..errors import SMPError, SMPMismatch, SMPTimeout
-from .collectives import Pending
-from .transport import Tag
+from ...errors import SMPError, SMPMismatch, SMPTimeout
+from ..collectives import Pending
+from ..transports.transport import Tag
 
 if TYPE_CHECKING:
     from .roll_calls import RollCalls
@@ -41,7 +41,7 @@ Called = tuple[str, str]
 
 
 class Messages(Protocol):
-    """What a roll call needs of a :class:`~smp_lite.comm.transport.Transport`."""
+    """What a roll call needs of a :class:`~smp_lite.comm.transports.transport.Transport`."""
 
     rank: int
 

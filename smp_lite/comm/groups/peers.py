@@ -17,12 +17,12 @@ from typing import Any, Protocol
 
 import torch
 
-from ..devices import CPU
-from ..errors import PeerFailed, SMPError, SMPMismatch
-from ..record.values.placed import TensorMeta
-from .layout import arrival, as_bytes, departure
-from .unawaited import keep, let_go_of_ended
-from .waiting import wait_until
+from ...devices import CPU
+from ...errors import PeerFailed, SMPError, SMPMismatch
+from ...record.values.placed import TensorMeta
+from ..layout import arrival, as_bytes, departure
+from ..unawaited import keep, let_go_of_ended
+from ..waiting import wait_until
 from .world import World
 
 PACK_BELOW_BYTES = 1 << 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from .collectives import Collectives
+from ..collectives import Collectives
 
 __all__ = ["Ranks"]
 

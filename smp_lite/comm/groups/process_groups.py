@@ -2,7 +2,7 @@
 
 Beside MPI, rank 0 offers a store on a free port (``ddp_port`` or ``MASTER_PORT`` if given) and tells the
 others by MPI, so nothing has to be set by hand and two jobs on one host do not meet. Without MPI the ranks
-have met at a store already (:mod:`smp_lite.comm.store_transport`).
+have met at a store already (:mod:`smp_lite.comm.transports.store`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..devices import is_host, physical
-from ..errors import SMPError
-from ..smp_v1 import cuda_as_cpu
-from .device_groups import carries, decide, unavailable
-from .gloo import check_ranks, group_timeout, init_gloo, use_loopback
-from .waiting import watchdog_s
+from ...devices import is_host, physical
+from ...errors import SMPError
+from ...smp_v1 import cuda_as_cpu
+from ..on_device.groups import carries, decide, unavailable
+from ..transports.gloo import check_ranks, group_timeout, init_gloo, use_loopback
+from ..waiting import watchdog_s
 from .world import World
 
 __all__ = ["groups_of_one_process", "init_process_groups"]

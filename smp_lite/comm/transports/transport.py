@@ -1,8 +1,8 @@
 """What the library needs of the processes of a job, whoever started them.
 
 A :class:`Transport` carries byte messages between ranks, and makes collectives and groups of
-them. Two makes: :class:`~smp_lite.comm.mpi_transport.MPITransport`, and
-:class:`~smp_lite.comm.store_transport.StoreTransport`, which needs no MPI.
+them. Two makes: :class:`~smp_lite.comm.transports.mpi.MPITransport`, and
+:class:`~smp_lite.comm.transports.store.StoreTransport`, which needs no MPI.
 
 Sending and receiving are polled, so that a wait has a limit and can say for whom it waited
 (:mod:`smp_lite.comm.waiting`). What blocks, making a group, is called when all its members are known to be
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
-from .collectives import Collectives, Pending
+from ..collectives import Collectives, Pending
 
 __all__ = ["Host", "Tag", "Transport"]
 

@@ -15,7 +15,7 @@ a rank whose script does not ask for its result answers all the same as soon as 
 **Rounding.** Sums go through the members in the order of their ranks, the same on all of them, 16-bit floats
 in 32 bits and rounded once. Over two ranks that is, to the bit, what MPI, gloo and NCCL make.
 
-Memory and events of other processes are a device's :class:`~.device_sharing.Sharing`; events are used again
+Memory and events of other processes are a device's :class:`~.sharing.Sharing`; events are used again
 in turn, which makes a wait longer at most, since what is waited for then was queued before.
 """
 
@@ -26,11 +26,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..device_streams import queue_behind, side_stream, within
-from ..devices import CPU, event
-from .collectives import Collectives, Pending
-from .device_sharing import Sharing
-from .waiting import while_waiting
+from ...device_streams import queue_behind, side_stream, within
+from ...devices import CPU, event
+from ..collectives import Collectives, Pending
+from ..waiting import while_waiting
+from .sharing import Sharing
 
 __all__ = ["Mapped", "MappedCollectives"]
 

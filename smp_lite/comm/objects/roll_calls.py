@@ -6,9 +6,9 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-from .collectives import Pending
+from ..collectives import Pending
+from ..tree import RADIX, Place, place
 from .roll_call import Message, Messages, RollCall
-from .tree import RADIX, Place, place
 from .tree_call import TreeCall, items_of
 
 __all__ = ["RollCalls"]

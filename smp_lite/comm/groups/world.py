@@ -1,9 +1,9 @@
 """The processes of the job and their groups.
 
 One :class:`World` for each process: the topology, and object messages between ranks. Collectives on Python
-objects are *roll calls* (:mod:`smp_lite.comm.roll_call`): each member hears that all others are calling the
-same. So a rank that calls something else, or does not call at all, is named in the error instead of leaving
-the others waiting.
+objects are *roll calls* (:mod:`..objects.roll_call`): each member hears that all others are calling the same.
+So a rank that calls something else, or does not call at all, is named in the error instead of leaving the
+others waiting.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ..devices import home, is_host
-from ..errors import SMPError
-from ..plan.topology import Topology
-from .collectives import C10dCollectives, Collectives, Pending
-from .device_collectives import ByPlace, StagedCollectives
-from .device_groups import DeviceGroups, carries
-from .device_sharing import sharing_on, why_not_between
-from .mapped_collectives import MappedCollectives
-from .queued_collectives import QueuedCollectives
-from .roll_call import RollCall
-from .roll_calls import RollCalls
-from .transport import Tag, Transport
-from .tree import nearby
-from .waiting import wait_until, watch_departures, watchdog_s
+from ...devices import home, is_host
+from ...errors import SMPError
+from ...plan.topology import Topology
+from ..collectives import C10dCollectives, Collectives, Pending
+from ..objects.roll_call import RollCall
+from ..objects.roll_calls import RollCalls
+from ..on_device.collectives import ByPlace, StagedCollectives
+from ..on_device.groups import DeviceGroups, carries
+from ..on_device.mapped import MappedCollectives
+from ..on_device.queued import QueuedCollectives
+from ..on_device.sharing import sharing_on, why_not_between
+from ..transports.transport import Tag, Transport
+from ..tree import nearby
+from ..waiting import wait_until, watch_departures, watchdog_s
 
 _SMALL_BYTES = 1 << 16
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from ..errors import SMPError
+from ...errors import SMPError
 
 __all__ = ["Mailbox"]
 

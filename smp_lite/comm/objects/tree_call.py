@@ -20,9 +20,9 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..transports.transport import Tag
+from ..tree import subtree
 from .roll_call import ASK, ELSEWHERE, FINDING, HERE, Called, Message, RollCall, listed
-from .transport import Tag
-from .tree import subtree
 
 if TYPE_CHECKING:
     from .roll_calls import RollCalls

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..devices import event, host_memory, is_host
-from .collectives import Collectives, Pending
-from .mapped_collectives import MappedCollectives
+from ...devices import event, host_memory, is_host
+from ..collectives import Collectives, Pending
+from .mapped import MappedCollectives
 from .outbox import Outbox
-from .queued_collectives import QueuedCollectives
+from .queued import QueuedCollectives
 
 __all__ = ["ByPlace", "StagedCollectives"]
 

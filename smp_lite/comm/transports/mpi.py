@@ -17,13 +17,13 @@ import mpi4py
 mpi4py.rc.thread_level = "serialized"
 from mpi4py import MPI  # noqa: E402  (initialises MPI with the level above)
 
-from ..errors import SMPError  # noqa: E402
-from .collectives import MPICollectives, Pending  # noqa: E402
+from ...errors import SMPError  # noqa: E402
+from ..collectives import MPICollectives, Pending  # noqa: E402
+from ..tree import nearby  # noqa: E402
+from ..waiting import watchdog_s  # noqa: E402
 from .launcher import Alone, UnderMPI  # noqa: E402
 from .start_watch import watch_end  # noqa: E402
 from .transport import Host, Tag  # noqa: E402
-from .tree import nearby  # noqa: E402
-from .waiting import watchdog_s  # noqa: E402
 
 __all__ = ["MPITransport"]
 

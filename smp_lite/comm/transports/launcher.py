@@ -30,8 +30,8 @@ import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-from ..errors import SMPError
-from ..errors_record import ERROR_DIR_VARIABLE
+from ...errors import SMPError
+from ...errors_record import ERROR_DIR_VARIABLE
 
 __all__ = ["JOINED_VARIABLE", "Alone", "AtRendezvous", "Launch", "UnderMPI", "note_joined", "read_launch"]
 

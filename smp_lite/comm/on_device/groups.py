@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..devices import CPU, is_host
-from ..errors import SMPError
-from .gloo import group_timeout
+from ...devices import CPU, is_host
+from ...errors import SMPError
+from ..transports.gloo import group_timeout
 
 __all__ = ["DeviceGroups", "abort", "carries", "decide", "unavailable"]
 

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from ..devices import Event
-from .waiting import while_waiting
+from ...devices import Event
+from ..waiting import while_waiting
 
 __all__ = ["Outbox", "Posted"]
 

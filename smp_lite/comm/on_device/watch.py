@@ -25,11 +25,11 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from ..device_graphs import unless_capturing
-from ..devices import make_current
-from ..errors import SMPTimeout
-from .device_groups import abort
-from .waiting import WATCHDOG_VARIABLE, watchdog_s
+from ...device_graphs import unless_capturing
+from ...devices import make_current
+from ...errors import SMPTimeout
+from ..waiting import WATCHDOG_VARIABLE, watchdog_s
+from .groups import abort
 
 __all__ = ["Watched", "first_overdue"]
 

@@ -1,4 +1,4 @@
-"""CUDA's interprocess memory and events, for :mod:`.wires.mapped` and :mod:`.mapped_collectives`.
+"""CUDA's interprocess memory and events, for :mod:`..wires.mapped` and :mod:`.mapped`.
 
 Memory goes by the driver's own functions (CUDA Driver API, "Memory Management": ``cuIpcGetMemHandle``,
 ``cuIpcOpenMemHandle``), since torch's (``UntypedStorage._share_cuda_``) change the storage that is sent, and
@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from ..devices import home, module
-from ..errors import SMPError
+from ...devices import home, module
+from ...errors import SMPError
 
 __all__ = ["TYPE", "CudaSharing", "cannot_share"]
 
@@ -64,7 +64,7 @@ class _Handle(ctypes.Structure):
 
 
 class CudaSharing:
-    """See :class:`~.device_sharing.Sharing`."""
+    """See :class:`~.sharing.Sharing`."""
 
     name_bytes = _HANDLE_BYTES + _PLACE.size
     handle_bytes = _HANDLE_BYTES

@@ -10,8 +10,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..errors import SMPError
-from .waiting import watchdog_s
+from ...errors import SMPError
+from ..waiting import watchdog_s
 
 __all__ = [
     "check_ranks",
