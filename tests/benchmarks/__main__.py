@@ -13,6 +13,7 @@ PARTS = {
     "actions": "action_overhead",
     "recording": "recording_overhead",
     "empty": "empty_step",
+    "python": "without_python",
     "memory": "peak_memory",
     "planned": "planned_memory",
     "planning": "planning_time",
