@@ -21,6 +21,7 @@ from .config import PARAMETERS_VARIABLE, Config, load_config
 from .errors import PeerFailed, SMPError
 from .errors_record import record_failure
 from .freed_memory import keep_freed_memory
+from .nn.guarding import close_all as close_guards
 from .optim.checked_settings import other_optimizers_checked
 from .optim.norms.whole_model import norms_of_the_whole_model
 from .plan.topology import Topology
@@ -318,6 +319,7 @@ def reset() -> None:
             session.world.close()
     stop_listening()
     stop_intercepting()
+    close_guards()
     forget_all()
     set_current(None)
 

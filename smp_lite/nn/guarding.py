@@ -29,6 +29,7 @@ __all__ = [
     "PieceParameter",
     "as_between_steps",
     "as_ordinary",
+    "close_all",
     "guarded",
     "is_elementwise",
     "is_unguarded",
@@ -45,6 +46,8 @@ Tensors = Callable[[], Iterable[tuple[torch.Tensor, torch.Size]]]
 _open = 0
 _ordinary: list[_Ordinary] = []  # what is of torch's own types now, the outermost first
 _OWN_CODE = f"{__name__.partition('.')[0]}."
+_READS_MEMORY = "safetensors."
+"""A package that takes as many bytes as the shape says from where a tensor's memory begins."""
 _WHOLE_SHAPE = "smp_whole_shape"
 
 
@@ -58,16 +61,18 @@ _HARMLESS = METADATA_FUNCTIONS | words(
     detach detach_ clone requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad copy_
     zero_ fill_ to cpu float double half bfloat16 type type_as contiguous set_ zeros_like ones_like empty_like
     full_like data_ptr untyped_storage storage storage_offset __hash__ __repr__ __str__ __format__ _use_count
-    is_shared share_memory_ __deepcopy__ new_zeros new_empty new_ones new_full
+    is_shared share_memory_ __deepcopy__ new_zeros new_empty new_ones new_full new_tensor
     """
 )
 """Functions that are right on a part of a tensor, whatever they do with it."""
 _SIZES = words("shape ndim nbytes size dim numel nelement ndimension stride __len__ dim_order is_same_size")
 """What asks for the shape, and is told that of the whole."""
-_MAKES_ANEW = words("new_zeros new_empty new_ones new_full")
+_MAKES_ANEW = words("new_zeros new_empty new_ones new_full new_tensor")
 """Functions whose result has the shape that they are given, and nothing of the piece in it."""
 _PUTS_IN_PLACE = words("copy_ set_")
 _OTHER_SHAPE = frozenset(["T", "mT", "H", "mH", "real", "imag"])
+_NOT_SAID = words("masked_fill masked_fill_")
+"""Functions of every element of which torch does not say so."""
 _ARITHMETIC = words(
     """
     add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv ifloordiv pow rpow
@@ -86,6 +91,13 @@ def unguarded() -> Iterator[None]:
         yield
     finally:
         _open -= 1
+
+
+def close_all() -> None:
+    """A session ends: what an error may have left open is closed."""
+    global _open
+    _open = 0
+    _ordinary.clear()
 
 
 def is_unguarded() -> bool:
@@ -136,7 +148,8 @@ def as_ordinary(tensors: Tensors) -> Iterator[None]:
 def as_between_steps() -> Iterator[None]:
     """Within: pieces are guarded, wherever the library is: a script's own code runs (a closure, a hook)."""
     global _open
-    outer, _open = _open, 0
+    outer = _open
+    _open = 0
     opened = list(_ordinary)
     for ordinary in reversed(opened):
         ordinary.close()
@@ -145,7 +158,7 @@ def as_between_steps() -> Iterator[None]:
     finally:
         for ordinary in opened:
             ordinary.open()
-        _open = outer
+        _open += outer  # what is closed late, after an error, may find it open for another reason
 
 
 def tensors_of(parameters: Iterable[torch.Tensor], state: Any) -> Iterator[tuple[torch.Tensor, torch.Size]]:
@@ -190,6 +203,8 @@ def is_elementwise(name: str) -> bool:
     """Whether every element of the result depends on the elements at its place alone."""
     if name.startswith("__"):
         return name.strip("_") in _ARITHMETIC
+    if name in _NOT_SAID:
+        return True
     if name.startswith(("_foreach_", "_fused_", "_amp_")):
         return "norm" not in name and name.rpartition("_")[2] != "max"
     for each in (name, f"{name}_", name.removesuffix("_")):
@@ -205,11 +220,15 @@ def _guard(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs:
     name = getattr(func, "__name__", "")
     kwargs = kwargs or {}
     with torch._C.DisableTorchFunctionSubclass():
-        if _open:
+        if _open > 0:
             return func(*args, **kwargs)
+        if name == "detach_" and not args[0].requires_grad:
+            return args[0]  # torch refuses it of views, as pieces are
+        if name == "data_ptr" and _is_asked_by(_READS_MEMORY):
+            raise _not_saved(args[0])
         attribute = getattr(func.__self__, "__name__", "") if name in _ACCESS else name
         if attribute in _SIZES and name not in ("__set__", "__delete__"):
-            if not _is_asked_by_the_library():
+            if not _is_asked_by(_OWN_CODE):
                 args = tuple(_measured(each) if _is_piece(each) else each for each in args)
             return func(*args, **kwargs)
         if name in _ACCESS:
@@ -269,9 +288,9 @@ def set_whole_shape(tensor: torch.Tensor, shape: Iterable[int]) -> None:
     setattr(tensor, _WHOLE_SHAPE, torch.Size(shape))
 
 
-def _is_asked_by_the_library() -> bool:
+def _is_asked_by(package: str) -> bool:
     """Whether it is this package's code that has called what torch handed on to :func:`_guard`."""
-    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(_OWN_CODE)
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(package)
 
 
 def _measured(piece: torch.Tensor) -> torch.Tensor:
@@ -370,7 +389,7 @@ def _guarded_like(result: Any, shapes: dict[int | None, torch.Size | None]) -> A
 
 def _as_subclass(self: torch.Tensor, cls: type) -> Any:
     """``Tensor.as_subclass``, which torch does not hand on."""
-    if _open or issubclass(cls, Piece | PieceParameter):
+    if _open > 0 or issubclass(cls, Piece | PieceParameter):
         return torch.Tensor.as_subclass(self, cls)
     return _guard(type(self), torch.Tensor.as_subclass, (type(self),), (self, cls))
 
@@ -411,11 +430,17 @@ class PieceParameter(nn.Parameter):
 
 
 def _saved(tensor: torch.Tensor, protocol: Any, plainly: Any) -> Any:
-    if _open:
+    if _open > 0:
         with torch._C.DisableTorchFunctionSubclass():
             return torch.Tensor.__reduce_ex__(plain(tensor), protocol)
-    raise SMPError(
-        f"a piece of shape {list(tensor.shape)} of a sharded parameter would be saved, and pass for the "
+    raise _not_saved(tensor)
+
+
+def _not_saved(tensor: torch.Tensor) -> SMPError:
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = list(tensor.shape)
+    return SMPError(
+        f"a piece of shape {shape} of a sharded parameter would be saved, and pass for the "
         "whole: save model.state_dict() and optimizer.state_dict(), which are collective over the ranks that "
         "share the model, or smp.save_checkpoint(..., portable=True)"
     )

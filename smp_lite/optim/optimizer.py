@@ -312,6 +312,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         if closure is not None:
             closure = self._as_between_steps(closure)
         closure = self._sharding.before_step(self._torchs, closure)
+        self._give_up()  # of a step of the inner optimizer's alone
         with self._groups.here(stand_ins=False):
             self._is_stepping = True
             has_parameters = any(group["params"] for group in self._torchs.param_groups)

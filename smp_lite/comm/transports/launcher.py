@@ -39,6 +39,7 @@ JOINED_VARIABLE = "SMP_LITE_JOINED"
 """What a rank leaves for the processes that it starts."""
 
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
+_PARAMETERS = "SM_HP_MP_PARAMETERS"
 _LEFT_BY = {
     "MPI": ("OMPI_", "PMIX_", "PMI_", "PRTE_"),
     "torch": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_"),
@@ -158,6 +159,7 @@ def _not_a_rank(rank: int, environment: Mapping[str, str]) -> str:
             "if __name__ == '__main__':"
         )
     left = [prefix for prefixes in _LEFT_BY.values() for prefix in prefixes]
+    left += [ERROR_DIR_VARIABLE, _PARAMETERS]  # of this job: its folder for failures, and its parameters
     names = tuple(prefix for prefix in left if any(name.startswith(prefix) for name in environment))
     return text + (
         "Start it with smp-lite run, mpirun or torchrun, or without the rank's variables: subprocess.run("

@@ -28,6 +28,7 @@ __all__ = ["watch_end", "watched_start"]
 
 _PROCESSES = Path("/proc")
 _STEP_S = 0.5
+_SECOND_LOOK_S = 1.0
 _RANK, _SIZE, _HERE, _JOB, _FOLDER = (
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",
@@ -102,8 +103,12 @@ def _main(phase: str, rank: int, limit_s: float) -> None:
             what = _who_did_not_come()
             break
         waiting = _not_at_the_end(rank)
+        if _all_stopped(waiting):  # it may be for a moment
+            if _is_over(_SECOND_LOOK_S):
+                return
+            waiting = _not_at_the_end(rank)
         what = f"rank {rank} has ended its script, and MPI waits for rank(s) {_described(waiting)}"
-        if waiting and all(state == "T" for _, state in waiting.values()):
+        if _all_stopped(waiting):
             break
         if waiting and not said:
             said = True
@@ -113,7 +118,7 @@ def _main(phase: str, rank: int, limit_s: float) -> None:
     if _is_over(0):
         return
     headline = f"smp_lite.errors.SMPTimeout: {text}"
-    sys.path.append(str(Path(__file__).parents[1]))
+    sys.path.append(str(Path(__file__).parents[2]))
     from errors_record import record_failure  # type: ignore[import-not-found]
 
     if not record_failure(f"{headline}\n", rank, headline=headline):
@@ -164,6 +169,10 @@ def _not_at_the_end(rank: int) -> dict[int, tuple[int, str]]:
     }
 
 
+def _all_stopped(waiting: dict[int, tuple[int, str]]) -> bool:
+    return bool(waiting) and all(state == "T" for _, state in waiting.values())
+
+
 def _described(ranks: dict[int, tuple[int, str]] | dict[int, tuple[int, str] | None]) -> str:
     def of(rank: int, found: tuple[int, str] | None) -> str:
         if not _PROCESSES.is_dir():
@@ -176,7 +185,8 @@ def _described(ranks: dict[int, tuple[int, str]] | dict[int, tuple[int, str] | N
 
 
 def _processes() -> dict[int, tuple[int, str]]:
-    """By rank, the process and its state; of this job and host, where the system shows it."""
+    """By rank, the process and its state ("T": stopped; "t", under a debugger, is not); of this job and host,
+    where the system shows it."""
     ranks = {}
     job = os.fsencode(f"{_JOB}={os.environ[_JOB]}")
     for folder in _PROCESSES.glob("[0-9]*") if _PROCESSES.is_dir() else ():
@@ -189,7 +199,7 @@ def _processes() -> dict[int, tuple[int, str]]:
         if job in variables and group == folder.name:
             rank = next((text for text in variables if text.startswith(_RANK.encode() + b"=")), None)
             if rank is not None and state != "Z":
-                ranks[int(rank.partition(b"=")[2])] = (int(folder.name), state.upper())
+                ranks[int(rank.partition(b"=")[2])] = (int(folder.name), state)
     return dict(sorted(ranks.items()))
 
 
