@@ -7,11 +7,10 @@ mount it; data in S3 is downloaded.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,30 +75,35 @@ def model_address(request: Mapping[str, Any], store: Store) -> str:
     return address if local is None else f"file://{local}"
 
 
-def collect_outputs(request: Mapping[str, Any], trees: Sequence[Path], target: Path, store: Store) -> None:
+def collect_outputs(
+    request: Mapping[str, Any], trees: Sequence[Path], target: Path, store: Store, say: Callable[[str], None]
+) -> None:
     """Pack what the hosts left and bring it to where the request wants it.
 
     Args:
         trees: of all hosts.
         target: a folder for the archives.
+        say: takes a line for the job's log.
 
     Raises:
         ValueError: it could not be brought there; the archives stay in `target`.
     """
     try:
-        _bring_archives(request, trees, target, store)
+        _bring_archives(request, trees, target, store, say)
     finally:
         for tree in trees:
             keep_checkpoints(request, tree, store)
 
 
-def _bring_archives(request: Mapping[str, Any], trees: Sequence[Path], target: Path, store: Store) -> None:
+def _bring_archives(
+    request: Mapping[str, Any], trees: Sequence[Path], target: Path, store: Store, say: Callable[[str], None]
+) -> None:
     target.mkdir(exist_ok=True)
     archives = [target / "model.tar.gz"]
-    _pack(archives[0], [tree / "model" for tree in trees])
+    _pack(archives[0], [tree / "model" for tree in trees], say)
     if any(_has_entries(tree / "output" / "data") for tree in trees):
         archives.append(target / "output.tar.gz")
-        _pack(archives[1], [tree / "output" / "data" for tree in trees])
+        _pack(archives[1], [tree / "output" / "data" for tree in trees], say)
     for archive in archives:
         address = f"{_output_prefix(request)}/{archive.name}"
         if store.local_path(address) != archive.absolute():
@@ -201,46 +205,50 @@ def _bring_channel(
         raise ValueError(f"{uri} is neither a file nor a folder ({path})")
 
 
-def _pack(archive: Path, directories: Sequence[Path]) -> None:
+def _pack(archive: Path, directories: Sequence[Path], say: Callable[[str], None]) -> None:
     """The contents of all `directories` in one tar.gz; of two files of one name the first stays.
 
-    Links are followed: what they lead to is not there where the archive is unpacked.
-
-    Raises:
-        ValueError: a link leads nowhere, or in circles; names it.
+    Links are followed: what they lead to is not there where the archive is unpacked. One that leads nowhere,
+    or in circles, is packed as the link it is where no directory has more of that name, and `say` is told.
     """
     found: dict[str, Path] = {}
+    lost: dict[str, Path] = {}
     for directory in directories:
-        for path in _all_below(directory, ()):
-            found.setdefault(path.relative_to(directory).as_posix(), path)
+        for path, is_lost in _all_below(directory, ()):
+            (lost if is_lost else found).setdefault(path.relative_to(directory).as_posix(), path)
+    links = {name: path for name, path in lost.items() if name not in found}
     with tarfile.open(archive, "w:gz", dereference=True) as tar:
         for name, path in found.items():
             tar.add(path, name, recursive=False)
+        tar.dereference = False
+        for name, path in links.items():
+            tar.add(path, name, recursive=False)
+    if links:
+        named = ", ".join(f"{name} -> {os.readlink(path)}" for name, path in links.items())
+        say(f"links that lead nowhere or in circles, in {archive.name} as links: {named}")
 
 
-def _all_below(directory: Path, above: tuple[Path, ...]) -> Iterator[Path]:
+def _all_below(directory: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, bool]]:
     """All files and folders in it, sorted, those that links lead to as well; none where it is not there.
+    With each, whether it is a link that leads nowhere or in circles.
 
     Args:
         above: the folders that lead to it, without links.
     """
     above = (*above, directory.resolve())
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        if path.is_symlink():
-            try:
-                target = path.resolve(strict=True)
-            except (OSError, RuntimeError) as error:  # Python 3.13 has no RuntimeError here
-                circle = isinstance(error, RuntimeError) or error.errno == errno.ELOOP
-                raise ValueError(_wrong_link(path, "in circles" if circle else "nowhere")) from None
-            if target in above:
-                raise ValueError(_wrong_link(path, "in circles"))
-        yield path
-        if path.is_dir():
+        is_lost = path.is_symlink() and _is_lost(path, above)
+        yield path, is_lost
+        if not is_lost and path.is_dir():
             yield from _all_below(path, above)
 
 
-def _wrong_link(path: Path, how: str) -> str:
-    return f"the link {path} -> {os.readlink(path)} leads {how}: let the script write what it is to keep"
+def _is_lost(link: Path, above: tuple[Path, ...]) -> bool:
+    try:
+        target = link.resolve(strict=True)
+    except (OSError, RuntimeError):  # nowhere; in circles, a RuntimeError before Python 3.13
+        return True
+    return any(folder.is_relative_to(target) for folder in above)
 
 
 def _write(path: Path, content: object) -> None:

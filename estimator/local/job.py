@@ -10,6 +10,7 @@ ending, `MaxRuntimeInSeconds` is honoured, and a stop is SIGTERM now and SIGKILL
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import subprocess
@@ -100,16 +101,17 @@ class LocalTrainingJob:
         except Exception:
             status, secondary, reason = "Failed", "Failed", f"InternalServerError: {traceback.format_exc()}"
         self.record.move("InProgress", "Uploading")
+        # Before the log has lines of ours about the outputs.
+        definitions = self._request["AlgorithmSpecification"].get("MetricDefinitions", ())
+        if metrics := final_metrics(definitions, log_files(self._directory, self._request)):
+            self.record.update(FinalMetricDataList=metrics)
         try:
-            collect_outputs(self._request, self._trees, self._directory / "output", self._store)
+            collect_outputs(self._request, self._trees, self._directory / "output", self._store, self._say)
         except Exception as error:
             if status == "Completed":
                 status, secondary = "Failed", "Failed"
             reason = f"{reason}\n" if reason else ""
             reason += f"ClientError: the outputs stay in {self._directory / 'output'}: {error}"
-        definitions = self._request["AlgorithmSpecification"].get("MetricDefinitions", ())
-        if metrics := final_metrics(definitions, log_files(self._directory, self._request)):
-            self.record.update(FinalMetricDataList=metrics)
         if reason:
             self.record.update(FailureReason=_shortened(reason))
         self.record.update(TrainingEndTime=datetime.now(UTC))
@@ -135,7 +137,7 @@ class LocalTrainingJob:
             for host, tree, log in zip(self._hosts, self._trees, log_files(self._directory, self._request)):
                 with log.open("wb") as file:
                     if host == self._hosts[0] and (names := without_effect(self._request)):
-                        file.write(f"smp-lite: without effect in local mode: {', '.join(names)}\n".encode())
+                        file.write(_line(f"without effect in local mode: {', '.join(names)}"))
                         file.flush()
                     self._processes.append(self._start(host, tree, meeting, file))
             timed_out = self._wait(started + self._request["StoppingCondition"]["MaxRuntimeInSeconds"])
@@ -238,6 +240,11 @@ class LocalTrainingJob:
         code = codes[first]
         return f"AlgorithmError: {text}\nexit code: {code if code > 0 else 128 - code}"
 
+    def _say(self, text: str) -> None:
+        """A line in the log of the first host, if that can be written."""
+        with contextlib.suppress(OSError), log_files(self._directory, self._request)[0].open("ab") as file:
+            file.write(_line(text))
+
     def _last_lines(self, index: int) -> str:
         """What the host printed last."""
         log = log_files(self._directory, self._request)[index]
@@ -263,6 +270,11 @@ def _end_running_jobs() -> None:
 def log_files(directory: Path, request: Mapping[str, Any]) -> list[Path]:
     """One for each host of the job in `directory`; they may not exist yet."""
     return [directory / "logs" / f"{host}.log" for host in host_names(request)]
+
+
+def _line(text: str) -> bytes:
+    """Of ours, for a log; the name of a file may hold what is no text."""
+    return f"smp-lite: {text}\n".encode(errors="backslashreplace")
 
 
 def _shortened(reason: str) -> str:

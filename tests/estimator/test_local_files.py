@@ -11,6 +11,7 @@ import pytest
 from smp_lite.estimator.local.files import collect_outputs, prepare_tree
 from smp_lite.estimator.local.paths import translate_paths
 from smp_lite.estimator.local.store import Store
+from tests.estimator.jobs import estimator
 
 
 def request(directory: Path, **changes: Any) -> dict[str, Any]:
@@ -23,6 +24,14 @@ def request(directory: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
+def collected(directory: Path, *trees: str) -> list[str]:
+    """Pack the outputs; what is said of it."""
+    said: list[str] = []
+    paths = [directory / tree for tree in trees]
+    collect_outputs(request(directory), paths, directory / "output", Store(directory, None), said.append)
+    return said
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "tree" / "model"
@@ -31,7 +40,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def packed(directory: Path) -> dict[str, bytes]:
-    collect_outputs(request(directory), [directory / "tree"], directory / "output", Store(directory, None))
+    assert collected(directory, "tree") == []
     with tarfile.open(directory / "output" / "model.tar.gz") as archive:
         members = archive.getmembers()
         assert all(member.isfile() or member.isdir() for member in members)
@@ -54,16 +63,39 @@ def test_a_link_is_packed_as_what_it_leads_to(model: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("target", "how"),
-    [("gone", "nowhere"), ("link", "in circles"), (".", "in circles"), ("..", "in circles")],
+    ("name", "target"),
+    [
+        ("link", "gone"),
+        ("link", "/gone"),
+        ("link", "file/below"),
+        ("link", "link"),
+        ("link", "."),
+        ("deep/link", ".."),
+        ("deep/link", "../.."),  # above the model's folder, and back to it
+        ("link", "/"),
+    ],
 )
-def test_a_link_that_leads_to_nothing_is_named(target: str, how: str, model: Path, tmp_path: Path) -> None:
+def test_a_link_that_leads_to_nothing_is_packed_as_a_link(
+    name: str, target: str, model: Path, tmp_path: Path
+) -> None:
     (model / "deep").mkdir()
-    link = model / "link" if target != ".." else model / "deep" / "link"
-    link.symlink_to(target)
-    with pytest.raises(ValueError, match=f"the link {link} -> {target} leads {how}"):
-        packed(tmp_path)
-    assert not (tmp_path / "output" / "model.tar.gz").exists()
+    (model / "file").write_text("w")
+    (model / name).symlink_to(target)
+    text = f"links that lead nowhere or in circles, in model.tar.gz as links: {name} -> {target}"
+    assert collected(tmp_path, "tree") == [text]
+    with tarfile.open(tmp_path / "output" / "model.tar.gz") as archive:
+        assert sorted(archive.getnames()) == sorted(["deep", "file", name])
+        assert archive.getmember(name).issym()
+        assert archive.getmember(name).linkname == target
+
+
+def test_what_another_host_has_goes_before_a_link_that_leads_to_nothing(model: Path, tmp_path: Path) -> None:
+    (model / "last").symlink_to("gone")
+    (tmp_path / "other" / "model" / "last").mkdir(parents=True)
+    (tmp_path / "other" / "model" / "last" / "weights").write_text("w")
+    assert collected(tmp_path, "tree", "other") == []
+    with tarfile.open(tmp_path / "output" / "model.tar.gz") as archive:
+        assert archive.getnames() == ["last", "last/weights"]
 
 
 TRANSLATED = {
@@ -77,6 +109,17 @@ TRANSLATED = {
     "/opt/mlx /opt/ml-x": "/opt/mlx /opt/ml-x",
     "s3://bucket/opt/ml/x": "s3://bucket/opt/ml/x",
     "/usr/opt/ml/x": "/usr/opt/ml/x",
+    "{/opt/ml/a,/opt/ml/b}": "{ROOT/a,ROOT/b}",
+    "/opt/ml/a|/opt/ml/b": "ROOT/a|ROOT/b",
+    "[/opt/ml/a]": "[ROOT/a]",
+    "[/opt/ml] {/opt/ml} (/opt/ml) /opt/ml|": "[ROOT] {ROOT} (ROOT) ROOT|",
+    "paths=[/opt/ml/x,/opt/ml/y]": "paths=[ROOT/x,ROOT/y]",
+    "2>/opt/ml/output/log </opt/ml/in": "2>ROOT/output/log <ROOT/in",
+    "user@host:/opt/ml/x": "user@host:/opt/ml/x",
+    "--to=user@host:/opt/ml /opt/ml/x": "--to=user@host:/opt/ml ROOT/x",
+    "http://h:/opt/ml": "http://h:/opt/ml",
+    "[http://h:/opt/ml/x,/opt/ml/y]": "[http://h:/opt/ml/x,ROOT/y]",
+    '{"a":"http://h:1","b":"/opt/ml"}': '{"a":"http://h:1","b":"ROOT"}',
 }
 
 
@@ -100,3 +143,20 @@ def test_a_host_without_a_share_of_a_sharded_channel_has_an_empty_folder(tmp_pat
     for host, names in (("algo-1", ["only"]), ("algo-2", [])):
         prepare_tree(asked, host, tmp_path / host, Store(tmp_path, None))
         assert [path.name for path in (tmp_path / host / "input/data/train").iterdir()] == names
+
+
+@pytest.mark.slow
+def test_a_link_that_leads_to_nothing_is_said_in_the_log_and_no_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = estimator(
+        tmp_path,
+        "if rank == 0: say('loss=1'); os.symlink('gone', os.environ['SM_MODEL_DIR'] + '/loss=2')",
+        metric_definitions=[{"Name": "loss", "Regex": r"loss=(\d)"}],
+    )
+    job.fit()
+    said = "smp-lite: links that lead nowhere or in circles, in model.tar.gz as links: loss=2 -> gone\n"
+    assert said in capsys.readouterr().out
+    description = job.latest_training_job.describe()
+    assert description["TrainingJobStatus"] == "Completed"
+    assert [metric["Value"] for metric in description["FinalMetricDataList"]] == [1.0]
