@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim import optimizer as torch_hooks
@@ -21,7 +21,6 @@ from ..errors import SMPError
 from ..nn.guarding import as_between_steps, as_ordinary, tensors_of
 from ..record.parameters.away import is_away
 from .optimizer_check import check_optimizer
-from .own_hooks import OwnHooks
 
 if TYPE_CHECKING:
     from ..session import Session
@@ -77,7 +76,7 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 def other_optimizers_checked(session: Session) -> Iterator[None]:
     """Within: optimizers of the model that are in no ``DistributedOptimizer`` are checked as they step."""
     seen: WeakKeyDictionary[torch.optim.Optimizer, CheckedSettings | None] = WeakKeyDictionary()
-    on_pieces: WeakKeyDictionary[torch.optim.Optimizer, _OnPieces] = WeakKeyDictionary()
+    on_pieces = _OnPieces()
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if session.model is None:
@@ -85,11 +84,9 @@ def other_optimizers_checked(session: Session) -> Iterator[None]:
         wrapper = _wrapper_of(session, optimizer)
         if wrapper is not None:
             wrapper.before_hooks()
-        elif session.shard_axes:
+        elif session.shard_axes and not _is_inside_step(session, optimizer):
             _refuse_unclipped(session, optimizer)
-            if optimizer not in on_pieces:
-                on_pieces[optimizer] = _OnPieces(optimizer)
-            on_pieces[optimizer].before_hooks(optimizer)
+            on_pieces.know(optimizer)
         if session.step is not None and session.step.runtime is not None:
             _refuse_inside_step(session, optimizer)
         keys = [key for key in ("fp16", "bf16", "shard_optimizer_state") if getattr(session.cfg, key)]
@@ -121,33 +118,70 @@ def other_optimizers_checked(session: Session) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-        for each in list(on_pieces.values()):
-            each.remove()
+        on_pieces.forget()
 
 
 class _OnPieces:
-    """An optimizer that is not wrapped: its step finds ordinary tensors, hooks on it find pieces."""
+    """Optimizers that are not wrapped: their steps find ordinary tensors, hooks on them find pieces.
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._ordinary = contextlib.ExitStack()
-        self._hooks = OwnHooks(optimizer, self._before, lambda _: self._ordinary.close())
+    torch's function around the step of a class, which calls the hooks, holds the step in a closure cell. What
+    is put there closes again whatever the step does; torch calls no hooks after one that fails.
+    """
 
-    def before_hooks(self, optimizer: torch.optim.Optimizer) -> None:
-        self._ordinary.close()  # what a step that has failed has left open
-        self._hooks.place(optimizer)
+    def __init__(self) -> None:
+        self._known: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._stepping: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._replaced: dict[int, tuple[types.CellType, Callable[..., Any]]] = {}  # by id, and its content
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        def pieces() -> Iterator[tuple[torch.Tensor, torch.Size]]:
-            members = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            return tensors_of((p for p in members if not is_away(p)), optimizer.state)
+    def know(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its steps are such from now on, the one that is about to begin as well."""
+        if optimizer in self._known:
+            return
+        self._known.add(optimizer)
+        for kind in type(optimizer).__mro__:
+            cell = _cell_of_step(vars(kind).get("step"))
+            if cell is not None and id(cell) not in self._replaced:
+                self._replaced[id(cell)] = cell, cell.cell_contents
+                cell.cell_contents = self._around(cell.cell_contents)
 
-        self._ordinary.enter_context(as_ordinary(pieces))
-        with_guard = {key: _closure(value) if key == "closure" else value for key, value in kwargs.items()}
-        return tuple(map(_closure, args)), with_guard
+    def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def stepped(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if optimizer not in self._known or optimizer in self._stepping:  # of its base class, in its own
+                return step(optimizer, *args, **kwargs)
 
-    def remove(self) -> None:
-        self._ordinary.close()
-        self._hooks.remove()
+            def pieces() -> Iterator[tuple[torch.Tensor, torch.Size]]:
+                members = (parameter for group in optimizer.param_groups for parameter in group["params"])
+                return tensors_of((p for p in members if not is_away(p)), optimizer.state)
+
+            self._stepping.add(optimizer)
+            try:
+                with as_ordinary(pieces):
+                    with_guard = {k: _closure(v) if k == "closure" else v for k, v in kwargs.items()}
+                    return step(optimizer, *map(_closure, args), **with_guard)
+            finally:
+                self._stepping.discard(optimizer)
+
+        return stepped
+
+    def forget(self) -> None:
+        """Steps are torch's own again."""
+        for cell, step in self._replaced.values():
+            cell.cell_contents = step
+        self._replaced.clear()
+        self._known.clear()
+
+
+_AROUND_STEPS = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
+
+
+def _cell_of_step(step: Any) -> types.CellType | None:
+    """Where torch's function around a step holds it; None: it has none."""
+    while step is not None:
+        if getattr(step, "__code__", None) is _AROUND_STEPS:
+            return step.__closure__[_AROUND_STEPS.co_freevars.index("func")]  # type: ignore[no-any-return]
+        step = getattr(step, "__wrapped__", None)
+    return None
 
 
 def _closure(given: Any) -> Any:
@@ -165,6 +199,16 @@ def _closure(given: Any) -> Any:
 
 def _wrapper_of(session: Session, optimizer: torch.optim.Optimizer) -> DistributedOptimizer | None:
     return next((each for each in session.optimizers if each.is_around(optimizer)), None)
+
+
+def _is_inside_step(session: Session, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer around this one steps it, in the step of a DistributedOptimizer, which has clipped
+    and has made pieces ordinary."""
+    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return any(
+        wrapper._is_stepping and given <= {id(p) for group in wrapper.param_groups for p in group["params"]}
+        for wrapper in session.optimizers
+    )
 
 
 def _refuse_unclipped(session: Session, optimizer: torch.optim.Optimizer) -> None:

@@ -4,6 +4,7 @@ and in plain torch."""
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,23 @@ class Run:
         return self.inner.state
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer around one, in timm's form: it shares its groups and state, and calls its step."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        # Not that of torch, on purpose.
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self._base_optimizer = base
+        self.param_groups, self.defaults, self.state = base.param_groups, base.defaults, base.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._base_optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self._base_optimizer.step(closure)
+
+
 def optimizers_of(net: nn.Module, what: str) -> list[torch.optim.Optimizer]:
     kind: Any = torch.optim.AdamW if "state" in what else torch.optim.SGD
     of_blocks = [p for name, p in net.named_parameters() if name.startswith("blocks")]
@@ -75,6 +93,8 @@ def optimizers_of(net: nn.Module, what: str) -> list[torch.optim.Optimizer]:
         return [kind(of_blocks, lr=0.1), kind(rest, lr=0.1)]
     if what == "an optimizer of some":
         return [kind(of_blocks, lr=0.1)]
+    if what == "an optimizer around one":
+        return [Around(kind(net.parameters(), lr=0.1))]
     return [kind(net.parameters(), lr=0.1)]
 
 
@@ -303,10 +323,18 @@ def norms_of_copies(parameters: dict[str, Any]) -> dict[str, Any]:
     step(x, y)
     F.cross_entropy(other(x), y).backward()
     own = [p.grad for p in model.local_parameters()]
+    leaves = [torch.ones_like(p).requires_grad_() for p in other.parameters()]
+    sum(leaf.sum() for leaf in leaves).backward()
+    alike = [leaf for leaf in leaves if any(leaf.shape == gradient.shape for gradient in own)]
     asked: dict[str, Callable[[], Any]] = {
         "own": lambda: torch.nn.utils.get_total_norm(own),
         "another's": lambda: torch.nn.utils.get_total_norm([p.grad for p in other.parameters()]),
         "another's weights": lambda: torch.nn.utils.get_total_norm(list(other.parameters())),
+        "leaves'": lambda: torch.nn.utils.get_total_norm([leaf.grad for leaf in leaves]),
+        "some leaves'": lambda: torch.nn.utils.get_total_norm([leaf.grad for leaf in alike]),
+        "of one shape": lambda: torch.nn.utils.get_total_norm([torch.ones_like(own[0])]),
+        "of fewer shapes": lambda: torch.nn.utils.get_total_norm([torch.ones_like(g) for g in own[1:]]),
+        "its own among them": lambda: torch.nn.utils.get_total_norm([own[0], *(g / 8 for g in own[1:-1])]),
         "divided": lambda: torch.nn.utils.get_total_norm([gradient / 8 for gradient in own]),
         "copied": lambda: torch.nn.utils.get_total_norm([gradient.clone() for gradient in own]),
         "converted": lambda: torch.nn.utils.get_total_norm([gradient.double() for gradient in own]),
@@ -318,6 +346,63 @@ def norms_of_copies(parameters: dict[str, Any]) -> dict[str, Any]:
         except smp.SMPError as error:
             told[name] = str(error)
     return told
+
+
+class Fails(torch.optim.SGD):
+    """Fails in the step whose number it is told, half-way."""
+
+    fails_at = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.fails_at -= 1
+        result = super().step(closure)
+        if self.fails_at == 0:
+            raise MemoryError
+        return result
+
+
+def guarded_after_errors(parameters: dict[str, Any], fails_at: int, in_closure: bool) -> list[str]:
+    """What is said to a norm after each of three steps of an optimizer that is not wrapped, one of which
+    fails; and what its step is after all."""
+    torch.optim.SGD([torch.zeros(1)])  # the first one of all changes the class
+    around: Any = torch.optim.SGD.step
+    cell = around.__closure__[around.__code__.co_freevars.index("func")]
+    of_torch = cell.cell_contents
+    smp.init(parameters)
+    torch.manual_seed(0)
+    net = Square()
+    model = smp.DistributedModel(net)
+    optimizer = (torch.optim.SGD if in_closure else Fails)(net.parameters(), lr=0.1)
+    optimizer.fails_at = fails_at  # type: ignore[attr-defined]
+
+    @smp.step
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        model.backward(loss)
+        return loss
+
+    told = []
+    for number, data in enumerate(batches(3, smp.rdp_rank()), start=1):
+
+        def closure(data: Any = data, number: int = number) -> Any:
+            loss = step(*data).reduce_mean()
+            if in_closure and number == fails_at:
+                raise MemoryError
+            return loss
+
+        try:
+            optimizer.step(closure)
+            said = "stepped"
+        except MemoryError:
+            said = "failed"
+        try:
+            net.two.norm()
+        except smp.SMPError:
+            said += ", guarded"
+        told.append(said)
+    is_replaced = cell.cell_contents is not of_torch
+    smp.reset()
+    return [*told, "torch's own again" if is_replaced and cell.cell_contents is of_torch else "changed"]
 
 
 def said_of_parameters(parameters: dict[str, Any], what: str) -> str:

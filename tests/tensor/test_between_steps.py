@@ -64,7 +64,9 @@ def test_a_script_does_what_it_does_in_one_process(what: str, parameters: dict[s
     check_as_in_one_process(ranks(parameters, what, num_ranks=2 * stages), what)
 
 
-@pytest.mark.parametrize("what", ["several optimizers", "an optimizer of some", "one"])
+@pytest.mark.parametrize(
+    "what", ["several optimizers", "an optimizer of some", "an optimizer around one", "one"]
+)
 @pytest.mark.parametrize("partitions", [1, 2])
 def test_clipping_is_of_the_whole_model_whoever_steps(what: str, partitions: int) -> None:
     parameters = {**CLIPPED, "pipeline_parallel_degree": partitions}
@@ -136,8 +138,21 @@ def test_norms_of_copied_gradients_of_a_part_are_refused(parameters: dict[str, A
     for told in run_distributed(f"{CASES}:norms_of_copies", 2, kwargs={"parameters": parameters}):
         assert told["own"] == pytest.approx(norm) and told["another's"] == pytest.approx(norm)
         assert told["another's weights"] == pytest.approx(weights)
-        for name in ("divided", "copied", "converted"):
+        for name in ("leaves'", "some leaves'", "of one shape", "of fewer shapes"):
+            assert isinstance(told[name], float), told
+        for name in ("divided", "copied", "converted", "its own among them"):
             assert "smp.clip_grad_norm_" in str(told[name]), told
+            assert "something that only has their shapes" in str(told[name])
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+@pytest.mark.parametrize("in_closure", [True, False], ids=["closure", "step"])
+def test_a_step_that_fails_leaves_pieces_guarded(fails_at: int, in_closure: bool) -> None:
+    kwargs = {"parameters": PIECES, "fails_at": fails_at, "in_closure": in_closure}
+    for told in run_distributed(f"{CASES}:guarded_after_errors", 2, kwargs=kwargs):
+        expected = ["stepped, guarded"] * 3 + ["torch's own again"]
+        expected[fails_at - 1] = "failed, guarded"
+        assert told == expected
 
 
 @pytest.mark.parametrize(

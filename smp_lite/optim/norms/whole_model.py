@@ -248,19 +248,29 @@ class _Functions:
                 items.append(Item(len(own.names) + parameter, here))
             else:
                 items.append(Item(FOREIGN, tensor))
-        self._refuse_copies(what, own, [item.tensor for item in items if item.number == FOREIGN])
+        self._refuse_copies(what, own, items)
         return items
 
-    def _refuse_copies(self, what: str, own: OwnParameters, others: list[torch.Tensor | None]) -> None:
+    def _refuse_copies(self, what: str, own: OwnParameters, items: list[Item]) -> None:
         """Raises SMPError for what a script has made of gradients, which nobody can tell from other tensors
-        but by their shapes: its norm would be that of what is here."""
+        but by their shapes: its norm would be that of what is here.
+
+        They have the shapes of all gradients of this rank, or stand beside some of these.
+        """
         beside = {id(t) for t in self._beside()}
+        others = [item.tensor for item in items if item.number == FOREIGN]
         given = [t for t in others if t is not None and type(t) is not nn.Parameter and id(t) not in beside]
-        shapes = Counter(tuple(t.shape) for t in given if t.dim())
+        shapes = _shapes(given)
         if not shapes or not self._is_shared() or self._session.step is not None:
             return
         local = [own.parameter(number) for number in own.local]
-        if shapes - Counter(tuple(parameter.shape) for parameter in local):
+        if any(item.number != FOREIGN and item.number < len(own.names) for item in items):
+            if shapes - _shapes(local):
+                return
+        elif shapes not in (
+            _shapes(p for p in local if p.requires_grad),
+            _shapes(p for p in local if p.grad is not None),
+        ):
             return
         in_parts = {tuple(p.shape) for p in local if (layout := layout_of(p)) is not None and layout.axes}
         if self._session.num_stages == 1 and in_parts.isdisjoint(shapes):
@@ -268,8 +278,9 @@ class _Functions:
         if not are_gradients(given):  # of another model, which may be built like this one
             raise SMPError(
                 f"{what}: tensors of the shapes of the model's parameters, which are not their gradients "
-                "(p.grad) but made of them (divided, copied, converted): this rank has a part of the model, "
-                "and their norm would be that of the part. Give the gradients themselves, as in "
+                "(p.grad) but made of them (divided, copied, converted), or something that only has their "
+                "shapes: this rank has a part of the model, and the norm of what is made of gradients would "
+                "be that of the part. Give the gradients themselves, as in "
                 "smp.clip_grad_norm_(model.parameters(), math.inf), and divide the norm instead"
             )
 
@@ -333,3 +344,8 @@ class _Functions:
 
 def _listed(given: Tensors) -> list[torch.Tensor]:
     return [given] if isinstance(given, torch.Tensor) else list(given)
+
+
+def _shapes(tensors: Iterable[torch.Tensor]) -> Counter[tuple[int, ...]]:
+    """How often each is there; numbers alone tell nothing."""
+    return Counter(tuple(tensor.shape) for tensor in tensors if tensor.dim())

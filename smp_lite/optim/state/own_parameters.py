@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...record.parameters.away import is_away, root_of
@@ -149,14 +148,18 @@ class OwnParameters:
 
 
 def are_gradients(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether each is the gradient of some parameter that exists, or all of its memory.
+    """Whether each is the gradient of some leaf that exists, a parameter or not, or all of its memory.
 
     It looks at all objects that there are: ask only where nothing else tells.
     """
     wanted = {key for tensor in tensors if (key := _memory(tensor)) is not None}
-    for each in gc.get_objects():
-        if type(each) is nn.Parameter and each.grad is not None:
-            wanted.discard(_memory(each.grad))
+    with torch._C.DisableTorchFunctionSubclass():
+        for each in gc.get_objects():
+            kind = type(each)
+            if not issubclass(kind, torch.Tensor) or kind is PlacedTensor:
+                continue
+            if each.is_leaf and (gradient := each.grad) is not None:
+                wanted.discard(_memory(gradient))
     return not wanted
 
 
