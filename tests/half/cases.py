@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import smp_lite as smp
+from smp_lite.nn.guarding import plain
 from smp_lite.nn.layout import layout_of, whole_of
 from smp_lite.session import current
 from tests.tensor.runtime_cases import Net, batches, split
@@ -93,7 +94,7 @@ def train(
     for name, parameter in model.local_named_parameters():
         stand_in = optim.stand_in_of(parameter)
         elements += sum(
-            value.numel()
+            plain(value).numel()  # of what is here: a piece has the sizes of its whole, to a script
             for value in optim.state.get(parameter, {}).values()
             if torch.is_tensor(value) and value.dim()
         )
