@@ -56,10 +56,11 @@ class KeepsLayouts(nn.Module):
         self.smp_wholes = {**self.__dict__.get("smp_wholes", {}), **digests}
         self.smp_changed = self.__dict__.get("smp_changed", frozenset()) - digests.keys()
 
-    def forget_wholes(self) -> None:
-        """Its parts have numbers that the ranks have compared in another way."""
-        for name in ("smp_wholes", "smp_versions", "smp_changed"):
-            self.__dict__.pop(name, None)
+    def note_agreed(self) -> None:
+        """The ranks have compared by other means what its parts were cut from: changes count from here."""
+        self.smp_wholes = dict.fromkeys(self.__dict__.get("smp_layouts", {}), 0)
+        self.smp_changed = frozenset()
+        self.smp_versions = self._versions()
 
     def beginnings(self) -> dict[str, Beginning]:
         """Of its parameters whose wholes are known."""

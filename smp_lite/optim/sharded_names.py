@@ -49,9 +49,8 @@ class ShardedNames:
     def __init__(self, session: Session, groups: Groups) -> None:
         self._session, self._lists, self._stand_in = session, groups.lists, groups.stand_in_of
         self._norm: float | None = None
-        self._clipped_at = (
-            -1
-        )  # how many backwards there had been when the gradients of this step were clipped
+        # How many backwards there had been when the gradients of this step were clipped.
+        self._clipped_at = -1
         self._is_prepared = False  # whether the inner optimizer's next step is one of ours
 
     def _groups(self) -> list[list[torch.Tensor]]:

@@ -62,7 +62,7 @@ def take_weights(
             tensor.copy_(whole[name] if layout is None else part_of(whole[name], layout))
     for part in new.modules():
         if isinstance(part, KeepsLayouts):
-            part.forget_wholes()  # were drawn, and are not what it begins with
+            part.note_agreed()  # were drawn, and are not what it begins with
     for name, source in sources.items():
         if isinstance(mine[name], nn.Parameter):
             mine[name].requires_grad_(old[source].requires_grad)

@@ -123,10 +123,8 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         ValueError: variables contradict each other, are no numbers, or one is missing; names them.
     """
     joined = json.loads(environment.get(JOINED_VARIABLE, "{}"))
-    if joined.get("process") in (
-        None,
-        os.getpid(),
-    ):  # a rank that runs another program in its place stays one
+    # A rank that runs another program in its place stays one.
+    if joined.get("process") in (None, os.getpid()):
         return _read_all(environment)
     of_rank = {kind for kind in _LEFT_BY if joined[kind] == _fingerprint(environment, kind)}
     if "MPI" in of_rank and _TORCHRUN not in environment and _are_ranks_of_mpi(environment):

@@ -210,3 +210,24 @@ def trained_by(
         losses.append(step(ids).reduce_mean().item())
         optimizer.step()
     return {"losses": losses, "state": model.state_dict()}
+
+
+def scaled_after_wrapping(parameters: dict[str, Any], everywhere: bool) -> str:
+    """A marked model over stages, whose parts rank 0 or all ranks scale before the first step cuts it."""
+    smp.init(parameters)
+    model = smp.DistributedModel(_marked(seeded(SEED)))
+    if everywhere or smp.rank() == 0:
+        with torch.no_grad():
+            model.module.up.weight.mul_(2.0)
+
+    @smp.step
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = model(ids).square().mean()
+        model.backward(loss)
+        return loss
+
+    try:
+        step(torch.arange(24).reshape(4, 6) % 11)
+    except smp.SMPError as error:
+        return str(error)
+    return "ran"

@@ -143,3 +143,10 @@ def test_before_a_plan_of_another_system_splits() -> None:
         assert found["losses"] == pytest.approx(losses[0], rel=1e-4, abs=1e-5)
         for key, value in state.items():
             torch.testing.assert_close(found["state"][key], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_what_one_rank_alone_changes_before_the_first_step_is_refused(everywhere: bool) -> None:
+    kwargs = {"parameters": parameters_of(2, True, "memory", 2), "everywhere": everywhere}
+    for told in run_distributed(f"{CASES}:scaled_after_wrapping", 4, kwargs=kwargs):
+        assert told == "ran" if everywhere else told.startswith(f"{_CHANGED}, on rank 0 and not on rank 1")
