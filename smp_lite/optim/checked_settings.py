@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -83,6 +84,7 @@ def other_optimizers_checked(session: Session) -> Iterator[None]:
             return
         wrapper = _wrapper_of(session, optimizer)
         if wrapper is not None:
+            on_pieces.close_after(optimizer, wrapper)
             wrapper.before_hooks()
         elif session.shard_axes and not _is_inside_step(session, optimizer):
             _refuse_unclipped(session, optimizer)
@@ -124,12 +126,15 @@ def other_optimizers_checked(session: Session) -> Iterator[None]:
 class _OnPieces:
     """Optimizers that are not wrapped: their steps find ordinary tensors, hooks on them find pieces.
 
+    Those that are wrapped do that by hooks; of them a step that fails is noticed here.
+
     torch's function around the step of a class, which calls the hooks, holds the step in a closure cell. What
     is put there closes again whatever the step does; torch calls no hooks after one that fails.
     """
 
     def __init__(self) -> None:
         self._known: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._wrappers: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()  # weak ones
         self._stepping: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._replaced: dict[int, tuple[types.CellType, Callable[..., Any]]] = {}  # by id, and its content
 
@@ -138,6 +143,15 @@ class _OnPieces:
         if optimizer in self._known:
             return
         self._known.add(optimizer)
+        self._look_at_steps(optimizer)
+
+    def close_after(self, optimizer: torch.optim.Optimizer, wrapper: DistributedOptimizer) -> None:
+        """Its steps are a wrapper's, which closes what it has opened if they fail."""
+        if optimizer not in self._wrappers:
+            self._wrappers[optimizer] = weakref.ref(wrapper)
+            self._look_at_steps(optimizer)
+
+    def _look_at_steps(self, optimizer: torch.optim.Optimizer) -> None:
         for kind in type(optimizer).__mro__:
             cell = _cell_of_step(vars(kind).get("step"))
             if cell is not None and id(cell) not in self._replaced:
@@ -147,6 +161,13 @@ class _OnPieces:
     def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def stepped(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if (reference := self._wrappers.get(optimizer)) is not None:
+                try:
+                    return step(optimizer, *args, **kwargs)
+                except BaseException:
+                    if (wrapper := reference()) is not None:
+                        wrapper.give_up()
+                    raise
             if optimizer not in self._known or optimizer in self._stepping:  # of its base class, in its own
                 return step(optimizer, *args, **kwargs)
 
@@ -170,6 +191,7 @@ class _OnPieces:
             cell.cell_contents = step
         self._replaced.clear()
         self._known.clear()
+        self._wrappers.clear()
 
 
 _AROUND_STEPS = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__

@@ -196,7 +196,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
 
     def before_hooks(self) -> None:
         """The inner optimizer's step begins: a script's hooks find what there is between steps."""
-        self._give_up()
+        self.give_up()
         if self._own_hooks is not None:
             self._own_hooks.place(self._torchs)
             self._between.enter_context(self._groups.as_between_steps())
@@ -205,7 +205,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         """Its step has ended, and so have they."""
         self._between.close()
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
         """What a step that has failed has left open."""
         self._between.close()
         self._alone.close()
@@ -312,7 +312,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         if closure is not None:
             closure = self._as_between_steps(closure)
         closure = self._sharding.before_step(self._torchs, closure)
-        self._give_up()  # of a step of the inner optimizer's alone
+        self.give_up()  # of a step of the inner optimizer's alone
         with self._groups.here(stand_ins=False):
             self._is_stepping = True
             has_parameters = any(group["params"] for group in self._torchs.param_groups)
@@ -326,7 +326,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
                     result = self.optimizer.step() if has_parameters else None
             finally:
                 self._is_stepping = False
-                self._give_up()
+                self.give_up()
                 self._groups.swap_out()
                 self._step_swapped = False
         if self._checked is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ SHARDED = {
 }
 
 
-def _trained() -> tuple[nn.Module, Any, Any]:
-    smp.init(SHARDED)
+def _trained(**others: Any) -> tuple[nn.Module, Any, Any]:
+    smp.init({**SHARDED, **others})
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model = smp.DistributedModel(net)
@@ -88,3 +89,16 @@ def written(folder: str) -> list[str]:
         bool((guarding.plain(gradient.masked_fill_(gradient.abs() >= 0, 2.0)) == 2.0).all()),
     ]
     return [_told(lambda: save_file(copies, Path(folder) / f"{smp.rank()}.safetensors")), str(right)]
+
+
+def after_an_inner_step() -> tuple[str, str]:
+    """The wrapped optimizer's step is called without its wrapper, and its closure fails: a norm, a file."""
+    net, optimizer, _ = _trained(sdp_gradient_clipping=0)
+
+    def closure() -> None:
+        raise KeyError("the script's own")
+
+    with contextlib.suppress(KeyError):
+        optimizer.optimizer.step(closure)
+    norm = _told(lambda: net[0].weight.grad.norm())
+    return norm, _told(lambda: torch.save(dict(net.state_dict()), io.BytesIO()))
