@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from .device_streams import queue_behind, side_stream, within
 from .devices import event, home, is_host, module, synchronize
 from .errors import SMPError
+from .plan.collecting import without_gc
 
 __all__ = ["CaptureSpoilt", "DeviceGraph", "can_capture", "new_pool", "unless_capturing"]
 
@@ -41,18 +41,6 @@ def unless_capturing() -> Iterator[bool]:
             _capture.release()
 
 
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Within: Python collects no garbage, in which there may be what a capture forbids to give back."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 class CaptureSpoilt(SMPError):
     """The device has not ended a capture properly; torch's memory of it may count as captured for good."""
 
@@ -79,7 +67,8 @@ class DeviceGraph:
         # and stays on its stream for good where a capture does not end well.
         synchronize()
         computed = event()
-        with _capture, within(side_stream()), _no_collection():
+        # In what Python collects there may be something that a capture forbids to give back.
+        with _capture, within(side_stream()), without_gc():
             queue_behind(computed)
             # Other threads (one that pins batches) may go on with what a capture forbids this one.
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

@@ -1,6 +1,7 @@
-"""Planning without Python's collector of circles: a step is millions of tuples, and none is in a circle.
+"""Work without Python's collector of circles.
 
-The collector would look through all of them again and again while they are made, for half of the time.
+Planning has millions of tuples, and none is in a circle: the collector would look through all of them again
+and again while they are made, for half of the time. Others say why where they use it.
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ..plan.collecting import without_gc
 from ..record.describe.effects import Effects, NeedsOpening
 from ..record.interception import listening
 from ..record.recorder import Recorder
@@ -141,7 +141,9 @@ class StepContext:
             before = None if kept is None else TensorsBefore()
             for m, (args, kwargs) in enumerate(self.inputs):
                 self.microbatch_index = m
-                with _no_collection():
+                # Whatever of a microbatch is held at its end is kept for later. Values in circles are held
+                # until Python collects them, which it does when it likes, on each rank at another time.
+                with without_gc():
                     if self.runtime is not None and m > 0:
                         self._begin_microbatch()
                     if before is not None:
@@ -275,22 +277,6 @@ class StepContext:
             self.runtime.abandon(error)
         elif self.session.model is not None:
             self.session.model.failed_before_partition(error)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Within: no automatic garbage collection.
-
-    Whatever of a microbatch is held at its end is kept for later. Values in reference cycles are held until
-    Python collects them, which it does when it likes, and on each rank at another time.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _is_of_earlier(placed: PlacedTensor, recorder: Recorder) -> bool:
