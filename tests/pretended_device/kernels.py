@@ -16,6 +16,9 @@ from .random_numbers import generators_of
 # Of these the second argument, the indices, may be on the CPU, as on CUDA.
 _INDEXING = frozenset(["aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"])
 
+# What comes of them depends on numbers in memory: item(), equal(), nonzero().
+_ASKS_THE_HOST = frozenset([torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape])
+
 _library: torch.library.Library | None = None
 
 
@@ -115,6 +118,8 @@ def run_on_host(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         device = check_together(name, list(_tensors((*checked, *kwargs.values()))))
         if (asked := kwargs.get("device")) is not None:
             device = asked if asked.type == NAME else None
+        if device is not None and _ASKS_THE_HOST.intersection(op.tags):
+            before_reading()
         call = _Call(device)
         if graphs.is_capturing() and op._schema.is_mutable:
             graphs.before(list(_tensors((*args, *kwargs.values()))))

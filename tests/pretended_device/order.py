@@ -38,7 +38,7 @@ COMPUTING = 0
 """Number of the stream that computes."""
 
 host_waits = 0
-"""How often the host has waited for the device, as far as it did so by a stream, an event, or for all."""
+"""How often the host has waited for the device: by a stream, an event, for all, or to read a number."""
 
 
 class Late(Protocol):
@@ -119,8 +119,6 @@ _in_vain: list[Callable[[], bool]] = []
 
 def host_waited() -> None:
     """The host waits for the device."""
-    global host_waits
-    host_waits += 1
     before_reading()
     _caught_up.update(_made)
 
@@ -186,6 +184,8 @@ def _stands_still() -> bool:
 
 def before_reading() -> None:
     """The host wants to read something."""
+    global host_waits
+    host_waits += 1
     while _stands_still():
         time.sleep(0.001)
     _in_vain.clear()

@@ -105,3 +105,17 @@ def test_spans_are_those_of_the_device() -> None:
         for _, start_s, end_s in own:
             assert ends[-1] <= start_s < end_s
             ends.append(end_s)
+
+
+@pytest.mark.parametrize(("own", "wire"), [(True, "ipc"), (True, "mpi"), (False, "ipc"), (False, "mpi")])
+def test_no_host_waits_for_its_device_but_for_numbers_that_the_script_looks_at(own: bool, wire: str) -> None:
+    """From the fourth step on: of the first three the batches are compared between ranks."""
+    losses = []
+    for looks in (False, True):
+        found = run("host_waits", 1, {**WITH_GROUPS, "microbatches": 4}, own=own, wire=wire, looks=looks)
+        assert found[0][1] == found[1][1]
+        losses.append(found[0][1])
+        for waits, _ in found:
+            assert all(waits[:3])
+            assert waits[3:] == [4 if looks else 0] * 3
+    assert losses[0] == losses[1]

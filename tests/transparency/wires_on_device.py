@@ -18,9 +18,11 @@ from smp_lite.errors import SMPError
 from smp_lite.record.values.placed import TensorMeta
 from smp_lite.session import current
 from tests.models.layers import Chain, regression_batch
+from tests.pretended_device import order
+from tests.pretended_device.groups import offered
 from tests.transparency.strides import layouts
 
-__all__ = ["choice", "choice_after_a_trial", "freed_early", "grouped", "mapped", "spans"]
+__all__ = ["choice", "choice_after_a_trial", "freed_early", "grouped", "host_waits", "mapped", "spans"]
 
 _LARGE = 1 << 20
 """Elements; memory of this size goes back to the system at once when it is freed."""
@@ -126,6 +128,36 @@ def _wait(transfer: Transfer) -> None:
     end = time.monotonic() + 20
     while not transfer.done():
         assert time.monotonic() < end, "nothing has arrived"
+
+
+def host_waits(own: bool, wire: str, looks: bool) -> tuple[list[int], list[float]]:
+    """How often this rank's host waits for its device in each of some steps, and the last step's losses.
+
+    Args:
+        own: each rank has a device of its own, which process groups join; else both share one.
+        wire: that values go by.
+        looks: the step function looks at a number.
+    """
+    os.environ["SMP_LITE_WIRE"] = wire
+    with offered(own=own):
+        smp.init()
+        torch.manual_seed(0)
+        model = smp.DistributedModel(Chain())
+
+        @smp.step
+        def train(model: Any, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+            errors = (model(x) - target).square()
+            loss = errors.mean()
+            model.backward(loss if not looks or loss > 0 else -loss)
+            return loss, errors
+
+        batch = {name: tensor.to(smp.state.device) for name, tensor in regression_batch(8).items()}
+        waits = []
+        for _ in range(6):
+            before = order.host_waits
+            loss, _ = train(model, **batch)
+            waits.append(order.host_waits - before)
+        return waits, [float(each) for each in loss.outputs]
 
 
 def spans() -> list[tuple[str, float, float]]:

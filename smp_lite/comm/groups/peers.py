@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...devices import CPU
+from ...devices import CPU, is_host
 from ...errors import PeerFailed, SMPError, SMPMismatch
 from ...record.values.placed import TensorMeta
 from ..layout import arrival, as_bytes, departure
@@ -261,15 +261,15 @@ class RankPeers:
 
     def share(self, items: Sequence[tuple[int, TensorMeta, torch.Tensor | None]]) -> list[torch.Tensor]:
         results: list[torch.Tensor | None] = [None] * len(items)
-        small: dict[int, list[int]] = {}
+        small: dict[tuple[int, bool], list[int]] = {}  # what devices have goes from one to the other
         for i, (stage, meta, tensor) in enumerate(items):
             if meta.num_bytes < PACK_BELOW_BYTES:
-                small.setdefault(stage, []).append(i)
+                small.setdefault((stage, is_host(meta.device)), []).append(i)
             else:
                 here = departure(tensor, meta) if tensor is not None else arrival(meta)
                 self._broadcast(as_bytes(here), stage)
                 results[i] = here
-        for stage, indices in sorted(small.items()):
+        for (stage, _), indices in sorted(small.items()):
             self._share_packed(stage, indices, items, results)
         return [result for result in results if result is not None]
 
@@ -290,7 +290,7 @@ class RankPeers:
         for i in indices:
             offsets.append(total)
             total += -(-items[i][1].num_bytes // 16) * 16
-        pack = torch.empty(total, dtype=torch.uint8, device=CPU)
+        pack = torch.empty(total, dtype=torch.uint8, device=first.device)
         for i, offset in zip(indices, offsets, strict=True):
             _, meta, tensor = items[i]
             slot = pack[offset : offset + meta.num_bytes].view(meta.dtype).view(meta.shape)
@@ -318,11 +318,11 @@ class RankPeers:
         if stage in self.stages:
             own = [items[i][2] for i in indices]
             with torch.no_grad():
-                row = torch.stack([tensor for tensor in own if tensor is not None]).to(CPU)
+                row = torch.stack([tensor for tensor in own if tensor is not None])
         else:
-            row = torch.empty(len(indices), dtype=meta.dtype, device=CPU)
+            row = torch.empty(len(indices), dtype=meta.dtype, device=meta.device)
         self._broadcast(row.view(torch.uint8), stage)
-        for i, number in zip(indices, row.to(meta.device).unbind(), strict=True):
+        for i, number in zip(indices, row.unbind(), strict=True):
             results[i] = number.clone()  # its own memory
 
     def _broadcast(self, data: torch.Tensor, stage: int) -> None:
