@@ -75,7 +75,7 @@ def _rounds(workload: Workload, num_rounds: int) -> dict[str, list[float]]:
                 "name": name,
                 "workload": workload,
                 "store": str(Path(directory, name)),
-                "num_warm_up": _WARM_UP_STEPS_OF_AUTO if name == "auto" else _WARM_UP_STEPS,
+                "num_warm_up": _WARM_UP_STEPS_OF_AUTO if name.startswith("auto") else _WARM_UP_STEPS,
             }
             pool.run(f"{module}:set_up", kwargs, None, _TIMEOUT_S)
         found: dict[str, list[float]] = {name: [] for name in names}

@@ -25,7 +25,7 @@ __all__ = ["BY_HAND", "NUM_STAGES", "OURS", "THEIRS", "gradients", "set_up", "st
 
 NUM_STAGES = 2
 
-OURS = {
+OURS: dict[str, dict[str, Any]] = {
     "interleaved": {"pipeline": "interleaved"},
     "zero_bubble": {"pipeline": "zero_bubble"},
     "interleaved_virtual": {"pipeline": "interleaved_virtual"},
@@ -33,6 +33,11 @@ OURS = {
     "auto": {"pipeline": "auto", "auto_partition": True, "default_partition": None},
 }
 """SMP parameters by name; all but ``auto`` have torch's pieces."""
+
+_REPLAYED = ", static_mode"
+"""Behind a name: recorded once, then replayed."""
+
+OURS |= {f"{name}{_REPLAYED}": {**OURS[name], "static_mode": True} for name in ("interleaved", "auto")}
 
 _ROUND, _V = (0, 1, 0, 1), (0, 1, 1, 0)
 
@@ -92,10 +97,10 @@ def gradients() -> dict[str, Tensor]:
 def _ours(name: str, workload: Workload) -> tuple[Callable[[], Any], Callable[[], dict[str, nn.Parameter]]]:
     settings = {**workload.parameters(NUM_STAGES, "interleaved"), **OURS[name]}
     smp.init({key: value for key, value in settings.items() if value is not None})
-    pieces = _PIECES_OF_OURS.get(name, (0, 1))
-    model = (
-        workload.distributed(NUM_STAGES, pieces) if name != "auto" else smp.DistributedModel(workload.model())
-    )
+    if settings["pipeline"] == "auto":
+        model = smp.DistributedModel(workload.model())
+    else:
+        model = workload.distributed(NUM_STAGES, _PIECES_OF_OURS.get(name, (0, 1)))
     tokens, targets = workload.batch()
     step = train_step([])
 
