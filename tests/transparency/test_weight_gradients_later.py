@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -270,3 +273,29 @@ def test_zeros_show_nothing_of_a_rule(is_wrong: bool, check: Check, monkeypatch:
 
 def test_of_zeros_alone_nothing_is_split(check: Check) -> None:
     assert check(lambda: nn.Sequential(Shut(), Shut())) == set()
+
+
+class LooksAtItsLayers(nn.Module):
+    """Asks what the forwards of its layers take, and computes with copies of these layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.convolution = nn.Conv1d(1, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.layer, self.convolution):
+            names = tuple(inspect.signature(layer.forward).parameters)
+            x = layer(x[:, None]).squeeze(1) * (names == ("input",)) * inspect.ismethod(layer.forward)
+            other = copy.deepcopy(layer).requires_grad_(False)
+            with torch.no_grad():
+                other.weight.mul_(3)
+            x = x + pickle.loads(pickle.dumps(other))(x[:, None]).squeeze(1) + other(x[:, None]).squeeze(1)
+        return x
+
+
+def test_layers_that_are_looked_at_and_copied_in_a_forward(check: Check) -> None:
+    def build() -> nn.Module:
+        return Around(LooksAtItsLayers)
+
+    assert check(build) == all_but_norms(build)

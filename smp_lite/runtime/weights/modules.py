@@ -5,11 +5,16 @@ is there only while a module runs that holds such parameters itself; and most of
 :class:`torch.nn.Linear`, which do without: their ``forward`` is the same call on stand-ins for the
 parameters, and notes what their ``W`` needs. Where a parameter is used outside its holder's forward, it is
 used whole.
+
+Code of the model may look at its modules meanwhile, so what is in the place of a forward is a method of the
+module too, with the same signature, and a copy of the module has one that uses the copy's own parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,9 +55,9 @@ def split_forwards(
         if "forward" in module.__dict__ or own.isdisjoint(deferred):
             continue  # somebody else has put another forward there
         if _is_own_linear(module) and own <= deferred and module.weight.requires_grad:
-            found.append((module, SplitLinear(module, took)))
+            found.append((module, types.MethodType(SplitLinear(module, took), module)))
         else:
-            found.append((module, _within(mode, module)))
+            found.append((module, types.MethodType(_within(mode, type(module).forward), module)))
     return found
 
 
@@ -94,10 +99,9 @@ def _is_linear_own() -> bool:
     return code is not None and code.co_filename == _LINEAR_FILE
 
 
-def _within(mode: contextlib.AbstractContextManager[Any], module: nn.Module) -> Callable[..., Any]:
-    forward = type(module).forward
-
-    def run(*args: Any, **kwargs: Any) -> Any:
+def _within(mode: contextlib.AbstractContextManager[Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with mode:
             return forward(module, *args, **kwargs)
 
@@ -105,36 +109,38 @@ def _within(mode: contextlib.AbstractContextManager[Any], module: nn.Module) -> 
 
 
 class SplitLinear:
-    """The forward of one layer, for one list of actions.
+    """The forward of one layer, for one list of actions: the function of a method.
 
     Args:
         module: the layer.
         took: hears of each use to which autograd has come.
     """
 
-    __slots__ = ("_bias", "_took", "_weight", "module", "parameters")
+    __slots__ = ("_bias", "_module", "_took", "_weight", "parameters")
+    __name__ = "forward"
 
     def __init__(self, module: nn.Linear, took: Callable[[Any, Tensor, bool], None]) -> None:
-        self.module = module
+        self._module = module
         self._took = took
         self._weight, self._bias = module.weight, module.bias
         trained = module.bias is not None and module.bias.requires_grad
         self.parameters = (module.weight, module.bias) if trained else (module.weight,)
 
-    def __call__(self, input: Tensor) -> Tensor:
+    def __call__(self, module: nn.Linear, input: Tensor) -> Tensor:
         if not _is_linear_own():
-            return type(self.module).forward(self.module, input)  # patched since
+            return type(module).forward(module, input)  # patched since
         if (
-            not is_plain(input)
+            module is not self._module  # a copy, which code of the model has made
+            or not is_plain(input)
             or not input.requires_grad
             or input.dim() < 2
             or not input.is_contiguous()
             or not may_split()
         ):
-            return nn.Linear.forward(self.module, input)  # whole
-        weight, bias = self.module.weight, self.module.bias
+            return nn.Linear.forward(module, input)  # whole
+        weight, bias = module.weight, module.bias
         if weight is not self._weight or bias is not self._bias:
-            return nn.Linear.forward(self.module, input)  # with others in their places for this call
+            return nn.Linear.forward(module, input)  # with others in their places for this call
         output = LINEAR(input, weight.detach(), None if bias is None else bias.detach())
         node = output.grad_fn
         assert node is not None
