@@ -11,10 +11,10 @@ changed in place. Placed tensors are recognised by the mode too, so each call co
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +27,10 @@ from ..errors import SMPError
 from .apply_function import ApplyFunction
 from .backward.checkpoints import Region, inside_reentrant, refuse_saved_hooks
 from .describe.checkpointed_calls import call_marked, has_runs, is_marked
+from .parameters.away import LOCAL
 from .state.containers import MISSING
 from .state.hearing import attribute_set
+from .value_hooks import ON_LEAVES
 from .values.meant import meant
 from .values.placed import PlacedTensor
 
@@ -42,6 +44,7 @@ _thread: int | None = None
 _originals: dict[str, Any] = {}
 _regions: dict[int, Region] = {}  # checkpoints that are entered, by the hooks of each
 _OURS = __name__.partition(".")[0]
+_ON_MODULES = ("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook")
 
 
 class _Listener(TorchFunctionMode):
@@ -114,12 +117,14 @@ def start_intercepting() -> None:
     original_set, original_delete = nn.Module.__setattr__, nn.Module.__delattr__
     original_apply = torch.autograd.Function.__dict__["apply"]
     original_convert = nn.Module._apply
-    original_hook = torch.Tensor.register_hook
+    original_hooks = {name: getattr(torch.Tensor, name) for name in ON_LEAVES}
+    original_module_hooks = {name: getattr(nn.Module, name) for name in _ON_MODULES}
     original_saved_exit = torch.autograd.graph.saved_tensors_hooks.__exit__
     original_saved = torch.autograd.graph.saved_tensors_hooks.__enter__
     _originals.update(
         convert=original_convert,
-        hook=original_hook,
+        hooks=original_hooks,
+        module_hooks=original_module_hooks,
         saved=original_saved,
         saved_exit=original_saved_exit,
         call=original_call,
@@ -136,7 +141,7 @@ def start_intercepting() -> None:
             return original_call(module, *args, **kwargs)
         if recorder.descriptions.inferring:
             if is_marked(module) or has_runs(module):
-                return call_marked(partial(_call_on_fakes, original_call), module, args, kwargs)
+                return call_marked(functools.partial(_call_on_fakes, original_call), module, args, kwargs)
             return _call_on_fakes(original_call, module, *args, **kwargs)
         return recorder.call_module(module, original_call, args, kwargs)
 
@@ -183,7 +188,22 @@ def start_intercepting() -> None:
     def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
         if _active is not None:
             _active.hears_hook(hook)
-        return original_hook(tensor, hook)
+            _look_at_hook_of_run(tensor, hook)
+        return original_hooks["register_hook"](tensor, hook)
+
+    def register_accumulated_hook(tensor: torch.Tensor, hook: Any) -> Any:
+        if _active is not None:
+            _look_at_hook_of_run(tensor, hook)
+        return original_hooks["register_post_accumulate_grad_hook"](tensor, hook)
+
+    def hooking(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def register(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if _active is not None and not _active.not_listening and threading.get_ident() == _thread:
+                _active.hears_backward_hook(module)
+            return original(module, *args, **kwargs)
+
+        return register
 
     def enter_saved_hooks(hooks: Any) -> None:
         if _active is not None and _is_of(hooks.pack_hook, "torch"):
@@ -204,6 +224,9 @@ def start_intercepting() -> None:
             region.leave()
 
     torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    torch.Tensor.register_post_accumulate_grad_hook = register_accumulated_hook  # type: ignore[method-assign]
+    for name, original in original_module_hooks.items():
+        setattr(nn.Module, name, hooking(original))
     torch.autograd.graph.saved_tensors_hooks.__enter__ = enter_saved_hooks  # type: ignore[method-assign]
     torch.autograd.graph.saved_tensors_hooks.__exit__ = exit_saved_hooks  # type: ignore[method-assign]
     nn.Module._apply = convert  # type: ignore[method-assign]
@@ -217,7 +240,9 @@ def stop_intercepting() -> None:
     """Puts torch's own methods back."""
     if _originals:
         nn.Module._apply = _originals["convert"]  # type: ignore[method-assign]
-        torch.Tensor.register_hook = _originals["hook"]  # type: ignore[method-assign]
+        for owner, kind in ((torch.Tensor, "hooks"), (nn.Module, "module_hooks")):
+            for name, original in _originals[kind].items():
+                setattr(owner, name, original)
         torch.autograd.graph.saved_tensors_hooks.__enter__ = _originals["saved"]  # type: ignore[method-assign]
         torch.autograd.graph.saved_tensors_hooks.__exit__ = _originals["saved_exit"]  # type: ignore[method-assign]
         nn.Module.__call__ = _originals["call"]  # type: ignore[method-assign]
@@ -225,6 +250,13 @@ def stop_intercepting() -> None:
         nn.Module.__delattr__ = _originals["delete"]  # type: ignore[method-assign]
         torch.autograd.Function.apply = _originals["apply"]  # type: ignore[method-assign]
         _originals.clear()
+
+
+def _look_at_hook_of_run(tensor: torch.Tensor, hook: Any) -> None:
+    """Of a hook that code of the user's puts on while what was recorded runs."""
+    assert _active is not None
+    if _active.suspended and id(tensor) in LOCAL and not _is_of(hook, _OURS):
+        _active.hears_hook_of_run(tensor)
 
 
 def _call_on_fakes(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

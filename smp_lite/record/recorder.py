@@ -37,7 +37,7 @@ from .replay import Tape, refuse
 from .state.ambient import FUNCTORCH, Ambient, refuse_transformations
 from .state.between import ReadBetween
 from .state.draws import Draws
-from .value_hooks import register_hook
+from .value_hooks import ON_LEAVES, refuse_on_module, refuse_on_parameter, register_hook
 from .values.calls import Arguments
 from .values.placed import PlacedTensor, holds_placed
 from .values.torch_functions import (
@@ -95,6 +95,7 @@ class Recorder:
     def begin_step(self, num_microbatches: int, *, strict: bool) -> None:
         """A step begins; a ``strict`` one looks for changes of Python state that were not heard."""
         self.num_microbatches = num_microbatches
+        self.descriptions.inference.is_repeated = num_microbatches > 1
         if self.placement.refresh(self):
             self.descriptions.signatures.forget()
             self.repeated.forget()
@@ -172,6 +173,14 @@ class Recorder:
         """A hook is put on a tensor, or on what autograd saves: Python that a backward runs."""
         self.backward_state.hears_hook(hook, of_recording=not self.not_listening)
 
+    def hears_hook_of_run(self, parameter: torch.Tensor) -> None:
+        """A forward that runs puts a hook on a parameter, which its description did not show."""
+        refuse_on_parameter(self, self.placement.alias(parameter), "register_hook")
+
+    def hears_backward_hook(self, module: nn.Module) -> None:
+        """Recorded code puts a backward hook on a module."""
+        refuse_on_module(self, module)
+
     def hears_checkpoint(self) -> None:
         """A backward will run forward code again."""
         self.backward_state.hears_checkpoint()
@@ -207,8 +216,11 @@ class Recorder:
             return self.forced.call(func, args, kwargs)
         if name == "requires_grad_":
             return require_gradient(self, *args, **kwargs)
-        if name == "register_hook" and args[0].smp_parameter is None:
-            return register_hook(self, *args, **kwargs)
+        if name in ON_LEAVES:
+            if args[0].smp_parameter is not None:
+                refuse_on_parameter(self, args[0].smp_parameter, name)
+            elif name == "register_hook":
+                return register_hook(self, *args, **kwargs)
         if name in REFUSED:
             raise SMPError(
                 f"{function_name(func)}() was called inside an smp.step on a value that lives on one "

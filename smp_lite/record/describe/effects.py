@@ -110,6 +110,13 @@ class FakeTables:
         changed = {tensor.untyped_storage()._cdata for _, tensor in self._state() if tensor._version == 0}
         return self.names_in(changed & written)
 
+    def hooked(self) -> str | None:
+        """The name of a parameter on whose gradient a hook was put."""
+        for name, tensor in self._state():
+            if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                return name
+        return None
+
     def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
         for prefix, _, before, _ in self._tables:
             for name, tensor in before.items():

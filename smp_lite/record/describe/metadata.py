@@ -48,6 +48,7 @@ class MetadataInference:
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.touched_placed = False  # a placed value was used by code that was run on fake tensors
+        self.is_repeated = False  # the step has several microbatches
 
     def function(self, func: Callable[..., Any], arguments: Arguments) -> ResultMeta:
         """Describes ``func`` of the arguments. Errors of fake tensors pass through."""
@@ -89,6 +90,8 @@ class MetadataInference:
                 reason = "sets attributes of tensors"
             if any(given._backward_hooks for _, given in fakes):
                 reason = "puts a hook on the gradient of what it is given"
+            if self.is_repeated and (hooked := tables.hooked()) is not None:
+                reason = f"puts a hook on the gradient of its parameter {hooked}"
         finally:
             effects.undo()
         if reason is not None:

@@ -70,6 +70,8 @@ _OWN = tuple(f"{__name__.partition('.')[0]}.{part}" for part in ("comm.", "sessi
 steps, which is found from an optimizer."""
 # Swapped for fake ones during a fake run, which looks after them itself.
 _TABLES = SECOND_LISTS | {"_parameters", "_buffers"}
+_KIND_OF_HOOKS = "_is_full_backward_hook"
+"""Says nothing without hooks, and stays when they have gone."""
 _RANDOM = (random.Random, torch.Generator)
 
 
@@ -109,7 +111,7 @@ class Attributes(Part):
     def changed(self) -> str | None:
         now = self.value.__dict__
         for key in {**self.kept, **now}:
-            if self.is_module and key in _TABLES:
+            if self.is_module and (key in _TABLES or key == _KIND_OF_HOOKS):
                 continue
             old, new = self.kept.get(key, MISSING), now.get(key, MISSING)
             if old is not new and not _equal(old, new):
