@@ -80,8 +80,11 @@ class PlainStep:
     def meet(self, cls: type[torch.autograd.Function]) -> None:
         """Nothing: its backward runs at once."""
 
-    def hears_hook(self) -> None:
+    def hears_hook(self, hook: Any) -> None:
         """Nothing, for the same reason."""
+
+    def hears_checkpoint(self) -> None:
+        """Nothing, either."""
 
     def ordinary_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from smp_lite import starting
 from smp_lite.check.report import StepReport
@@ -20,9 +23,11 @@ from smp_lite.record.parameters import tables
 from smp_lite.record.state import parts, python_state
 from smp_lite.record.state.places import PlacesRead
 from tests.models import CASES, Case
+from tests.models.layers import WIDTH, regression_batch
 from tests.sampling import one_in
 from tests.transparency.comparison import NUM_MICROBATCHES, smp_run
 from tests.transparency.state_cases import CASES as STATE_CASES
+from tests.transparency.weight_gradients import Around
 
 pytestmark = pytest.mark.sampled(3)
 
@@ -58,6 +63,24 @@ def test_every_model_is_equal(name: str) -> None:
 def test_every_state_is_equal(name: str) -> None:
     reports = check(STATE_CASES[name])
     assert [(report.texts, report.refused) for report in reports] == [([], "")] * NUM_STEPS
+
+
+class _Hooked(nn.Module):
+    """Runs Python in its backward, and computes a part of its forward again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        y.register_hook(lambda gradient: 2 * gradient)
+        return checkpoint(torch.tanh, y, use_reentrant=False)
+
+
+def test_hooks_and_checkpoints_are_equal() -> None:
+    case = Case("hooked", lambda: Around(_Hooked), regression_batch, "Python that a backward runs")
+    assert [(report.texts, report.refused) for report in check(case)] == [([], "")] * NUM_STEPS
 
 
 def _attributes_unheard(patch: pytest.MonkeyPatch) -> None:
