@@ -19,6 +19,7 @@ _LIKE_POINTWISE = {
     torch.ops.aten.native_layer_norm.default,
     torch.ops.aten.native_dropout.default,
     torch.ops.aten.hardswish.default,
+    torch.ops.aten.leaky_relu.default,  # says itself that it is pointwise, but not in torch 2.8
     torch.ops.aten.tril.default,
     torch.ops.aten.triu.default,
 }
