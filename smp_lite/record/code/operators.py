@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...source_files import folders_of
 
-__all__ = ["run_operator"]
+__all__ = ["PAUSES", "run_operator"]
 
 _TORCH = folders_of(torch.__file__)
 _OURS = __name__.partition(".")[0]
@@ -26,6 +26,11 @@ _NAMESPACES = frozenset(("aten", "prims"))
 _PLAIN = frozenset((FakeTensor, torch.Tensor, nn.Parameter, nn.Buffer))
 _CHEAP_TO_SWITCH = sys.version_info < (3, 12)
 """From then on Python instruments all code anew each time, which costs more than is saved."""
+_OF_TORCH_IN_PYTHON = torch._C._dispatch_dump("aten::angle")
+_FILES_ARE_TOLD = any(f"registered at {folder}" in _OF_TORCH_IN_PYTHON for folder in _TORCH)
+"""Whether torch says in which file a kernel in Python was registered: torch 2.8 says ``/dev/null`` of all of
+them, so there the watch stays on."""
+PAUSES = _CHEAP_TO_SWITCH and _FILES_ARE_TOLD
 
 
 def run_operator(func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -34,7 +39,7 @@ def run_operator(func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs
     Args:
         func, types, args, kwargs: what the mode was given.
     """
-    watch = sys.getprofile() if _CHEAP_TO_SWITCH else None
+    watch = sys.getprofile() if PAUSES else None
     known = getattr(watch, "torchs_operators", None)
     if known is None or not _is_torchs_alone(func, types, args, kwargs, known):
         return func(*args, **kwargs)
