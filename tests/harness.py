@@ -27,6 +27,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from smp_lite.devices import DEVICE_VARIABLE
 from smp_lite.entrypoints.mpi.launch_plan import plan_mpirun
 from smp_lite.entrypoints.mpi.mpirun import find_mpirun, own_memory_folder, stop_mpirun
@@ -73,6 +75,8 @@ def run_distributed(
 
     Raises AssertionError with the first failing rank's traceback and the output of all ranks.
     """
+    if devices > 0:
+        _skip_unless_pretendable()
     if fresh:
         pool = WorldPool(world_size, devices=devices)
         try:
@@ -248,6 +252,8 @@ def run_script(
 
     Raises AssertionError with the output where it takes longer than `timeout_s`.
     """
+    if DEVICES_VARIABLE in (env or {}):
+        _skip_unless_pretendable()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = _mpirun((sys.executable, *argv), world_size, env or {}, out, err, options)
         timed_out = False
@@ -302,6 +308,15 @@ def _child_pids(pid: int) -> list[int]:
 def _read_all(file: Any) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")
+
+
+def _skip_unless_pretendable() -> None:
+    """Skips the running test where this torch is older than backends in Python are."""
+    import torch
+    from torch.utils import backend_registration
+
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip(f"torch {torch.__version__} has no backends in Python, so no device can be pretended")
 
 
 def _has_gpu() -> bool:

@@ -65,7 +65,7 @@ def _call(function: str, kwargs: dict[str, Any], parameters: Mapping[str, Any] |
     else:
         os.environ[PARAMETERS_VARIABLE] = json.dumps(parameters)
     if "SMP_LITE_PRETENDED_DEVICES" in os.environ:
-        from tests.pretended_device import install
+        from tests.pretended_device.backend import install
         from tests.pretended_device.sharing import offer
 
         install()

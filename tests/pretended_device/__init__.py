@@ -1,8 +1,9 @@
 """A pretended accelerator, on which ordinary CI tests that tensors are where they should be.
 
-``install()`` makes ``torch.device("pretended")``, by torch's PrivateUse1 and its Python backend. Its tensors
-are plain ``torch.Tensor`` objects, as those of CUDA are, with memory of the host underneath; every operation
-runs on the CPU, so results are the CPU's to the bit. What a real device refuses it refuses too:
+``backend.install()`` makes ``torch.device("pretended")``, by torch's PrivateUse1 and its Python backend
+(where torch has none, ``tests.harness`` skips what needs it). Its tensors are plain ``torch.Tensor`` objects,
+as those of CUDA are, with memory of the host underneath; every operation runs on the CPU, so results are the
+CPU's to the bit. What a real device refuses it refuses too:
 
 - an operation on tensors of the device and of the CPU together, except for what CUDA allows: numbers in CPU
   tensors without dimensions, indices, copies;
@@ -17,9 +18,3 @@ on the same memory.
 ``SMP_LITE_PRETENDED_DEVICES`` says how many devices there are (1), before ``install()``. Gradients are to be
 had on the first of them alone: torch tells its autograd engine of one device of a backend in Python.
 """
-
-from __future__ import annotations
-
-from .backend import COUNT_VARIABLE, NAME, install, is_installed
-
-__all__ = ["COUNT_VARIABLE", "NAME", "install", "is_installed"]

@@ -246,6 +246,8 @@ def refused(parameters: dict[str, Any]) -> dict[str, str]:
             found[name] = str(error)
 
     for kind in ("Adafactor", "Muon"):
+        if not hasattr(torch.optim, kind):
+            continue  # torch 2.8 has no Muon
         matrices = [p for p in model.parameters() if p.ndim == 2]
         optimizer = getattr(torch.optim, kind)(matrices)
         attempt(kind, lambda optimizer=optimizer: smp.DistributedOptimizer(optimizer))

@@ -164,7 +164,7 @@ def test_a_dense_models_state_goes_on_split(partitions: int) -> None:
 def test_what_split_parameters_do_not_allow_is_refused() -> None:
     parameters = {**BASE, "partitions": 1}
     for found in run_distributed("tests.tensor.runtime_cases:refused", 2, kwargs={"parameters": parameters}):
-        for kind in ("Adafactor", "Muon", "FusedLAMB"):
+        for kind in ("Adafactor", "FusedLAMB", *(["Muon"] if hasattr(torch.optim, "Muon") else [])):
             assert f"{kind} with split or sharded parameters" in found[kind]
         assert "split over tensor-parallel ranks" in found["gathered"]
 

@@ -66,6 +66,8 @@ def test_pieces_and_dtensors_by_the_same_rules_have_the_same_gradients(tmp_path:
         "store": str(tmp_path / "store"),
     }
     for rank in run_distributed("tests.tensor.torchprime_cases:both_roads", 2, kwargs=kwargs, timeout_s=100):
+        if "refused" in rank:
+            pytest.skip(rank["refused"])
         loss, by_dtensor = rank["losses"]
         assert loss == pytest.approx(by_dtensor, rel=1e-6)
         assert rank["gradients"].keys() == rank["by_dtensor"].keys()

@@ -8,7 +8,7 @@ import torch
 
 import smp_lite as smp
 from smp_lite.session import current
-from tests.pretended_device import install
+from tests.pretended_device.backend import install
 from tests.pretended_device.groups import offered
 
 install()

@@ -400,8 +400,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.05, t0=1),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.02),
-    "muon": lambda p: torch.optim.Muon([q for q in p if q.ndim == 2], lr=0.02),
 }
+if hasattr(torch.optim, "Muon"):  # not in torch 2.8
+    OPTIMIZERS["muon"] = lambda p: torch.optim.Muon([q for q in p if q.ndim == 2], lr=0.02)
 
 
 def _with_optimizer(name: str, make: Callable[[Any], torch.optim.Optimizer]) -> None:
