@@ -310,7 +310,7 @@ class ModelRuntime:
             own = {self.placement.alias(p) or "": p for p in self._parameters}
             check_replicated_gradients(own, self._shared)
         if self._checks and self._shared is not None:
-            check_results(found, self._shared)
+            check_results(found, self.runner.losses, self._shared)
         return found
 
     def _choose(self) -> None:

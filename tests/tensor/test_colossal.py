@@ -93,6 +93,10 @@ def test_training_equals_that_of_one_process(name: str, dtype: torch.dtype) -> N
         ),
         ("other wholes", config(4, "2d"), r"what a step reads beside its batch differs"),
         ("changed parts", config(4, "2d"), r"what a step reads beside its batch differs"),
+        *(
+            ("loss of parts", config(4, mode), r"a loss that model\.backward\(\) was given is \d")
+            for mode in ("1d", "2d", "sequence")
+        ),
     ],
 )
 def test_what_would_give_other_results_is_an_error(kind: str, given: dict[str, Any], text: str) -> None:

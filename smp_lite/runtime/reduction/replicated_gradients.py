@@ -58,21 +58,22 @@ def check_replicated_gradients(parameters: Mapping[str, nn.Parameter], peers: St
         )
 
 
-def check_results(results: Sequence[torch.Tensor], peers: StagePeers) -> None:
-    """Compares numbers that a step function returns between those ranks; collective over them.
+def check_results(results: Sequence[torch.Tensor], losses: Sequence[torch.Tensor], peers: StagePeers) -> None:
+    """Compares numbers that a step function returns, and losses, between those ranks; collective over them.
 
-    A sum over parameters, such as a penalty on their size, has each rank's part of the split ones only.
+    A sum over parameters, such as a penalty on their size, has each rank's part of the split ones only. The
+    mean of the losses of parts would give gradients that are too large by the number of ranks.
 
     Args:
         results: of the step, the same ones on all ranks; only tensors of one number count.
+        losses: single numbers that ``model.backward()`` was given on this stage.
         peers: which get the same batch.
 
     Raises:
         SMPMismatch: they differ; on all ranks.
     """
-    numbers = [
-        float(tensor.detach()) for tensor in results if tensor.numel() == 1 and not tensor.is_complex()
-    ]
+    returned, given = _numbers(results), _numbers(losses)
+    numbers = [*returned, *given]
     if not numbers:
         return
     mine = torch.tensor(numbers, dtype=torch.float64, device=CPU)
@@ -81,11 +82,22 @@ def check_results(results: Sequence[torch.Tensor], peers: StagePeers) -> None:
     if not bool(close.all()):
         worst = int((~close).nonzero()[0])
         found = ", ".join(f"{number:.6g}" for number in theirs[:, worst].tolist())
+        if worst >= len(returned):
+            raise SMPMismatch(
+                f"a loss that model.backward() was given is {found} on the ranks that share a stage, and must "
+                "be the same on all: it was made from one rank's part of something split. Take the loss of "
+                "whole outputs (gather_output), or one that adds up over the ranks "
+                "(vocab_parallel_cross_entropy, cross_entropy_2d, cross_entropy_3d, cross_entropy_sequence)"
+            )
         raise SMPMismatch(
             f"a number that the step function returns is {found} on the ranks that share a stage, and must "
             "be the same on all: it was made from one rank's part of something split. A sum over parameters "
             "(a penalty on their size) counts only the part that is here: use the optimizer's weight_decay"
         )
+
+
+def _numbers(tensors: Sequence[torch.Tensor]) -> list[float]:
+    return [float(each.detach()) for each in tensors if each.numel() == 1 and not each.is_complex()]
 
 
 def _is_replicated(parameter: nn.Parameter, peers: StagePeers) -> bool:

@@ -342,8 +342,7 @@ class StageExecutor:
                     if value in local:
                         state.keep(value, self._lasting(local[value]))
             return
-        for value in (*segment.gradient_exports, *segment.roots):
-            state.edges[value] = edge_of(local[value])
+        state.begin_backward_at(segment, local)
         for value in segment.exports:
             if state.remaining.get(value):
                 state.keep(value, self._lasting(local[value]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +71,7 @@ class MicrobatchState:
         arriving_gradients: posted receives of gradients, by value and stage.
         inputs: leaves for ordinary tensors of which the gradient is wanted.
         outgoing: gradients of received values, waiting for the last consumer here.
+        losses: copies of the single numbers at which backwards begin here; None: nobody asks for them.
     """
 
     recording: Recording
@@ -89,6 +91,7 @@ class MicrobatchState:
     forward_done: set[int] = field(default_factory=set)  # first commands of segments
     backward_done: set[int] = field(default_factory=set)
     sent: set[tuple[int, int]] = field(default_factory=set)
+    losses: dict[int, torch.Tensor] | None = None
 
     def update(self, part: StagePart, stage_index: int) -> None:
         """Takes a new graph of the (longer) recording."""
@@ -128,14 +131,21 @@ class MicrobatchState:
         for segment in self.by_visit.values():
             key = segment.commands[0]
             if key in self.forward_done and key not in self.backward_done:
-                for value in (*segment.gradient_exports, *segment.roots):
-                    if value not in self.edges:
-                        self.edges[value] = edge_of(self.data[value])
+                self.begin_backward_at(segment, self.data)
                 if not segment.has_backward:
                     self.leaves.pop(key, None)
                     self.sums_begin.pop(key, None)
         for value in [v for v in self.data if not self.remaining.get(v)]:
             del self.data[value]
+
+    def begin_backward_at(self, segment: Segment, made: Mapping[int, torch.Tensor]) -> None:
+        """Keeps of what a segment has made where its backward will start."""
+        for value in (*segment.gradient_exports, *segment.roots):
+            if value in self.edges:
+                continue
+            self.edges[value] = edge_of(made[value])
+            if self.losses is not None and value in segment.roots and made[value].numel() == 1:
+                self.losses[value] = made[value].detach().clone()
 
     def keep(self, value: int, tensor: torch.Tensor) -> None:
         self.data[value] = tensor

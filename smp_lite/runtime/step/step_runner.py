@@ -77,6 +77,8 @@ class StepRunner:
         self.planner = BatchPlanner(num_stages, policy)
         self._trained = TrainedParameters()
         self._progress: dict[int, Progress] = {}
+        self.losses: list[torch.Tensor] = []
+        """Single numbers at which backwards of the last step that was looked at began here."""
         self._recorder: Recorder | None = None
         self._results = StepResults(peers, executors, num_stages)
         self._in_transit: list[Any] = []
@@ -128,7 +130,8 @@ class StepRunner:
         m = recording.microbatch_index
         self._progress[m] = Progress(recording)
         for executor in self.executors.values():
-            executor.states[m] = MicrobatchState(recording)
+            # Not in every step: on a device, to read them is to wait for it.
+            executor.states[m] = MicrobatchState(recording, losses={} if self._inputs[0] else None)
 
     def finish(self, outputs: Sequence[tuple[int, int]], *, keep_graph: bool = False) -> list[torch.Tensor]:
         """Executes what is left; returns the data of (microbatch, value) outputs, on every rank.
@@ -143,6 +146,7 @@ class StepRunner:
         try:
             recorder.placement.end_recording()
             self._execute_last()
+            self.losses = self._losses()
             # What the script keeps on some of the ranks only has no data: those that do not could not know.
             survivors = [(m, p) for m, p in recorder.survivors if (m, p.smp_value) in self._kept_by_all]
             return self._results.share(outputs, survivors, self._progress, keep_graph=keep_graph)
@@ -153,6 +157,12 @@ class StepRunner:
         finally:
             recorder.suspended = False
             self._end(recorder)
+
+    def _losses(self) -> list[torch.Tensor]:
+        states = (
+            state for executor in self.executors.values() for _, state in sorted(executor.states.items())
+        )
+        return [loss for state in states for _, loss in sorted((state.losses or {}).items())]
 
     def abandon(self, error: BaseException | None = None) -> None:
         """The step failed: tells the other ranks, unless they know, and lets go of everything but the memory
