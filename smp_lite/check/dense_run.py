@@ -64,13 +64,16 @@ class DenseReport:
 def plan_of_one_process(plan: ParallelPlan) -> ParallelPlan:
     """A plan with the same microbatches, and one rank that has the whole model."""
     axes = tuple((name, 1) for name, _ in plan.topology.axes)
+    # Layers that a script makes for a mode of Colossal-AI's ask for it, and on one rank they are dense.
+    depth = None if plan.tensor.depth is None else 1
+    tensor = replace(plan.tensor, depth=depth) if plan.dialect == "colossal" else TensorMode()
     return replace(
         plan,
         topology=Topology(axes, plan.topology.kinds),
         placement=Placement(),
         stages=StageRule("uniform", (0,)),
         schedule=Schedule(),
-        tensor=TensorMode(),
+        tensor=tensor,
         rules=(),
         data_parallel=DataParallel("none"),
     )

@@ -71,3 +71,30 @@ def wrong_plan() -> tuple[nn.Module, torch.Tensor]:
 
 def nothing_safe() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)), torch.randn(8, WIDTH)
+
+
+class ByHand(nn.Module):
+    """Layers of a grid of ranks with a function of the script's own between them."""
+
+    def __init__(self, between: Any) -> None:
+        super().__init__()
+        from smp_lite.nn.two_d import Linear2D
+        from smp_lite.systems.colossal import tensor_mesh
+
+        self.mesh, self.between = tensor_mesh("2d"), between
+        self.up, self.down = Linear2D(WIDTH, 2 * WIDTH, self.mesh), Linear2D(2 * WIDTH, WIDTH, self.mesh)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = self.between(self.up(self.mesh.split_input(x)))
+        return self.mesh.gather_output(self.down(inside))
+
+
+def on_a_grid() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return ByHand(torch.tanh), torch.randn(8, WIDTH)
+
+
+def across_a_grid() -> tuple[nn.Module, torch.Tensor]:
+    """The mean over the features of one rank."""
+    torch.manual_seed(0)
+    return ByHand(_FUNCTIONS["centred"]), torch.randn(8, WIDTH)

@@ -81,6 +81,15 @@ def test_a_wrong_plan_is_red_and_names_the_module(check: Check) -> None:
 
 
 @pytest.mark.slow
+def test_layers_of_a_grid_are_dense_in_one_process(check: Check) -> None:
+    grid = {"parallel": {"tensor": {"size": 4, "mode": "2d"}}}
+    text = check(grid, "--world-size", "4", f"{MODELS}:on_a_grid")
+    assert "equal over 2 steps on 4 ranks (tp_row 2 x tp_col 2), up to rounding" in text
+    text = check(grid, "--world-size", "4", f"{MODELS}:across_a_grid", code=1)
+    assert "step 0 differs from one process" in text
+
+
+@pytest.mark.slow
 def test_rowwise_without_its_colwise_names_the_module(check: Check) -> None:
     plan = json.dumps({"blocks.*.down": "rowwise"})
     words = ("--parameters", json.dumps(SHARED), "--split", plan)
