@@ -16,8 +16,8 @@ from smp_lite.nn.one_d import (
     Attention,
     ColumnParallelLinear,
     RowParallelLinear,
-    VocabParallelCrossEntropy,
     VocabParallelEmbedding,
+    vocab_parallel_cross_entropy,
 )
 from smp_lite.nn.sequence import cross_entropy_sequence
 from smp_lite.nn.three_d import Layout3D, cross_entropy_3d
@@ -71,7 +71,7 @@ def split_model(dtype: torch.dtype) -> tuple[nn.Module, Callable[..., torch.Tens
 
     if plan.tensor.mode == "1d":
         model = OfWholeBatches(split_1d(dense, mesh), lambda ids: ids, whole_positions)
-        return model, VocabParallelCrossEntropy(axis=mesh, vocab_size=WORDS)
+        return model, lambda logits, y: vocab_parallel_cross_entropy(logits, y, axis=mesh, vocab_size=WORDS)
     if plan.tensor.mode == "3d":
         net = cases_3d.split_transformer(dense, mesh, Layout3D.IN)
         model = OfWholeBatches(net, lambda ids: mesh.split_batch(ids, "in"), whole_positions)

@@ -48,6 +48,56 @@ def vocab_parallel_cross_entropy(
             parts, or another reduction.
         IndexError: a target is no class.
     """
+    # As a module it is one call of a recorded step. What it makes of the targets is each rank's own, and on its
+    # own in a step function it would pass for a batch that differs.
+    module = VocabParallelCrossEntropy(
+        axis=axis,
+        vocab_size=vocab_size,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+    loss: torch.Tensor = module(logits, target)
+    return loss
+
+
+class VocabParallelCrossEntropy(nn.Module):
+    """:func:`vocab_parallel_cross_entropy` as a module."""
+
+    def __init__(
+        self,
+        *,
+        axis: Axis,
+        vocab_size: int | None = None,
+        ignore_index: int = -100,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.axis, self.vocab_size, self.ignore_index = axis, vocab_size, ignore_index
+        self.reduction, self.label_smoothing = reduction, label_smoothing
+
+    def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return _cross_entropy(
+            logits,
+            target,
+            self.axis,
+            self.vocab_size,
+            self.ignore_index,
+            self.reduction,
+            self.label_smoothing,
+        )
+
+
+def _cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    axis: Axis,
+    vocab_size: int | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+) -> torch.Tensor:
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r}: it is 'mean', 'sum' or 'none'")
     if not 0.0 <= label_smoothing <= 1.0:
@@ -96,31 +146,3 @@ def vocab_parallel_cross_entropy(
     if reduction == "mean":
         loss = loss / (~ignored).sum()
     return loss.to(dtype)
-
-
-class VocabParallelCrossEntropy(nn.Module):
-    """:func:`vocab_parallel_cross_entropy` as a module."""
-
-    def __init__(
-        self,
-        *,
-        axis: Axis,
-        vocab_size: int | None = None,
-        ignore_index: int = -100,
-        reduction: Literal["mean", "sum", "none"] = "mean",
-        label_smoothing: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.axis, self.vocab_size, self.ignore_index = axis, vocab_size, ignore_index
-        self.reduction, self.label_smoothing = reduction, label_smoothing
-
-    def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return vocab_parallel_cross_entropy(
-            logits,
-            target,
-            axis=self.axis,
-            vocab_size=self.vocab_size,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-        )

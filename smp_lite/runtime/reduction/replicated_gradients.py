@@ -84,9 +84,9 @@ def check_results(results: Sequence[torch.Tensor], losses: Sequence[torch.Tensor
         found = ", ".join(f"{number:.6g}" for number in theirs[:, worst].tolist())
         if worst >= len(returned):
             raise SMPMismatch(
-                f"a loss that model.backward() was given is {found} on the ranks that share a stage, and must "
-                "be the same on all: it was made from one rank's part of something split. Take the loss of "
-                "whole outputs (gather_output), or one that adds up over the ranks "
+                f"a loss that model.backward() was given is {found} on the ranks that share a stage, and "
+                "must be the same on all: it was made from one rank's part of something split. Take the "
+                "loss of whole outputs (gather_output), or one that adds up over the ranks "
                 "(vocab_parallel_cross_entropy, cross_entropy_2d, cross_entropy_3d, cross_entropy_sequence)"
             )
         raise SMPMismatch(
