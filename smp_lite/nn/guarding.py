@@ -49,6 +49,8 @@ _OWN_CODE = f"{__name__.partition('.')[0]}."
 _READS_MEMORY = "safetensors."
 """A package that takes as many bytes as the shape says from where a tensor's memory begins."""
 _WHOLE_SHAPE = "smp_whole_shape"
+_AWAY = "smp_root"
+"""What types of tensors have that live on another rank (:mod:`smp_lite.record.parameters.away`)."""
 
 
 def words(text: str) -> frozenset[str]:
@@ -219,6 +221,8 @@ def is_elementwise(name: str) -> bool:
 def _guard(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     name = getattr(func, "__name__", "")
     kwargs = kwargs or {}
+    if "_foreach_" in name and any(hasattr(kind, _AWAY) for kind in types):
+        return NotImplemented  # theirs runs it on those that are here; torch's own may do nothing at all
     with torch._C.DisableTorchFunctionSubclass():
         if _open > 0:
             return func(*args, **kwargs)
