@@ -179,6 +179,10 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         """
         return self._groups.stand_in_of(parameter)
 
+    def steps_in_place(self, tensor: torch.Tensor) -> bool:
+        """Whether it is one of the stand-ins of this optimizer."""
+        return self._groups.stand_ins is not None and self._groups.stand_ins.holds(tensor)
+
     def whole_gradient_of(self, stand_in: torch.Tensor) -> torch.Tensor | None:
         """The gradient of a stand-in in the shape of its parameter; collective where it is a piece."""
         assert self._groups.stand_ins is not None

@@ -303,7 +303,8 @@ class _Functions:
         """A parameter's; of a master that is cut over replicas the whole one."""
         own = self._own
         if own is not None and own.is_stand_in(tensor):
-            found: torch.Tensor | None = self._session.optimizer.whole_gradient_of(tensor)
+            owner = next(each for each in self._session.optimizers if each.steps_in_place(tensor))
+            found: torch.Tensor | None = owner.whole_gradient_of(tensor)
             return found
         return tensor.grad
 

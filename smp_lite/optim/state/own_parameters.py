@@ -67,7 +67,7 @@ class OwnParameters:
         self._numbers = {name: i for i, name in enumerate(self.names)}
         self._is_local = frozenset(self.local)
         self._before = [placement.parameter(name) for name in self.names]
-        self._stand_ins: dict[int, int] = {}  # by id; the optimizer keeps them
+        self._stand_ins = WeakTensorKeyDictionary()  # of all optimizers, which keep them
         self._replaced = WeakTensorKeyDictionary()
 
     def after_partition(self) -> None:
@@ -78,13 +78,13 @@ class OwnParameters:
         self._before.clear()
 
     def know_stand_ins(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Parameters with those that an optimizer steps in their place: they count as the same ones."""
+        """Parameters with those that one more optimizer steps in their place: they count as the same ones."""
         numbers = {id(self.parameter(i)): i for i in range(len(self.names))}
-        self._stand_ins = {id(s): numbers[id(p)] for p, s in pairs if id(p) in numbers}
+        self._stand_ins.update({s: numbers[id(p)] for p, s in pairs if id(p) in numbers})
 
     def is_stand_in(self, tensor: torch.Tensor) -> bool:
         """Whether an optimizer steps it in the place of a parameter."""
-        return id(tensor) in self._stand_ins
+        return tensor in self._stand_ins
 
     def is_local(self, number: int) -> bool:
         return number in self._is_local
@@ -103,7 +103,9 @@ class OwnParameters:
         def find(tensor: torch.Tensor) -> int | None:
             if type(tensor) is PlacedTensor:
                 return self._numbers.get(getattr(tensor, "smp_parameter", ""))
-            number = numbers.get(id(tensor), self._stand_ins.get(id(tensor)))
+            number = numbers.get(id(tensor))
+            if number is None and self._stand_ins:
+                number = self._stand_ins.get(tensor)
             if number is None and self._replaced:
                 number = self._replaced.get(tensor)
                 # One of this stage that no longer stands in the model: the script has replaced it.
