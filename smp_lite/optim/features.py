@@ -139,24 +139,31 @@ class Features:
     def bring(self) -> bool:
         """Puts gradients on the stand-ins, unless they are there; False: in fp16 one was not finite.
 
-        In fp16 it is collective over all ranks.
+        In fp16 it is collective over all ranks, which bring anew what has changed on any of them.
 
         Raises:
-            SMPError: gradients have changed since they were clipped.
+            SMPError: gradients have changed since they were clipped, or cannot be brought; in fp16 on all
+                ranks, whoever has them.
         """
         stand_ins = self._groups.stand_ins
         assert stand_ins is not None
         members = [parameter for group in self._members() for parameter in group]
-        if self._are_brought(members):
+        is_new, is_finite = True, True
+        failure: SMPError | None = None
+        try:
+            is_new = not self._are_brought(members)
+            if is_new:
+                self._check_stand_ins(members)
+            is_finite = self.scaling is None or stand_ins.are_finite()
+        except SMPError as error:  # raised when the others have heard of it
+            failure = error
+        if self.scaling is not None:
+            is_new, is_finite = self._agreed(is_new, is_finite, failure)
+        if failure is not None:
+            raise failure
+        if not is_new:
             return self._was_finite
-        for parameter in members:
-            if (
-                parameter.grad is not None
-                and parameter.requires_grad
-                and stand_ins.of(parameter) is parameter
-            ):
-                raise self._without_stand_in(parameter)
-        self._was_finite = self.scaling is None or self._all_finite(stand_ins)
+        self._was_finite = is_finite
         if self._was_finite:
             stand_ins.bring_gradients(1.0 if self.scaling is None else self.scaling.scale_of_gradients)
         else:
@@ -165,6 +172,16 @@ class Features:
             gradients = [p.grad for p in members if p.grad is not None]
             self._brought = [(weakref.ref(gradient), gradient._version) for gradient in gradients]
         return self._was_finite
+
+    def _check_stand_ins(self, members: Iterable[torch.Tensor]) -> None:
+        """Raises SMPError where a parameter has a gradient and no stand-in that it could be put on."""
+        for parameter in members:
+            if (
+                parameter.grad is not None
+                and parameter.requires_grad
+                and self._groups.stand_in_of(parameter) is parameter
+            ):
+                raise self._without_stand_in(parameter)
 
     def _without_stand_in(self, parameter: torch.Tensor) -> SMPError:
         assert self._groups.stand_ins is not None
@@ -212,12 +229,21 @@ class Features:
             )
         return same
 
-    def _all_finite(self, stand_ins: StandIns) -> bool:
-        here, world = stand_ins.are_finite(), self._session.world
+    def _agreed(self, is_new: bool, is_finite: bool, failure: SMPError | None) -> tuple[bool, bool]:
+        """Whether gradients have changed on any rank, and whether those of all are finite.
+
+        Raises:
+            SMPError: another rank cannot bring its own.
+        """
+        world = self._session.world
         if world is None or world.size == 1:
-            return here
-        said = None if here else "overflow"
-        return not any(world.exchange(said, "WORLD", "whether gradients overflowed (optimizer.step)"))
+            return is_new, is_finite
+        said = (is_new, is_finite, None if failure is None else str(failure))
+        heard = world.exchange(said, "WORLD", "whether gradients overflowed (optimizer.step)")
+        for rank, (_, _, error) in enumerate(heard):
+            if error is not None and failure is None:
+                raise SMPError(f"optimizer.step() or clip_master_grads() failed on rank {rank}: {error}")
+        return any(new for new, _, _ in heard), all(finite for _, finite, _ in heard)
 
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Clips the gradients of masters by the norm over the whole model; -1: one was not finite."""

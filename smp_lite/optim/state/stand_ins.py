@@ -172,7 +172,7 @@ class StandIns:
     def are_finite(self) -> bool:
         """Whether all gradients here are."""
         with unguarded():
-            found = [plain(p.grad) for p, _ in self if p.grad is not None]
+            found = [_strided(p.grad) for p, _ in self if p.grad is not None]
             return all(bool(torch.isfinite(gradient).all()) for gradient in found)
 
     def bring_gradients(self, scale: float) -> None:
@@ -183,13 +183,7 @@ class StandIns:
                 if gradient is None:
                     pair.stand_in.grad = None
                     continue
-                if gradient.layout is not torch.strided:
-                    raise SMPError(
-                        f"the gradient of a parameter of shape {list(gradient.shape)} is sparse, and can be "
-                        "neither cut nor unscaled for fp16, bf16 or sharded optimizer state: build the "
-                        "embedding with sparse=False"
-                    )
-                own = plain(gradient)
+                own = _strided(gradient)
                 own = self._cut(own) if pair.is_cut else own
                 own = own.to(pair.stand_in.dtype)
                 if self.half is not None and pair.shares_memory and scale == 1.0:
@@ -273,6 +267,16 @@ class StandIns:
             whole = rows[:, start:end].reshape(-1)[: math.prod(pair.parameter.shape)]
             plain(pair.parameter).copy_(whole.view(pair.parameter.shape))
             start = end
+
+
+def _strided(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient as an ordinary tensor; raises SMPError if it is sparse."""
+    if gradient.layout is not torch.strided:
+        raise SMPError(
+            f"the gradient of a parameter of shape {list(gradient.shape)} is sparse, and can be neither cut "
+            "nor unscaled for fp16, bf16 or sharded optimizer state: build the embedding with sparse=False"
+        )
+    return plain(gradient)
 
 
 def _is_other(stand_in: torch.Tensor, value: torch.Tensor) -> bool:
