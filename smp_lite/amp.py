@@ -3,9 +3,9 @@
 torch's ``GradScaler`` looks for infinities in the gradients that an optimizer holds, which after partition
 are those of one stage. Left alone, one stage would skip its step and lower its scale while the others go on.
 So what is found is agreed on where it is found (``GradScaler._unscale_grads_``, through which ``step``,
-``unscale_`` and optimizers that unscale by themselves all go): over the mp group, or over all ranks where
-gradients are not averaged over replicas yet. It is replaced in torch's class while a session is open, and
-does nothing for optimizers of other models.
+``unscale_`` and optimizers that unscale by themselves all go), over all ranks: replicas hold the same
+gradients, but a script may have changed them on one. It is replaced in torch's class while a session is open,
+and does nothing for optimizers of other models.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import SMPError
+from .optim.inner import torch_optimizer
 from .optim.norms.whole_model import refuse_inside_step
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class GradScaler(torch.amp.GradScaler):
 
     ``model.backward(scaler.scale(loss))`` in the step function; after it ``scaler.unscale_(optimizer)`` if
     gradients are clipped, ``scaler.step(optimizer)`` and ``scaler.update()``, on every rank: the first of
-    them is collective over the mp group. torch's own class does the same while a session is open.
+    them is collective over all ranks. torch's own class does the same while a session is open.
     """
 
 
@@ -56,12 +57,12 @@ def overflows_of_the_whole_model(session: Session) -> Iterator[None]:
                 "optimizer.clip_master_grads() and optimizer.step()"
             )
         refuse_inside_step(session, "GradScaler.step() or unscale_()")
+        _check_name(session, self, optimizer)
         found = original(self, optimizer, inv_scale, found_inf, allow_fp16)
-        kind = _group(session)
-        if session.world is None or len(session.group(kind)) == 1:
+        if session.world is None or session.world.size == 1:
             return found
         here = any(bool(value) for value in found.values()) if found else None
-        heard = session.world.exchange(here, kind, "GradScaler.step() or unscale_()")
+        heard = session.world.exchange(here, "WORLD", "GradScaler.step() or unscale_()")
         if all(value is None for value in heard):
             return found  # no gradients at all: torch has an error for that
         devices = list(found) or [found_inf.device]
@@ -84,6 +85,17 @@ def _is_of_the_model(session: Session, optimizer: Any) -> bool:
     return model.own_parameters.holds_any_of(given)  # type: ignore[no-any-return]
 
 
-def _group(session: Session) -> str:
-    """Who must agree: the ranks of a replica, and all of them unless they hold the same gradients."""
-    return session.replica if session.model.runtime.gradients_are_averaged else "WORLD"
+def _check_name(session: Session, scaler: torch.amp.GradScaler, optimizer: Any) -> None:
+    """Raises SMPError where the scaler has unscaled these gradients, under another object's name: it knows an
+    optimizer by the object that it is given, and a wrapped one is two."""
+    for ours in session.optimizers:
+        if optimizer is not ours and not ours.is_around(optimizer):
+            continue
+        names = (ours, ours.optimizer, torch_optimizer(ours.optimizer))
+        others = [each for each in names if each is not optimizer]
+        if any(scaler._per_optimizer_states.get(id(each), {}).get("found_inf_per_device") for each in others):
+            raise SMPError(
+                "GradScaler: one of unscale_() and step() was given the smp.DistributedOptimizer, and the "
+                "other the optimizer inside it, so the same gradients would be divided by the scale twice: "
+                "give both the smp.DistributedOptimizer"
+            )

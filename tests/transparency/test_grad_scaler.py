@@ -88,6 +88,22 @@ def test_other_models_are_torchs_own_affair(open_session: OpenSession) -> None:
     assert torch.amp.GradScaler._unscale_grads_ is original
 
 
+def test_a_scaler_that_is_given_both_optimizers_is_refused(open_session: OpenSession) -> None:
+    """It would not know that it has divided by the scale already."""
+    open_session(1)
+    model = smp.DistributedModel(nn.Linear(2, 2))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for first, second in ((optimizer, optimizer.optimizer), (optimizer.optimizer, optimizer)):
+        optimizer.zero_grad()
+        model.backward(scaler.scale(model(torch.ones(1, 2)).sum()))
+        scaler.unscale_(first)
+        with pytest.raises(smp.SMPError, match="would be divided by the scale twice"):
+            scaler.step(second)
+        scaler.step(first)
+        scaler.update()
+
+
 def test_amp_is_loaded_when_first_used() -> None:
     program = (
         "import sys, smp_lite as smp\n"
