@@ -6,13 +6,15 @@ AWS's older scripts wrap their own ``FP16_Optimizer``: no ``torch.optim.Optimize
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import nn
 
 from ..errors import SMPError
 
-__all__ = ["OptimizerLike", "check_around", "check_methods", "torch_optimizer"]
+__all__ = ["OptimizerLike", "check_around", "check_copies", "check_methods", "torch_optimizer"]
 
 _DEEPEST = 8
 _warned: set[type] = set()
@@ -85,4 +87,23 @@ def check_around(optimizer: Any, inner: torch.optim.Optimizer) -> None:
             "all of them at once (a norm over all gradients), training over several partitions differs from "
             "one process",
             stacklevel=4,
+        )
+
+
+def check_copies(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Looks at what it steps before the model is cut over stages.
+
+    Raises:
+        SMPError: copies of the model's parameters (masters of a script's own) instead of these.
+    """
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    own = set(map(id, model.parameters()))
+    is_own = any(id(parameter) in own for parameter in given)
+    if not is_own and given and Counter(p.shape for p in given) == Counter(p.shape for p in trained):
+        raise SMPError(
+            f"{type(optimizer).__name__} steps none of the model's parameters, but tensors of the same "
+            "shapes: copies of them (master weights?), made before the model was cut over stages, which get "
+            "no gradients of other stages. Build it with model.parameters(), and let fp16: True or bf16: "
+            "True keep master weights; or use partitions=1"
         )

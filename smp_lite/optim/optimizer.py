@@ -25,7 +25,7 @@ from .checked_settings import CheckedSettings
 from .closures import step_with_closure
 from .features import Features
 from .half.loss_scaler import ARGUMENTS
-from .inner import check_around, check_methods, torch_optimizer
+from .inner import check_around, check_copies, check_methods, torch_optimizer
 from .names_of_fp16 import MISSING, NamesOfFP16
 from .norms.whole_model import refuse_inside_step
 from .own_hooks import OwnHooks
@@ -105,6 +105,8 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
             )
         torchs = torch_optimizer(optimizer)
         refuse_replaced("smp.DistributedOptimizer", torchs.param_groups)
+        if session.num_stages > 1 and not session.model.partitioned:
+            check_copies(torchs, session.model.module)
         groups = Groups(session, torchs)
         features = Features(session, optimizer, groups)
         features.set_scaling(static_loss_scale, dynamic_loss_scale, dynamic_loss_args, more_dynamic_loss_args)

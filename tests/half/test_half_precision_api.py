@@ -640,3 +640,17 @@ def test_a_backward_by_hand_to_a_parameter_beside_the_model_is_refused_too() -> 
     with refuses("call model.backward"):
         own.square().sum().backward()
     optimizer.step()
+
+
+def test_masters_of_a_scripts_own_are_refused_over_stages_and_right_in_one() -> None:
+    for partitions in (1, 2):
+        smp.init_in_memory({"partitions": partitions, "microbatches": 2})
+        model = smp.DistributedModel(net().bfloat16())
+        masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+        optimizer = torch.optim.SGD(masters, lr=0.1)
+        if partitions == 1:
+            smp.DistributedOptimizer(optimizer)
+        else:
+            with refuses(r"copies of them \(master weights\?\).*let fp16: True or bf16: True keep"):
+                smp.DistributedOptimizer(optimizer)
+        smp.reset()
