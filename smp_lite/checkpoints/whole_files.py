@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 from ..deferred import from_source, has_deferred
 from ..errors import SMPError
 from ..storage.torch_files import read_torch
+from ..wrapper.state_versions import with_versions_of
 
 __all__ = ["read_whole"]
 
@@ -41,10 +43,13 @@ def read_whole(path: Path, root: nn.Module, *, caller: str, weights_only: bool |
         return _with_tied(_safetensors(path, caller), root)
     if not has_deferred(root):
         return read_torch(path, caller=caller, weights_only=weights_only)
-    found = read_torch(path, caller=caller, weights_only=weights_only, mmap=True)
+    # Files of torch before 1.6 cannot be mapped.
+    mapped = zipfile.is_zipfile(path)
+    found = read_torch(path, caller=caller, weights_only=weights_only, mmap=mapped)
     if not isinstance(found, dict):
         return found
-    return {key: _later(value) if isinstance(value, torch.Tensor) else value for key, value in found.items()}
+    later = {key: _later(value) if isinstance(value, torch.Tensor) else value for key, value in found.items()}
+    return with_versions_of(found, later)
 
 
 def _later(tensor: torch.Tensor) -> torch.Tensor:

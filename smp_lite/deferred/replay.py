@@ -23,7 +23,8 @@ _Storages = dict[Memory, torch.UntypedStorage]
 @contextlib.contextmanager
 def plainly() -> Iterator[None]:
     """Within: operations run, and no mode hears of them."""
-    with torch._C._DisableTorchDispatch(), torch.no_grad(), torch.inference_mode(False):
+    # Leaving inference mode turns gradients on, so that comes first.
+    with torch._C._DisableTorchDispatch(), torch.inference_mode(False), torch.no_grad():
         yield
 
 

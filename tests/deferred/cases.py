@@ -51,6 +51,18 @@ class Net(nn.Module):
         return self.out(self.head(self.bn(x + self.shift)))
 
 
+class Scaled(nn.Module):
+    """A parameter that is made of a number, and so is there while others wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x) * self.scale)
+
+
 class Recurrent(nn.Module):
     """Its layers keep a second list of their parameters, and weak references to them."""
 

@@ -58,3 +58,25 @@ def test_names_that_do_not_fit_are_an_error(tmp_path: Path) -> None:
     smp.DistributedModel(cases.build(True))
     with pytest.raises(smp.SMPError, match="strange"):
         smp.resume_from_checkpoint(tmp_path, tag="model.pt", partial=False)
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before torch 1.6"])
+def test_a_whole_checkpoint_is_loaded_into_parameters_made_of_numbers(zipped: bool, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    plain = cases.Scaled()
+    with torch.no_grad():
+        plain.scale.fill_(7.0)
+    torch.save(plain.state_dict(), tmp_path / "t", _use_new_zipfile_serialization=zipped)
+    smp.init_in_memory({"partitions": 2})
+    with smp.delay_param_initialization():
+        net = cases.Scaled()
+    model = smp.DistributedModel(net)
+    smp.resume_from_checkpoint(tmp_path, "t", partial=False, load_optimizer=False)
+
+    @smp.step
+    def evaluate(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x)
+
+    evaluate(model, torch.ones(2, 4))
+    for key, value in plain.state_dict().items():
+        assert torch.equal(value, model.state_dict()[key]), key
