@@ -6,6 +6,7 @@ part that was lost, or a save that was switched to between two reads is an error
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from ..errors import SMPError
 from ..plan.partitioning.partition import Partition
+from .fingerprint import fingerprint
 from .identity import Identity, read_identity
 from .layout import (
     FP16_STATES,
@@ -42,9 +44,10 @@ class Found:
     """None: a full checkpoint that another program wrote."""
     partition_file: Path | None = None
 
-    @property
-    def save(self) -> str | None:
-        return self.identity.save if self.identity else None
+    @functools.cached_property
+    def save(self) -> str:
+        """Tells saves apart."""
+        return self.identity.save if self.identity else fingerprint(self.files.values())
 
     def __str__(self) -> str:
         return str(self.identity) if self.identity else f"a file of another program ({self.files[MODEL]})"
@@ -191,10 +194,16 @@ def _check_size(folder: Path, identity: Identity, reader: Reader) -> None:
             "full one, of save_checkpoint(..., partial=False), resumes on any number"
         )
     if identity.mp_size != mp_size:
+        in_memory = min(identity.mp_size, mp_size) < partitions
+        why = (
+            "one side is smp.init_in_memory, where one process plays all partitions"
+            if in_memory
+            else "it was saved with another tensor_parallel_degree"
+        )
         raise SMPError(
             f"{_CALLER}: {os.fspath(folder)!r} has the parts of {identity.mp_size} rank(s) of an mp group, "
-            f"but here it has {mp_size}: one side is smp.init_in_memory, where one process plays all "
-            "partitions. A full checkpoint, of save_checkpoint(..., partial=False), resumes on both"
+            f"but here it has {mp_size}: {why}. A full checkpoint, of save_checkpoint(..., partial=False), "
+            "resumes on both"
         )
 
     if identity.pieces != reader.pieces:

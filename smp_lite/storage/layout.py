@@ -19,6 +19,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..errors import SMPError
 from .identity import Identity, read_identity
 from .switch import ready_files, ready_folder, retire
 
@@ -35,6 +36,7 @@ __all__ = [
     "full_file",
     "part_file",
     "partial_name",
+    "read_newest",
     "remove_old",
 ]
 
@@ -93,10 +95,7 @@ def find_newest(root: Path, *, partial: bool) -> str:
     Raises:
         FileNotFoundError: there is none.
     """
-    try:
-        name = (root / "newest").read_text().strip()
-    except FileNotFoundError:
-        name = ""
+    name = read_newest(root)
     if name and name.endswith(_PARTIAL) == partial:
         return name
     found = _checkpoints(root, partial=partial)
@@ -104,6 +103,27 @@ def find_newest(root: Path, *, partial: bool) -> str:
         kind = "partial" if partial else "full"
         raise FileNotFoundError(f"resume_from_checkpoint: no {kind} checkpoint in {os.fspath(root)!r}")
     return found[-1][1]
+
+
+def read_newest(root: Path) -> str | None:
+    """The name in ``newest``; None: there is none.
+
+    Raises:
+        SMPError: it is damaged.
+    """
+    path = root / "newest"
+    try:
+        name = path.read_text().strip()
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError:
+        name = "\0"
+    if "\0" in name or "/" in name or name.startswith("."):
+        raise SMPError(
+            f"resume_from_checkpoint: {os.fspath(path)!r} names no checkpoint: it is damaged. Say which one "
+            "with tag=..."
+        )
+    return name or None
 
 
 def remove_old(root: Path, newest: str, keep: int) -> None:

@@ -11,17 +11,23 @@ import contextlib
 import os
 import pickle
 import re
+import struct
 import zipfile
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from ..errors import SMPError
 
-__all__ = ["read_note", "read_torch", "write_torch"]
+__all__ = ["damage", "read_note", "read_torch", "write_torch"]
 
 _NOTE = "extra/smp_lite.json"
+_BLOCK_BYTES = 1 << 20
+
+_NOT_READ = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, RuntimeError)
+"""What ``zipfile`` raises where an archive is damaged, and it cannot tell."""
 
 # Plain data that torch's reader does not know.
 _PLAIN = [frozenset, range]
@@ -59,8 +65,31 @@ def read_note(path: Path) -> str | None:
         with zipfile.ZipFile(path) as archive:
             name = next((name for name in archive.namelist() if name.partition("/")[2] == _NOTE), None)
             return None if name is None else archive.read(name).decode()
-    except zipfile.BadZipFile:
+    except _NOT_READ:
         return None
+    except OSError as error:
+        if error.filename is None:  # it says that something lies where the file is not
+            return None
+        raise
+
+
+def damage(file: Path | IO[bytes]) -> str | None:
+    """What in a file of ``torch.save`` is not as it was written, by its check sums; None: nothing is known.
+
+    ``torch.load`` does not look at them, and takes zeros that a disk has left for numbers.
+    """
+    if not zipfile.is_zipfile(file):
+        return None
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for record in archive.infolist():
+                if record.CRC != 0:  # else it was saved without (torch.serialization.set_crc32_options)
+                    with archive.open(record) as content:
+                        while content.read(_BLOCK_BYTES):
+                            pass
+    except _NOT_READ as error:
+        return str(error)
+    return None
 
 
 def read_torch(
@@ -83,7 +112,8 @@ def read_torch(
         map_location, pickle_module, arguments: as in ``torch.load``.
 
     Raises:
-        SMPError: the file holds what is not read without asking, or is no whole file of ``torch.save``.
+        SMPError: the file holds what is not read without asking, is no whole file of ``torch.save``, or, if
+            it is not mapped, has other numbers than were written.
         OSError: it cannot be opened.
     """
     safely = not _reads_all_by_default() if weights_only is None else weights_only
@@ -93,6 +123,11 @@ def read_torch(
         raise SMPError(
             f"{caller}: pickle_module={getattr(pickle_module, '__name__', pickle_module)} reads with code of "
             f"its own: if you trust the file, ask for it with {caller}(..., weights_only=False)"
+        )
+    if not arguments.get("mmap") and (found := damage(path)) is not None:
+        raise SMPError(
+            f"{caller}: {os.fspath(path)!r} is damaged: it does not hold what was written ({found}). Take "
+            "another one, or a copy"
         )
     with torch.serialization.safe_globals(_PLAIN) if safely else contextlib.nullcontext():
         try:

@@ -160,6 +160,19 @@ def test_a_file_that_is_gone_by_the_first_step_stops_training(tmp_path: Path) ->
     step(model, optimizer)
 
 
+def test_numbers_that_a_disk_has_lost_are_named(tmp_path: Path) -> None:
+    model, _ = save(tmp_path)
+    data = tmp_path / "t_portable" / "__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    at = content.index(model["first.0.weight"].numpy().tobytes())
+    content[at : at + 16] = bytes(16)
+    data.write_bytes(content)
+    resumed = again()
+    smp.resume_from_checkpoint(tmp_path)
+    with pytest.raises(smp.SMPError, match=r"__0_0\.distcp' is damaged from byte .* it does not hold"):
+        step(*resumed)
+
+
 def test_another_model_is_told_by_names_and_shapes(tmp_path: Path) -> None:
     save(tmp_path)
     again(Net(width=6))

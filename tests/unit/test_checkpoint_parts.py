@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 
 import smp_lite as smp
 from smp_lite.storage import identity as identity_module
+from smp_lite.storage.finding import Reader, find_partial
+from smp_lite.storage.torch_files import write_torch
 from tests.api_support import batch, build, in_memory, train, wrap
 
 pytestmark = pytest.mark.filterwarnings("ignore:Stage ")
@@ -261,3 +264,53 @@ def test_checkpoints_are_aged_by_when_they_were_saved_not_by_the_file_system() -
         "c_partial",
         "mine_partial",
     ]
+
+
+@pytest.mark.parametrize("partial", [True, False])
+@pytest.mark.parametrize("how", ["numbers", "directory"])
+def test_a_damaged_file_is_named(partial: bool, how: str) -> None:
+    """A disk that has lost a block gives zeros; torch reads them as numbers."""
+    save("a", partial=partial)
+    path = Path("a_partial/optimizer_0.pt" if partial else "optimizer_a")
+    content = bytearray(path.read_bytes())
+    values = torch.load(path, weights_only=True)["state"][0]["exp_avg"].numpy().tobytes()
+    # Names in the archive's directory, at its end, are no text any more; or some numbers are lost.
+    at = content.index(values[:16]) if how == "numbers" else content.rindex(b"/data.pkl")
+    content[at : at + 8] = bytes(8) if how == "numbers" else b"\xe2" * 8
+    path.write_bytes(content)
+    refused(path.name, partial=partial)
+
+
+def test_a_file_without_check_sums_is_read() -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        save("a")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    start()
+    assert smp.resume_from_checkpoint(".") == "a"
+
+
+@pytest.mark.parametrize("content", [b"a_part\xe2", b"a_par\0ial", b"../a"])
+def test_a_damaged_name_of_the_newest_is_said(content: bytes) -> None:
+    save("a")
+    Path("newest").write_bytes(content)
+    refused("'newest' names no checkpoint: it is damaged. Say which one with tag=...")
+    start()
+    assert smp.resume_from_checkpoint(".", tag="a") == "a"
+
+
+def test_another_tensor_parallel_degree_is_told_from_one_process(tmp_path: Path) -> None:
+    save("a")
+    reader = Reader(mp_rank=0, mp_size=4, partitions=2)
+    with pytest.raises(smp.SMPError, match=r"one side is smp\.init_in_memory"):
+        find_partial(tmp_path, "a_partial", reader, with_optimizer=True)
+    path = tmp_path / "a_partial" / "model_0.pt"
+    identity = identity_module.read_identity(path)
+    assert identity is not None
+    content = torch.load(path, weights_only=True)
+    for part in path.parent.glob("*.pt"):
+        part.unlink()
+    write_torch(path, content, replace(identity, mp_size=2, parts=("model",)).to_json())
+    with pytest.raises(smp.SMPError, match="it was saved with another tensor_parallel_degree"):
+        find_partial(tmp_path, "a_partial", reader, with_optimizer=True)

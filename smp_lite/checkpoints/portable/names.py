@@ -12,13 +12,15 @@ that is their name.
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import SMPError
+from ...storage.fingerprint import fingerprint
 from ...storage.identity import Identity, read_identity
-from ...storage.layout import MODEL, full_file, partial_name
+from ...storage.layout import MODEL, full_file, partial_name, read_newest
 from ...storage.switch import ready_files, ready_folder, retire
 
 __all__ = [
@@ -45,9 +47,10 @@ class Portable:
     identity: Identity | None
     """None: plain PyTorch has saved it."""
 
-    @property
-    def save(self) -> str | None:
-        return self.identity.save if self.identity else None
+    @functools.cached_property
+    def save(self) -> str:
+        """Tells saves apart."""
+        return self.identity.save if self.identity else fingerprint([self.folder])
 
     def __str__(self) -> str:
         return str(self.identity) if self.identity else f"a checkpoint of another program ({self.folder})"
@@ -74,7 +77,7 @@ def find_portable(root: Path, tag: str | None, *, partial: bool) -> Portable | N
     if tag is None:
         if (root / METADATA_FILE).exists():
             return look_at(root)
-        named = _newest_name(root)
+        named = read_newest(root)
         if named is not None and named.endswith(_PORTABLE):
             found = _of_name(root, named)
             if found is not None:
@@ -100,13 +103,6 @@ def remove_old_portable(root: Path, newest: str, keep: int) -> None:
         retire(root / name)
 
 
-def _newest_name(root: Path) -> str | None:
-    try:
-        return (root / "newest").read_text().strip() or None
-    except FileNotFoundError:
-        return None
-
-
 def _of_name(root: Path, name: str) -> Portable | None:
     folder = ready_folder(root, name) or root / name
     if (folder / METADATA_FILE).exists() or (folder / IDENTITY_FILE).exists():
@@ -126,11 +122,9 @@ def look_at(folder: Path) -> Portable:
             "not whole: resume from another one"
         )
     try:
-        text = (folder / IDENTITY_FILE).read_text()
+        return Portable(folder, Identity.from_json((folder / IDENTITY_FILE).read_text()))
     except FileNotFoundError:
         return Portable(folder, None)
-    try:
-        return Portable(folder, Identity.from_json(text))
     except (ValueError, TypeError, KeyError) as error:
         raise SMPError(f"{_CALLER}: {os.fspath(folder / IDENTITY_FILE)!r} cannot be read: {error}") from error
 

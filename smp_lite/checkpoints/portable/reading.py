@@ -1,8 +1,9 @@
 """Reading boxes of tensors out of a folder of ``torch.distributed.checkpoint`` (DCP).
 
 A rank reads what it needs and no more: of a chunk that it needs all of, the file of ``torch.save`` in it; of
-one that it needs a part of, that part's bytes. DCP's own reader always reads whole chunks, and would leave
-what no chunk covers as it was; here it is an error. Nothing that is read runs code, unless asked for.
+one that it needs a part of, that part's bytes. (Check sums are of whole chunks, and looked at where one is
+read.) DCP's own reader always reads whole chunks, and would leave what no chunk covers as it was; here it is
+an error. Nothing that is read runs code, unless asked for.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pickle
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import IO, Any, BinaryIO, Self
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from ...devices import CPU
 from ...errors import SMPError
+from ...storage.torch_files import damage
 from .names import METADATA_FILE
 from .pieces import Box
 
@@ -170,7 +172,7 @@ class PieceReader:
     def value(self, key: str) -> Any:
         """An entry that is no tensor."""
         info = self._info(MetadataIndex(key))
-        data = io.BytesIO(self._window(info).read())
+        data = self._undamaged(info)
         try:
             with torch.serialization.safe_globals([frozenset, range]):
                 return torch.load(data, map_location="cpu", weights_only=self._weights_only)
@@ -225,14 +227,14 @@ class PieceReader:
         info = self._info(item.storage_index)
         wanted = tuple(item.lengths)
         if wanted == sizes:
-            chunk = self._load(info)
+            chunk = self._load(info, self._undamaged(info))
         elif (start := self._start(item.storage_index, info, sizes)) is not None:
             window = self._window(info)
             return _read_box(
                 window, start, sizes, tuple(item.storage_offsets), wanted, entry.properties.dtype
             )
         else:
-            chunk = self._load(info)
+            chunk = self._load(info, self._undamaged(info))
         if tuple(chunk.shape) != sizes:
             raise SMPError(
                 f"{self._caller}: {os.fspath(self.folder / info.relative_path)!r} holds a tensor of shape "
@@ -242,10 +244,21 @@ class PieceReader:
             chunk = chunk.narrow(dim, offset, size)
         return chunk
 
-    def _load(self, info: Any) -> torch.Tensor:
+    def _undamaged(self, info: Any) -> io.BytesIO:
+        """All of a range of a file."""
+        data = io.BytesIO(self._window(info).read())
+        if (found := damage(data)) is not None:
+            raise SMPError(
+                f"{self._caller}: {os.fspath(self.folder / info.relative_path)!r} is damaged from byte "
+                f"{info.offset} on: it does not hold what was written ({found}). Resume from another one"
+            )
+        data.seek(0)
+        return data
+
+    def _load(self, info: Any, data: IO[bytes]) -> torch.Tensor:
         path = self.folder / info.relative_path
         try:
-            found = torch.load(self._window(info), map_location="cpu", weights_only=True)
+            found = torch.load(data, map_location="cpu", weights_only=True)
         except (OSError, MemoryError):
             raise
         except Exception as error:
@@ -261,7 +274,7 @@ class PieceReader:
         """Where a chunk's elements begin in its window; None: they do not lie one after another."""
         if index not in self._starts:
             with FakeTensorMode():
-                fake = self._load(info)
+                fake = self._load(info, self._window(info))
             at = getattr(fake.untyped_storage(), "_checkpoint_offset", None)
             is_plain = at is not None and fake.is_contiguous() and tuple(fake.shape) == sizes
             start = at + fake.storage_offset() * fake.element_size() if is_plain else -1
