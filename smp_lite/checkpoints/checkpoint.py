@@ -44,6 +44,7 @@ from ..storage.layout import (
 from ..storage.switch import Switch, new_name, write_newest
 from ..storage.torch_files import write_torch
 from ..wrapper.distributed_model import DistributedModel
+from ..wrapper.state_versions import with_versions_of
 from .half_parts import parts_of_state
 from .portable.names import portable_name, remove_old_portable
 from .portable.together import together
@@ -290,7 +291,7 @@ def _write_whole(
             content = states.pop(part, {})
         if part == MODEL and translate and session.rank == 0:
             for to_original, _ in session.module_manager.translate_functions:
-                content = to_original(content)
+                content = with_versions_of(content, to_original(content))
 
         def write(part: str = part, content: Any = content) -> None:
             if session.rank == 0:

@@ -27,6 +27,7 @@ from ..storage.identity import read_identity
 from ..storage.layout import OPTIMIZER, USER_CONTENT, find_newest, partial_name
 from ..storage.switch import ready_folder
 from ..storage.torch_files import read_torch, write_torch
+from ..wrapper.state_versions import with_versions_of
 from .sharded_parts import BUFFER_NAMES, PARAM_SHAPES
 
 __all__ = ["main", "merge"]
@@ -72,6 +73,7 @@ def merge(folder: str | os.PathLike[str], tag: str | None = None) -> dict[str, t
         for name in buffers:
             merged.setdefault(name, module[name])
         _merge_pieces(merged, of_pieces, pieces, shapes)
+        merged = with_versions_of(module, merged)
     return merged
 
 

@@ -40,6 +40,7 @@ from ..runtime.sharded.slices import slice_of
 from ..session import Session
 from ..storage.finding import Found, Reader
 from ..storage.layout import MODEL, OPTIMIZER, USER_CONTENT
+from ..wrapper.state_versions import with_versions_of
 from .portable.pieces import boxes_of
 
 __all__ = [
@@ -242,9 +243,8 @@ def load_sharded(session: Session, found: Found, contents: Mapping[str, Any], *,
         if name not in mine:
             raise SMPError(f"{_RESUME}: {file!r} has no slice of {name!r}")
         state[name] = mine[name]
-    session.model.load_state_dict(
-        {**state, PARTIAL_KEY: partial_mark(session)}, strict, same_partition_load=True
-    )
+    own = with_versions_of(model["module"], {**state, PARTIAL_KEY: partial_mark(session)})
+    session.model.load_state_dict(own, strict, same_partition_load=True)
 
 
 def without_moments(session: Session, state: dict[str, Any] | None) -> dict[str, Any] | None:

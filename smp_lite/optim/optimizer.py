@@ -154,6 +154,11 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         return self._groups.names()
 
     @property
+    def positions_here(self) -> list[list[int]]:
+        """For each group the numbers, over all groups, of this rank's parameters."""
+        return self._groups.positions()
+
+    @property
     def has_masters(self) -> bool:
         """Whether it steps master weights: in half precision."""
         return self._features.half is not None

@@ -48,6 +48,7 @@ from .partitioning import decide_partition, load_partition, report_partition
 from .same_weights import share_stages, take_over_first
 from .schedules import Schedules, first_policy, schedule_chooser
 from .sharding import announce_slices, sharding_of
+from .state_versions import with_versions_of
 
 if TYPE_CHECKING:
     from ..steps.step_context import StepContext
@@ -403,10 +404,14 @@ class DistributedModel(ModelWithState):
             loaded = {key: copy.deepcopy(local[key]) for key in self._loaded_keys & set(local)}
             for hook in list(self._post_partition_hooks.values()):
                 hook(self, session.optimizer)
-            self._state().load({**loaded, PARTIAL_KEY: True}, strict=False)
-        self.put_pending_in_place()
-        for optimizer in session.optimizers:
-            optimizer.load_pending()
+            self._state().load(with_versions_of(local, {**loaded, PARTIAL_KEY: True}), strict=False)
+        try:
+            self.put_pending_in_place()
+            for optimizer in session.optimizers:
+                optimizer.load_pending()
+        except Exception as error:
+            self.refuse_until_loaded(error)
+            raise
 
     def partition_for_optimizer(self) -> None:
         """Cuts parameters into slices where that may be done now: scripts look at them before a step."""

@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from ..errors import SMPError
 from ..nn.guarding import unguarded
-from ..nn.layout import layout_of, part_of, whole_of
+from ..nn.layout import layout_of, whole_of
 from ..optim.state.own_parameters import PARTIAL_KEY, check_mark, partial_mark
-from ..record.parameters.away import is_away
 from ..record.parameters.placement import FOREIGN, SPLIT
 from ..runtime.model_runtime import ModelRuntime
 from ..session import Session
+from .state_loading import put_into
+from .state_versions import with_versions_of
 
 
 class ModelState:
@@ -32,7 +34,8 @@ class ModelState:
         with unguarded():
             full = self.module.state_dict()
         here = self._here(full)
-        return {**{key: value for key, value in full.items() if key in here}, PARTIAL_KEY: mark}
+        own = {key: value for key, value in full.items() if key in here}
+        return with_versions_of(full, {**own, PARTIAL_KEY: mark})
 
     def _here(self, keys: Iterable[str]) -> set[str]:
         """The entries that this rank keeps up to date.
@@ -44,21 +47,26 @@ class ModelState:
         """
         if self.runtime is None:
             return set(keys)
-        placement, stages = self.runtime.placement, self.runtime.peers.stages
         modules = dict(self.module.named_modules(remove_duplicate=False))
         here = set()
         for key in keys:
             holder, _, own = key.rpartition(".")
             module = modules.get(holder)
-            home = FOREIGN if module is None else placement.home(module)
-            if (
-                module is None
-                or home == FOREIGN
-                or placement.stage_of[placement.names[id(module)]] in stages
-                or (home == SPLIT and own not in module._parameters)
-            ):
+            if module is None or self._is_kept(module, own):
                 here.add(key)
         return here
+
+    def _is_kept(self, module: nn.Module, own: str | None = None) -> bool:
+        """Whether this rank keeps an entry of a module up to date; None: any of them."""
+        if self.runtime is None:
+            return True
+        placement = self.runtime.placement
+        home = placement.home(module)
+        return (
+            home == FOREIGN
+            or placement.stage_of[placement.names[id(module)]] in self.runtime.peers.stages
+            or (home == SPLIT and (own is None or own not in module._parameters))
+        )
 
     def whole(self, *, gather_to_rank0: bool = False) -> dict[str, Any]:
         """All entries on CPU, in the module's order; collective over the mp group."""
@@ -84,23 +92,22 @@ class ModelState:
             found.update(part)
         whole: dict[str, Any] = {}
         first: dict[int, str] = {}  # a tied parameter is one again, as in a plain state dict
-        for key, value in self.module.state_dict(keep_vars=True).items():
+        for key, value in live.items():
             if key in found:
                 tied = isinstance(value, nn.Parameter)
                 whole[key] = found[first.setdefault(id(value), key) if tied else key]
-        return whole
+        return with_versions_of(live, whole)
 
     def merged(self, state: dict[str, Any], same_partition_load: bool) -> dict[str, Any]:
         """The dict to load: partial ones of all mp ranks are merged, unless this rank's own will do."""
-        state = dict(state)
-        partial = state.pop(PARTIAL_KEY, False)
+        entries = dict(state)
+        partial = entries.pop(PARTIAL_KEY, False)
         check_mark(self.session, partial, "model.load_state_dict")
-        if not partial or same_partition_load or self.session.world is None:
-            return {**state, PARTIAL_KEY: partial}
-        merged: dict[str, Any] = {}
-        for part in self.session.world.exchange(state, "PP", "model.load_state_dict"):
-            merged.update(part)
-        return {**merged, PARTIAL_KEY: self._is_split() and partial}
+        if partial and not same_partition_load and self.session.world is not None:
+            parts = self.session.world.exchange(entries, "PP", "model.load_state_dict")
+            entries = {key: value for part in parts for key, value in part.items()}
+            partial = self._is_split() and partial
+        return with_versions_of(state, {**entries, PARTIAL_KEY: partial})
 
     def _is_split(self) -> bool:
         """Whether entries of partial dicts are parts of parameters, merged or not."""
@@ -112,27 +119,24 @@ class ModelState:
         Raises:
             SMPError: ``strict`` and keys are missing or unknown.
         """
-        state = dict(state)
-        partial = state.pop(PARTIAL_KEY, False)
-        own = self.module.state_dict(keep_vars=True)
-        expected = self._here(own) if partial else own
-        missing = [key for key in own if key in expected and key not in state]
-        unknown = [key for key in state if key not in own]
-        if strict and (missing or (unknown and not partial)):
+        partial = state.get(PARTIAL_KEY, False)
+        entries = with_versions_of(state, {key: value for key, value in state.items() if key != PARTIAL_KEY})
+        with unguarded():
+            missing, unknown = put_into(
+                self.module,
+                entries,
+                is_whole=not partial,
+                is_loaded=self._is_kept if partial else lambda module: True,
+            )
+        if partial:
+            here = self._here(missing)
+            missing = [key for key in missing if key in here]
+        if strict and (missing or unknown):
             raise SMPError(
                 f"load_state_dict: missing keys {missing[:5]}, unknown keys {unknown[:5]} "
                 "(strict=False ignores both)"
             )
-        local = {key: value for key, value in state.items() if key in own and not is_away(own[key])}
-        if not partial:
-            for key, value in local.items():
-                if isinstance(value, torch.Tensor) and (layout := layout_of(own[key])) is not None:
-                    local[key] = part_of(value, layout)
-        with unguarded():
-            result = self.module.load_state_dict(local, strict=False)
-        result.missing_keys[:] = missing
-        result.unexpected_keys[:] = unknown
-        return result
+        return _IncompatibleKeys(missing, unknown)
 
 
 def _to_cpu(value: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import SMPError
 from ..optim.state.own_parameters import PARTIAL_KEY
@@ -14,6 +15,7 @@ from ..session import Session
 from .gathering import Brought, bring, put_back
 from .local_parts import LocalParts
 from .model_state import ModelState
+from .state_versions import with_versions_of
 from .waiting_state import Waiting, set_extra_state, with_present_extra_state
 
 __all__ = ["ModelWithState"]
@@ -32,6 +34,7 @@ class ModelWithState(LocalParts):
         self._loaded_keys: set[str] = set()
         self._pending_state: list[tuple[Mapping[str, Any], bool]] = []
         self._waiting: Waiting | None = None
+        self._refusal: RemovableHandle | None = None
 
     def _state(self) -> ModelState:
         return ModelState(self._session, self.module, self._runtime)
@@ -83,7 +86,12 @@ class ModelWithState(LocalParts):
                 set_extra_state(self.module, state)
                 return None
             self._loaded_keys |= set(state)
-        return self._state().load(state, strict=strict)
+        found = self._state().load(state, strict=strict)
+        if self._refusal is not None:
+            self._refusal.remove()
+            self._refusal = None
+            self._pending_state.clear()
+        return found
 
     def keep_until_partition(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """A state waits for the first step, and parameters and buffers with it."""
@@ -104,13 +112,27 @@ class ModelWithState(LocalParts):
             self._state().load(with_present_extra_state(self.module, state), strict=strict)
         self._pending_state.clear()
 
+    def refuse_until_loaded(self, error: Exception) -> None:
+        """What is kept could not be put in place: the model is cut by now, and the next step would train what
+        was not loaded."""
+        self._loading_failed = f"{type(error).__name__}: {error}"
+        if self._refusal is None:
+            self._refusal = self.register_forward_pre_hook(self._refuse)
+
+    def _refuse(self, *_: Any) -> None:
+        raise SMPError(
+            f"what was loaded could not be read by the first step ({self._loading_failed}), so the model is "
+            "not loaded: resume again, from a whole checkpoint of this model, before the next step"
+        )
+
     def _with_own_names(self, state: dict[str, Any]) -> dict[str, Any]:
         """A whole state dict in whose names there are others than the module's: translated."""
         if PARTIAL_KEY in state or state.keys() <= self.module.state_dict(keep_vars=True).keys():
             return state
+        translated = state
         for _, to_own in self._session.module_manager.translate_functions:
-            state = to_own(state)
-        return state
+            translated = to_own(translated)
+        return with_versions_of(state, translated)
 
     def cpu(self) -> Self:
         """Gathers all parameters and buffers to the CPU of every mp rank; collective over the mp group.

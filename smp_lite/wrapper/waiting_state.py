@@ -19,6 +19,7 @@ from torch import nn
 from ..errors import SMPError
 from ..nn.guarding import words
 from ..record.values.torch_functions import METADATA_FUNCTIONS, function_name
+from .state_versions import with_versions_of
 
 __all__ = ["Waiting", "set_extra_state", "with_present_extra_state"]
 
@@ -135,7 +136,7 @@ def set_extra_state(module: nn.Module, state: dict[str, Any]) -> None:
 def with_present_extra_state(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """The state, with extra state as the script has it by now."""
     parts = dict(module.named_modules(remove_duplicate=False))
-    found = dict(state)
+    found = with_versions_of(state, state)
     for key in state:
         holder, _, own = key.rpartition(".")
         if own == _EXTRA and holder in parts:

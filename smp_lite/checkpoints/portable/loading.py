@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.utils.hooks import RemovableHandle
 
 from ...errors import SMPError
 from ...nn.layout import layout_of
@@ -24,6 +23,7 @@ from ...record.parameters.away import is_away
 from ...session import Session
 from ...storage.layout import USER_CONTENT, part_file
 from ...storage.torch_files import read_torch
+from ...wrapper.state_versions import with_versions_of
 from ...wrapper.waiting_state import set_extra_state
 from .matching import ModelEntries, OptimizerEntries, match_model, match_optimizer
 from .names import Portable
@@ -77,22 +77,21 @@ class _Load(Mapping[str, Any]):
     def __init__(self, session: Session, found: Portable, *, strict: bool, weights_only: bool | None) -> None:
         self.session, self.found = session, found
         self.strict, self.weights_only = strict, weights_only
-        self._metadata: Metadata | None = None
+        self._description: Metadata | None = None
         self._model: ModelEntries | None = None
         self._optimizer: OptimizerEntries | None = None
         self._state: dict[str, Any] | None = None
         self._optimizer_state: dict[str, Any] | None = None
-        self._refusal: RemovableHandle | None = None
 
     def _reader(self) -> PieceReader:
-        assert self._metadata is not None
-        return PieceReader(self.found.folder, self._metadata, _CALLER, weights_only=self.weights_only)
+        assert self._description is not None
+        return PieceReader(self.found.folder, self._description, _CALLER, weights_only=self.weights_only)
 
     def look(self, *, load_optimizer: bool) -> None:
         """Finds all entries; reads no tensors of parameters."""
         session = self.session
         folder = self.found.folder
-        self._metadata = read_metadata(folder, _CALLER, weights_only=self.weights_only)
+        self._description = read_metadata(folder, _CALLER, weights_only=self.weights_only)
         with self._reader() as reader:
             reader.check_files()
             self._model = match_model(reader, session.model, strict=self.strict)
@@ -129,11 +128,14 @@ class _Load(Mapping[str, Any]):
     def _put_optimizer_late(self) -> None:
         """Settings count from when they were loaded: the script may have changed them since."""
         if self._optimizer_state is not None:
-            present = self.session.optimizer.param_groups
+            optimizer, saved = self.session.optimizer, self._optimizer_state["param_groups"]
             groups = [
                 {**settings, **{key: own[key] for key in settings.keys() & own.keys() - {"params"}}}
-                for settings, own in zip(self._optimizer_state["param_groups"], present, strict=True)
+                for settings, own in zip(saved, optimizer.param_groups, strict=False)
             ]
+            # Groups that it has added have no state yet.
+            added = zip(optimizer.param_groups, optimizer.positions_here, strict=True)
+            groups += [{**own, "params": here} for own, here in [*added][len(saved) :]]
             self._optimizer_state["param_groups"] = groups
         self._put_optimizer()
 
@@ -159,32 +161,24 @@ class _Load(Mapping[str, Any]):
         """Earlier loads that wait for the first step, or that it could not read, are given up."""
         pending = self.session.model._pending_state
         for load, _ in pending:
-            if isinstance(load, _Load):
-                if load._refusal is not None:
-                    load._refusal.remove()
-                if load._optimizer is not None and self._optimizer is not None:
-                    self.session.optimizer.wait_for_state(False)
+            is_other = isinstance(load, _Load) and load._optimizer is not None
+            if is_other and self._optimizer is not None:
+                self.session.optimizer.wait_for_state(False)
         pending[:] = [each for each in pending if not isinstance(each[0], _Load)]
 
     def _read_late(self) -> dict[str, Any]:
         if self._state is None:
-            try:
-                together(self.session, _CALLER, self._read)
-            except Exception:
-                # The model is cut by now, so the next step would train what was not loaded.
-                self._refusal = self.session.model.register_forward_pre_hook(self._refuse)
-                raise
+            together(self.session, _CALLER, self._read)
             if self._optimizer is not None:
                 self.session.optimizer.wait_for_state(False)
                 together(self.session, _CALLER, self._put_optimizer_late)
         assert self._state is not None
         return self._state
 
-    def _refuse(self, *_: Any) -> None:
-        raise SMPError(
-            f"{_CALLER}: {os.fspath(self.found.folder)!r} could not be read by the first step, so the model "
-            "is not loaded: resume again, from a whole checkpoint, before the next step"
-        )
+    @property
+    def _metadata(self) -> Any:
+        """As of torch's state dicts (:mod:`smp_lite.wrapper.state_versions`)."""
+        return getattr(self._read_late(), "_metadata", None)
 
     def __getitem__(self, key: str) -> Any:
         return self._read_late()[key]
@@ -222,7 +216,8 @@ class _Load(Mapping[str, Any]):
                 if entry not in of_tensor:
                     of_tensor[entry] = _piece(reader, entry, value)
                 state[key] = of_tensor[entry]
-        return state
+        # As in plain PyTorch, where one is read into the state dict of the model that there is.
+        return with_versions_of(live, state)
 
     def _read_optimizer(self, reader: PieceReader, entries: OptimizerEntries) -> dict[str, Any]:
         optimizer = self.session.optimizer

@@ -12,6 +12,7 @@ optimizer's state without masters is none of such a job: what it has seen are ot
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -170,7 +171,8 @@ class ReadState:
         if parts is None or (gather_to_rank0 and world.group_rank("MP") != 0):
             return {}
         merged = {
-            key: dict(sorted((i, value) for part in parts for i, value in part[key].items()))
+            # By position alone: what is no parameter of the model has state on every stage.
+            key: dict(sorted((item for part in parts for item in part[key].items()), key=itemgetter(0)))
             for key in ("state", MASTERS)
             if key in local
         }

@@ -55,6 +55,7 @@ class OptimizerState(ReadState):
         waits = is_part or self._half is not None or self._axis is not None
         if self._session.model.partitioned:
             self._load(state_dict, is_part)
+            self.pending = None  # of an earlier load, which the first step could not put in place
         elif waits:
             for group, settings in zip(self._torch_groups(), state_dict["param_groups"], strict=True):
                 kept = settings.keys() - {"params", "param_names"}
@@ -148,11 +149,18 @@ class OptimizerState(ReadState):
             own = self._optimizer.state_dict()["param_groups"]
         # Settings count from when they were loaded: a scheduler may have changed them since.
         state_dict = pending["state_dict"]
-        groups = [
-            {**settings, "params": saved["params"]}
-            for settings, saved in zip(own, state_dict["param_groups"], strict=True)
-        ]
+        saved = [group["params"] for group in state_dict["param_groups"]]
+        saved += self._added_since(len(saved), is_part=pending["is_part"])
+        groups = [{**settings, "params": params} for settings, params in zip(own, saved, strict=True)]
         self._load({**state_dict, "param_groups": groups}, pending["is_part"])
+
+    def _added_since(self, count: int, *, is_part: bool) -> list[list[int]]:
+        """Positions in groups that the script has added to those that were loaded; they have no state yet."""
+        if is_part:
+            return self._groups.positions()[count:]
+        sizes = [len(lists["params"]) for lists in self._groups.lists()]
+        starts = [sum(sizes[:number]) for number in range(len(sizes))]
+        return [list(range(start, start + n)) for start, n in zip(starts, sizes, strict=True)][count:]
 
     def _load(self, state_dict: dict[str, Any], is_part: bool) -> None:
         saved = [list(group["params"]) for group in state_dict["param_groups"]]
