@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from ..plan.collecting import without_gc
+from ..record.code.reads import places_reached
 from ..record.describe.effects import Effects, NeedsOpening
 from ..record.interception import listening
 from ..record.recorder import Recorder
 from ..record.recording import Recording
 from ..record.replay import Tape, TensorsBefore, given_objects, refuse, step_key
 from ..record.state.ambient import Ambient
+from ..record.state.between import ReadBetween
 from ..record.state.python_state import PythonState
 from ..record.state.random_state import python_state
 from ..record.values.microbatch import merge_outputs
@@ -190,8 +192,11 @@ class StepContext:
         run again."""
         around = PythonState()
         around.add(function, getattr(function, "__name__", "the step function"))
-        if around.opaque:
-            raise refuse(f"may take from {around.opaque[0]}")
+        read = ReadBetween()
+        read.look(places_reached([function]))  # globals too
+        opaque = around.opaque[0] if around.opaque else read.opaque()
+        if opaque is not None:
+            raise refuse(f"may take from {opaque}")
         try:
             return Effects(self.session.model.module, (), {}, (function,))
         except NeedsOpening as reason:

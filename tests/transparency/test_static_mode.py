@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+import operator
 import random
 from collections import ChainMap
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -367,3 +369,48 @@ def test_numbers_that_python_or_numpy_draw_are_refused(draw: Any) -> None:
         forward(model, torch.ones(4, 4))
         with pytest.raises(smp.SMPError, match="draws random numbers itself"):
             forward(model, torch.ones(4, 4))
+
+
+_taken: Any = None
+
+
+@dataclass
+class _Numbers:
+    taken: Any
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        iter,
+        lambda numbers: (number for number in numbers),
+        lambda numbers: iter(torch.utils.data.DataLoader(numbers, batch_size=None)),
+    ],
+    ids=["iter", "generator", "loader"],
+)
+@pytest.mark.parametrize(
+    ("where", "of"),
+    [
+        (lambda taken: taken, lambda found: found),
+        (lambda taken: [taken], operator.itemgetter(0)),
+        (lambda taken: {"numbers": taken}, operator.itemgetter("numbers")),
+        (_Numbers, operator.attrgetter("taken")),
+    ],
+    ids=["global", "list", "dict", "attribute"],
+)
+def test_a_step_that_takes_from_an_iterator_is_refused(
+    wrapped: Any, where: Any, of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _start(microbatches=2)
+    model = smp.DistributedModel(_tiny())
+    monkeypatch.setitem(globals(), "_taken", where(wrapped(torch.arange(1.0, 13.0))))
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor) -> Any:
+        return model(x).sum().detach() * 0 + next(of(_taken))
+
+    with torch.no_grad():
+        step(model, torch.ones(4, 4))
+        with pytest.raises(smp.SMPError, match=r"static_mode: True, .* may take from _taken\S*, a "):
+            step(model, torch.ones(4, 4))
+    assert float(next(of(_taken))) == 3.0  # nothing was taken

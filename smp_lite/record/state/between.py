@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .containers import MISSING
+from .parts import is_opaque
 from .places import PlacesRead
 from .python_state import PythonState
 
@@ -59,6 +60,16 @@ class ReadBetween:
                 self._copies[id(value)] = (value, state)
         for namespace, name in places.functions:
             self._bindings.setdefault((id(namespace), name), (namespace, name, namespace.get(name, MISSING)))
+
+    def opaque(self) -> str | None:
+        """Something among it that nobody can look into without taking from it: an iterator, a queue."""
+        for places in self._known.values():
+            held = [(place.name, place.value()) for place in places.places]
+            held += [(name, namespace.get(name)) for namespace, name in places.functions]
+            for name, value in held:
+                if is_opaque(value):
+                    return f"{name}, a {type(value).__name__}"
+        return next((name for _, state in self._copies.values() for name in state.opaque), None)
 
     def changed(self) -> str | None:
         """The first thing that is no longer as it was, in words."""
