@@ -147,6 +147,8 @@ def _follow(optimizer: torch.optim.Optimizer, names: dict[int, str], live: dict[
                 if optimizer.state.get(parameter):
                     raise SMPError(
                         f"initialize: the optimizer has state for {name}, which is split over ranks now: "
-                        "make it anew, and load its state afterwards"
+                        "make it anew, and load its state afterwards. One that has state from the beginning "
+                        "(Adagrad) must be made of the parameters of a smp.DistributedModel, and wrapped in "
+                        "smp.DistributedOptimizer, without initialize"
                     )
                 group["params"][position] = live[name]

@@ -361,3 +361,13 @@ def test_an_error_in_a_python_file_names_its_line(tmp_path: Path) -> None:
 def test_what_is_only_carried_is_checked_too(more: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         load_plan({**parallel(pipeline=2), **more}, world_size=4)
+
+
+def test_the_names_of_the_documentation_come_by_a_star_too() -> None:
+    import smp_lite.colossal
+
+    names: dict[str, Any] = {}
+    exec("from smp_lite.systems.colossal import *", names)
+    assert {name: names[name] for name in smp_lite.colossal.__all__} == {
+        name: getattr(smp_lite.colossal, name) for name in smp_lite.colossal.__all__
+    }

@@ -197,6 +197,8 @@ def table(*stages: Any, pp: int = 2, layers: int | None = 4) -> dict[str, Any]:
             "must be a list",
         ),
         (dist(num_nodes=2, num_gpus_per_node=4), 4, "2 nodes x 4 devices are not 4 ranks"),
+        (dist(num_gpus_per_node=8), 4, "4 ranks are not a multiple of 8"),
+        (dist(num_nodes=3), 4, "4 ranks are not a multiple of 3"),
         (dist(device_type="tpu"), 1, "device_type must be one of"),
         (
             dist(tensor_parallel=2),

@@ -203,6 +203,10 @@ def _world_size(written: Written, world_size: int | None) -> int | None:
     nodes = written.optional_integer(*path, "num_nodes")
     per_node = written.optional_integer(*path, "num_gpus_per_node")
     if nodes is None or per_node is None:
+        key, count = ("num_nodes", nodes) if per_node is None else ("num_gpus_per_node", per_node)
+        if world_size is not None and count is not None and world_size % count:
+            text = f"{world_size} ranks are not a multiple of {count}."
+            written.fail(text, *path, key, way_out=f"leave {key} out, or correct it")
         return world_size
     if world_size is not None and world_size != nodes * per_node:
         text = f"{nodes} nodes x {per_node} devices are not {world_size} ranks."
