@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from ..errors import SMPError
 from ..nn.keeping import KeepsLayouts
 from ..nn.layout import ParameterLayout, layout_of
+from ..nn.plans.draws import module_draws
 from ..record.parameters.away import is_away
 from ..session import Session
 
 __all__ = ["refuse_exchanged", "refuse_other_axes", "refuse_whole_dropout"]
-
-_DROPOUT = (nn.modules.dropout._DropoutNd,)
 
 
 def refuse_other_axes(session: Session, module: nn.Module) -> None:
@@ -92,12 +92,14 @@ def refuse_whole_dropout(mode: str | None, module: nn.Module) -> None:
         module: the model.
 
     Raises:
-        SMPError: it has a dropout of torch's that drops something.
+        SMPError: it has a module of torch's that draws: a dropout that drops something, a random activation.
     """
     for name, part in module.named_modules():
-        if isinstance(part, _DROPOUT) and part.p > 0 and not hasattr(part, "mesh"):
+        if module_draws(name, part) is not None and not hasattr(part, "mesh"):
+            does, way_out = "draw the same numbers for", "another activation"
+            if isinstance(part, _DropoutNd):
+                does, way_out = "drop the same places of", "smp_lite.nn.grid.PartDropout(p, mesh), or p=0"
             raise SMPError(
                 f"{name} is torch's {type(part).__name__}, and in mode {mode!r} each rank has a part of the "
-                "activations, of which all would drop the same places, as one process would not: use "
-                "smp_lite.nn.grid.PartDropout(p, mesh), or p=0"
+                f"activations: all would {does} different parts, as one process would not: use {way_out}"
             )

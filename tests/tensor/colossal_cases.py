@@ -161,6 +161,8 @@ def told(config: Any, kind: str) -> str:
         net, loss_of = split_model(torch.float32)
         if kind == "dropout":
             net.net.blocks[0].drop = nn.Dropout(0.1)
+        if kind == "random activation":
+            net.net.blocks[0].drop = nn.RReLU()
         if kind == "other axes":
             world = current().world
             assert world is not None

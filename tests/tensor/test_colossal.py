@@ -87,6 +87,11 @@ def test_training_equals_that_of_one_process(name: str, dtype: torch.dtype) -> N
             r"net\.blocks\.0\.drop is torch's Dropout, and in mode '2d'.*PartDropout",
         ),
         (
+            "random activation",
+            config(4, "sequence"),
+            r"net\.blocks\.0\.drop is torch's RReLU, and in mode 'sequence'.*use another activation",
+        ),
+        (
             "other axes",
             config(4, "2d"),
             r"lies over an axis '(row|col)', and the axes of this job are dp, pp, ",
