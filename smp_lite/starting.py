@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,8 @@ def init(
     plan, config = given_plan(config, os.environ, transport.size, dialect, overrides)
     if plan is not None:
         refuse_unsupported(plan)
+        for text in plan.warnings if transport.rank == 0 else ():
+            warnings.warn(text, stacklevel=2)
         validated = config_of(plan, has_mpi=transport.has_mpi)
     else:
         validated = load_config(config, os.environ)

@@ -9,6 +9,7 @@ pair, with one sum instead of a gather and a split: the same values.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
 from torch import nn
@@ -89,7 +90,7 @@ def split_modules(plan: ParallelPlan, module: nn.Module, session: Session) -> No
     styles: dict[str, str] | None
     origin: Origin = "configured"
     if plan.rules:
-        styles = _styles_of_rules(plan, module)
+        styles = _styles_of_rules(plan, module, session)
     elif plan.tp_size == 1 or by_hand:
         if plan.tp_size > 1 and plan.tensor.mode in _BY_HAND:
             refuse_whole_dropout(plan.tensor.mode, module)
@@ -103,7 +104,13 @@ def split_modules(plan: ParallelPlan, module: nn.Module, session: Session) -> No
     elif plan.tensor.mode == "enflame":
         styles = _styles_of_every_linear(plan, module)
     else:
-        found, origin = _plan_and_origin(module)
+        try:
+            found, origin = _plan_and_origin(module)
+        except SMPError as error:
+            raise SMPError(
+                f"{plan.said('tensor').text()}: {error}, to smp.parallelize(model, plan), before the model "
+                "is wrapped"
+            ) from error
         styles = None if origin == "shipped" else found
     if styles is None or styles:
         changed = in_place(module, session.axis("+".join(plan.role_axes("tp"))), styles)
@@ -160,8 +167,10 @@ def _pairs(module: nn.Module) -> dict[str, str]:
 def _styles_of_every_linear(plan: ParallelPlan, module: nn.Module) -> dict[str, str]:
     way = "row" if plan.tensor.sharding_dim == 0 else "column"
     styles = {}
+    # Torch's attention reads the weight of its last layer, and does not call it.
+    read = {each.out_proj for each in module.modules() if isinstance(each, nn.MultiheadAttention)}
     for name, child in module.named_modules():
-        if isinstance(child, nn.Linear):
+        if isinstance(child, nn.Linear) and child not in read:
             size = child.in_features if way == "row" else child.out_features
             if size % plan.tp_size:
                 below = size // plan.tp_size * plan.tp_size
@@ -180,18 +189,26 @@ def _styles_of_every_linear(plan: ParallelPlan, module: nn.Module) -> dict[str, 
     return styles | _pairs(module) if plan.tensor.fuse else styles
 
 
-def _styles_of_rules(plan: ParallelPlan, module: nn.Module) -> dict[str, str]:
+def _styles_of_rules(plan: ParallelPlan, module: nn.Module, session: Session) -> dict[str, str]:
     """For weights that a rule splits over the tensor axis."""
     shape = describe_model(module)
     rules = match_tensors(plan.parameter_rules, shape.tensors, shape.ties)
     lost = check_all_match(plan.rules, shape.tensors, shape.modules)
     if lost and plan.strict_rules:
         raise ConfigError(lost[0])
+    copied = {rule.name for rule in rules.values() if any("data" in axes for axes in rule.dims)}
+    if copied and plan.topology.axis_size("data") > 1 and session.rank == 0:
+        warnings.warn(
+            f"sharding {', '.join(sorted(copied))}: over the axis 'data' every rank has a copy of its own: "
+            "to share parameters out, name the axis 'fsdp' (ici_mesh.fsdp)",
+            stacklevel=2,
+        )
     if plan.tp_size == 1:
         return {}
     tensor_axes = set(plan.role_axes("tp"))
     modules = dict(module.named_modules())
     ways: dict[str, str] = {}
+    biases: dict[str, str] = {}
     for name, rule in rules.items():
         dims = [bool(tensor_axes & set(axes)) for axes in rule.dims]
         if not any(dims):
@@ -199,13 +216,21 @@ def _styles_of_rules(plan: ParallelPlan, module: nn.Module) -> dict[str, str]:
         owner, _, own = name.rpartition(".")
         kind = modules[owner]
         if own == "bias" and isinstance(kind, nn.Linear):
-            continue  # goes with its weight
+            biases[owner] = rule.name  # goes with its weight
+            continue
         if own != "weight" or not isinstance(kind, nn.Linear | nn.Embedding):
             raise SMPError(
                 f"sharding {rule.name!r}: {name} belongs to a {type(kind).__name__}, and over the tensor "
                 "axis only weights of Linear and Embedding are split"
             )
         ways[owner] = "column" if dims[0] else "row"
+    for owner, rule_name in biases.items():
+        if ways.get(owner) != "column":
+            raise SMPError(
+                f"sharding {rule_name!r}: {owner}.bias is split over the tensor axis where the first "
+                f"dimension of its weight is, and this one's is not: give {owner}.weight [tensor, null], or "
+                "its bias [null]"
+            )
     styles = {}
     for owner, way in ways.items():
         if isinstance(modules[owner], nn.Embedding):

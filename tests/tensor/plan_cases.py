@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+import warnings
 from typing import Any
 
 import torch
@@ -126,3 +129,54 @@ def told(config: Any) -> str:
     except (smp.SMPError, ValueError) as error:
         return str(error)
     return ""
+
+
+def warned(config: Any) -> str:
+    """What a job is warned of while it starts and trains."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train(config, num_steps=1)
+    return "; ".join(str(each.message) for each in found)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(self.attention(x, x, x, need_weights=False)[0]).softmax(-1))
+
+
+def attention(config: Any) -> dict[str, Any]:
+    """What is split of torch's attention and two linear layers, and how far gradients are from the dense."""
+    smp.init(config)
+    torch.manual_seed(0)
+    net, x = Attending(), torch.randn(4, 3, 8)
+    dense = copy.deepcopy(net)
+    dense(x).square().mean().backward()
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torch").addHandler(handler)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    step(x)
+    logging.getLogger("torch").removeHandler(handler)
+    split, difference = [], 0.0
+    expected = dict(dense.named_parameters())
+    for name, parameter in model.local_named_parameters():
+        layout = layout_of(parameter)
+        assert parameter.grad is not None
+        whole = parameter.grad if layout is None else whole_of(parameter.grad, layout)
+        difference = max(difference, float((whole - expected[name].grad).abs().max()))
+        if layout is not None and layout.axes:
+            split.append(name)
+    return {"split": sorted(split), "difference": difference, "log": lines}

@@ -146,6 +146,11 @@ def test_a_file_is_recognised_and_changed_on_the_way(tmp_path: Path) -> None:
             r"is for 5 layers, and no lists of the model have so many",
         ),
         (2, {"ici_mesh": {"expert": 2}, "sharding": {}}, r"ici_mesh\.expert.*'expert' is not supported yet"),
+        (
+            2,
+            {"ici_mesh": {"tensor": 2}, "sharding": {"blocks.*.up.bias": ["tensor"]}},
+            r"sharding 'blocks\.\*\.up\.bias': blocks\.0\.up\.bias is split .*give blocks\.0\.up\.weight",
+        ),
         (2, {"parallel": {}, "clip_grad_norm": 1.0}, r"clip_grad_norm=1\.0 is what the engine"),
         (3, {"parallel": {"pipeline": 2}}, r"3 ranks are not a multiple of pipeline 2 x tensor 1"),
     ],
@@ -155,6 +160,39 @@ def test_what_does_not_fit_is_an_error_with_the_users_key(
 ) -> None:
     for told in run_distributed("tests.tensor.plan_cases:told", world_size, kwargs={"config": config}):
         assert re.search(text, told)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (
+            libai(tensor_parallel_size=8) | {"compat": "libai"},
+            r"compat=libai: tensor size 8 -> 2, pipeline size 1 -> 1",
+        ),
+        (
+            {"ici_mesh": {"data": 2}, "sharding": {"out.weight": [["data", "fsdp"], None]}},
+            r"sharding out\.weight: over the axis 'data' every rank has a copy of its own",
+        ),
+        (
+            enflame("pipeline", 2, 2),
+            r"mode 'pipeline' shares out no layer: of each stage only shard_0 is used \(sharding_size 2\)",
+        ),
+    ],
+)
+def test_what_is_done_in_another_way_is_a_warning_of_the_job(config: dict[str, Any], text: str) -> None:
+    first, second = run_distributed("tests.tensor.plan_cases:warned", 2, kwargs={"config": config})
+    assert re.search(text, first)
+    assert not re.search(text, second)
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_enflame_leaves_the_projection_of_torchs_attention_whole(dim: int) -> None:
+    config = enflame("sharding", 1, 2, dim)
+    for rank in run_distributed("tests.tensor.plan_cases:attention", 2, kwargs={"config": config}):
+        kinds = ["bias", "weight"] if dim else ["weight"]
+        assert rank["split"] == [f"{name}.{kind}" for name in ("first", "last") for kind in kinds]
+        assert rank["difference"] < 1e-5
+        assert not rank["log"]
 
 
 def test_several_batches_of_the_loader_make_one_step() -> None:

@@ -48,8 +48,8 @@ def vocab_parallel_cross_entropy(
             parts, or another reduction.
         IndexError: a target is no class.
     """
-    # As a module it is one call of a recorded step. What it makes of the targets is each rank's own, and in a
-    # step function it would pass for a batch that differs.
+    # As a module it is one call of a recorded step. What it makes of the targets is each rank's own, which in
+    # a step function would pass for a batch that differs.
     module = VocabParallelCrossEntropy(
         axis=axis,
         vocab_size=vocab_size,

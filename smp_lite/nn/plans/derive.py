@@ -5,6 +5,7 @@ but elementwise functions between them.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -125,7 +126,7 @@ def _followed(module: nn.Module) -> dict[str, str]:
     found: list[dict[str, str]] = []
     for width in dict.fromkeys(layer.in_features for layer in linears.values()):
         for shape in ((2, 3, width), (6, width)):
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), _quiet():
                 found += [_run(module, linears, shape, training=mode) for mode in (True, False)]
                 break
     # Another input, another mode, another way through the code: what holds on all of them.
@@ -134,6 +135,18 @@ def _followed(module: nn.Module) -> dict[str, str]:
     return {
         name: style for name, style in found[0].items() if all(other.get(name) == style for other in found)
     }
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Within: torch writes no traceback of an input that does not fit, which is only one of those tried."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _run(

@@ -79,7 +79,7 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
     fuse = written.switch("fuse", default=True)
 
     warnings = list(written.warnings)
-    if mode == "pipeline" and shards > 1:
+    if mode == "pipeline" and shards > 1 and written.has("sharding_size"):
         warnings.append(
             "mode 'pipeline' shares out no layer: of each stage only shard_0 is used (sharding_size "
             f"{shards})"

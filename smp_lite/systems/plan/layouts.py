@@ -31,6 +31,8 @@ def kind_of_class(class_name: str) -> str:
     """Returns ``linear``, ``linear_in_out`` (weights [in, out]), ``embedding``, ``norm`` or ``other``."""
     if class_name == "Conv1D":
         return "linear_in_out"
+    if class_name == "NonDynamicallyQuantizableLinear":
+        return "other"  # of torch's attention, which reads its weight and does not call it
     if class_name.endswith("Linear"):
         return "linear"
     if class_name.endswith("Embedding"):
