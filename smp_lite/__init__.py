@@ -23,7 +23,7 @@ _HOMES = {
     "steps.loader_batches": "batches",
     "steps.step_function": "step",
     "stopping": "should_stop",
-    "wrapper.gathering": "gathered",
+    "wrapper.state.gathering": "gathered",
     "wrapper.distributed_model": "DistributedModel",
     "wrapper.creation": """model_creation tensor_parallelism set_tensor_parallelism
         delay_param_initialization""",

@@ -19,7 +19,7 @@ from torch import nn
 from ..devices import CPU
 from ..errors import PeerFailed
 from ..nn.layout import layout_of, whole_of
-from ..record.recording import Command
+from ..record.commands.recording import Command
 from ..record.state.random_state import taken_states
 from ..record.values.microbatch import StepOutput
 from ..record.values.structure import flatten

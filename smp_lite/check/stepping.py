@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ..errors import SMPError
-from ..record.recording import Command, Recording
+from ..record.commands.recording import Command, Recording
 from ..session import Session
 from .observe import Call, Key, StepNotes, notes_of_state, prints, state_of
 from .plain_run import PlainStep, notes_of_random_state, notes_of_result, run_plainly

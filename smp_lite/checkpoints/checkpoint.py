@@ -44,7 +44,7 @@ from ..storage.layout import (
 from ..storage.switch import Switch, new_name, write_newest
 from ..storage.torch_files import write_torch
 from ..wrapper.distributed_model import DistributedModel
-from ..wrapper.state_versions import with_versions_of
+from ..wrapper.state.state_versions import with_versions_of
 from .half_parts import parts_of_state
 from .portable.names import portable_name, remove_old_portable
 from .portable.together import together

@@ -27,7 +27,7 @@ from ..storage.identity import read_identity
 from ..storage.layout import OPTIMIZER, USER_CONTENT, find_newest, partial_name
 from ..storage.switch import ready_folder
 from ..storage.torch_files import read_torch, write_torch
-from ..wrapper.state_versions import with_versions_of
+from ..wrapper.state.state_versions import with_versions_of
 from .sharded_parts import BUFFER_NAMES, PARAM_SHAPES
 
 __all__ = ["main", "merge"]

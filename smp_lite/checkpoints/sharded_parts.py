@@ -40,7 +40,7 @@ from ..runtime.sharded.slices import slice_of
 from ..session import Session
 from ..storage.finding import Found, Reader
 from ..storage.layout import MODEL, OPTIMIZER, USER_CONTENT
-from ..wrapper.state_versions import with_versions_of
+from ..wrapper.state.state_versions import with_versions_of
 from .portable.pieces import boxes_of
 
 __all__ = [

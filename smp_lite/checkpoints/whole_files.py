@@ -20,7 +20,7 @@ from torch import nn
 from ..deferred import from_source, has_deferred
 from ..errors import SMPError
 from ..storage.torch_files import read_torch
-from ..wrapper.state_versions import with_versions_of
+from ..wrapper.state.state_versions import with_versions_of
 
 __all__ = ["read_whole"]
 

@@ -2,7 +2,7 @@
 
 Parts do not tell whether they are of one whole. So of each whole tensor a digest is noted when it is cut, and
 whether the part was changed since, which ranks compare before they train
-(:mod:`smp_lite.wrapper.same_weights`).
+(:mod:`smp_lite.wrapper.cutting.same_weights`).
 """
 
 from __future__ import annotations

@@ -30,12 +30,12 @@ from ..plan.step.actions import Action, ActionKind
 from ..plan.step.lowering import lower
 from ..plan.step.memory import ActionMemory
 from ..plan.step.segments import Segment
+from ..record.commands.recording import Recording
 from ..record.describe.effects import untouched
 from ..record.describe.live_bytes import LiveBytes
 from ..record.describe.metadata import MetadataInference
 from ..record.describe.tracing import without_hooks
 from ..record.parameters.placement import Placement
-from ..record.recording import Recording
 from ..runtime.stage.executor import StageExecutor
 from ..runtime.stage.gradients import GradientBooks
 from ..runtime.stage.microbatch import MicrobatchState, StagePart

@@ -17,8 +17,8 @@ from torch import nn
 
 from ..plan.step.actions import Action
 from ..plan.step.segments import Segment, SegmentGraph
+from ..record.commands.recording import Command, Recording
 from ..record.parameters.placement import Placement
-from ..record.recording import Command, Recording
 from ..record.values.placed import TensorMeta
 
 __all__ = ["Likeness", "alike"]

@@ -17,8 +17,8 @@ from torch import nn
 from ..comm.layout import arrival, departure
 from ..comm.wires.wire import Transfer
 from ..devices import CPU
+from ..record.commands.recording import Command, Recording
 from ..record.describe.metadata import MetadataInference
-from ..record.recording import Command, Recording
 from ..record.state.flat_weights import renew_lists
 from ..record.values.calls import Arguments, NewTensor, Repeated, ResultMeta, SameTensor
 from ..record.values.placed import TensorMeta

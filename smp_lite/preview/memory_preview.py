@@ -27,13 +27,13 @@ from ..nn.layout import layout_of
 from ..plan.step.actions import Action, ActionKind
 from ..plan.step.memory import ActionMemory, StageMemory, StagePeak, step_peak
 from ..plan.units import human_bytes
+from ..record.commands.recording import Recording
 from ..record.parameters.placement import Placement
-from ..record.recording import Recording
 from ..record.values.placed import TensorMeta
 from ..runtime.reduction.reductions import rule_of
 from ..runtime.step.batches import Batch
 from ..session import Session
-from ..wrapper.schedules import optimizer_states
+from ..wrapper.cutting.schedules import optimizer_states
 from .action_memory import CannotPlay, Played, play
 from .optimizer_memory import OptimizerMemory, optimizer_memory
 

@@ -48,7 +48,7 @@ from ..plan.step.memory import format_memory_table
 from ..plan.step.recorded_cost import RecordedCost
 from ..plan.step.schedule_text import compute_lists, schedule_text
 from ..plan.step.simulate import Simulation, simulate
-from ..record.recording import Recording
+from ..record.commands.recording import Recording
 from ..record.values.placed import PlacedTensor
 from ..record.values.structure import flatten
 from ..runtime.step.batches import Batch
@@ -58,8 +58,8 @@ from ..steps.step_function import step
 from ..systems.load.job_config import JobConfig, add_config_arguments, read_job_config
 from ..systems.plan.parallel_plan import ParallelPlan
 from ..systems.showing.explain import SYSTEMS, settings_table
+from ..wrapper.cutting.partitioning import report_partition
 from ..wrapper.distributed_model import DistributedModel
-from ..wrapper.partitioning import report_partition
 from .drawing import draw, pipeline_text
 from .memory_preview import CannotPlay, MemoryPreview, preview_memory
 from .shares import notes_on_schedule, shares_text

@@ -24,18 +24,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import SMPError
-from .apply_function import ApplyFunction
 from .backward.checkpoints import Region, inside_reentrant, refuse_saved_hooks
+from .commands.apply_function import ApplyFunction
 from .describe.checkpointed_calls import call_marked, has_runs, is_marked
 from .parameters.away import LOCAL
 from .state.containers import MISSING
 from .state.hearing import attribute_set
-from .value_hooks import ON_LEAVES
+from .step.value_hooks import ON_LEAVES
 from .values.meant import meant
 from .values.placed import PlacedTensor
 
 if TYPE_CHECKING:
-    from .recorder import Recorder
+    from .step.recorder import Recorder
 
 __all__ = ["listening", "not_listening", "start_intercepting", "stop_intercepting"]
 

@@ -1,9 +1,9 @@
 """``pipeline: auto``: the schedule is chosen when the first steps have shown what actions take.
 
 The partition is there by then, and with it the schedules that suit its shape: one that runs backwards whole
-and one that splits them (:mod:`smp_lite.wrapper.schedules`). Nothing but the order of actions, and whether
-backwards leave gradients of parameters for later, differs between schedules, so a change of them from one
-step to the next changes no result. The first two training steps run split (the first one learns what can be
+and one that splits them (:mod:`smp_lite.wrapper.cutting.schedules`). Nothing but the order of actions, and
+whether backwards leave gradients of parameters for later, differs between schedules, so a change of them from
+one step to the next changes no result. The first two training steps run split (the first one learns what can be
 split, see :mod:`.weights.deferral`), the next six whole and split in turn. What an action takes, whole and
 split, is the least of the medians of its three steps: what slows a machine down for a while is not the
 schedule's. Then all ranks tell each other, and each simulates the same

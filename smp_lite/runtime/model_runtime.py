@@ -30,7 +30,7 @@ from ..plan.order.schedules import Policy
 from ..record.code.source_line import warn_once_at_user_line
 from ..record.describe.checkpointed_calls import is_marked
 from ..record.parameters.placement import Placement
-from ..record.recorder import Recorder
+from ..record.step.recorder import Recorder
 from .choosing import ScheduleChooser
 from .graphs.stage_graphs import StageGraphs
 from .offloading.offload import ActivationOffload, longest_wait

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..record.code.reads import places_reached, places_read
 from ..record.code.watch import Names
-from ..record.recording import Recording
+from ..record.commands.recording import Recording
 from ..record.state.between import ReadBetween
 from ..record.state.containers import same_plain
 from ..record.state.places import PLAIN, PlacesRead

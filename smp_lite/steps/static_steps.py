@@ -10,8 +10,8 @@ import torch
 
 from ..record.code.source_line import warn_once_at_user_line
 from ..record.code.watch import Names
-from ..record.recording import Recording
-from ..record.replay import Differs, Tape
+from ..record.commands.recording import Recording
+from ..record.commands.replay import Differs, Tape
 from .static_state import Surroundings
 
 __all__ = ["Slot", "StaticStep", "StaticSteps"]

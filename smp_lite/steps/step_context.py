@@ -15,15 +15,15 @@ import torch
 
 from ..plan.collecting import without_gc
 from ..record.code.reads import places_reached
+from ..record.commands.recording import Recording
+from ..record.commands.replay import Tape, TensorsBefore, given_objects, refuse, step_key
 from ..record.describe.effects import Effects, NeedsOpening
 from ..record.interception import listening
-from ..record.recorder import Recorder
-from ..record.recording import Recording
-from ..record.replay import Tape, TensorsBefore, given_objects, refuse, step_key
 from ..record.state.ambient import Ambient
 from ..record.state.between import ReadBetween
 from ..record.state.python_state import PythonState
 from ..record.state.random_state import python_state
+from ..record.step.recorder import Recorder
 from ..record.values.microbatch import merge_outputs
 from ..record.values.placed import PlacedTensor
 from ..record.values.structure import flatten, rebuild

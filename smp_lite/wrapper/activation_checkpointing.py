@@ -14,7 +14,7 @@ from torch import nn
 from .. import session as session_module
 from ..errors import SMPError
 from ..plan.partitioning.checkpoint_groups import group_children, group_size
-from ..record.checkpointed_runs import CheckpointedRuns
+from ..record.backward.checkpointed_runs import CheckpointedRuns
 from ..record.code.source_line import warn_once_at_user_line
 from ..record.describe.checkpointed_calls import (
     has_own_forward,

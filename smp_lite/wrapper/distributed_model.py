@@ -37,18 +37,18 @@ from ..tensor_parallel.by_hand import refuse_exchanged
 from ..tensor_parallel.replacement import replace_marked, translations
 from ..tensor_parallel.splitting import refuse_own_batches
 from .activation_checkpointing import check_marked, group_marked
-from .delayed import begin_without_data, lacks, prepare_delayed
-from .first_meeting import FirstMeeting
+from .cutting.delayed import begin_without_data, lacks, prepare_delayed
+from .cutting.first_meeting import FirstMeeting
+from .cutting.lazy_modules import has_lazy_modules, initialise_lazy_modules
+from .cutting.partitioning import decide_partition, load_partition, report_partition
+from .cutting.same_weights import share_stages, take_over_first
+from .cutting.schedules import Schedules, first_policy, schedule_chooser
+from .cutting.sharding import announce_slices, sharding_of
 from .half_precision import HalfPrecision, check_cast
 from .hops import end_hops
-from .lazy_modules import has_lazy_modules, initialise_lazy_modules
-from .model_with_state import ModelWithState
 from .outside_step import OutsideStep
-from .partitioning import decide_partition, load_partition, report_partition
-from .same_weights import share_stages, take_over_first
-from .schedules import Schedules, first_policy, schedule_chooser
-from .sharding import announce_slices, sharding_of
-from .state_versions import with_versions_of
+from .state.model_with_state import ModelWithState
+from .state.state_versions import with_versions_of
 
 if TYPE_CHECKING:
     from ..steps.step_context import StepContext

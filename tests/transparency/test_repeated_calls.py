@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from smp_lite.record.recorder import Recorder
-from smp_lite.record.repeated import RepeatedCalls
+from smp_lite.record.step.recorder import Recorder
+from smp_lite.record.step.repeated import RepeatedCalls
 from tests.models import CASES
 from tests.sampling import one_in
 from tests.transparency.comparison import compare

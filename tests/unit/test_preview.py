@@ -10,7 +10,7 @@ import pytest
 
 from smp_lite import session
 from smp_lite.cli import main
-from smp_lite.record.recorder import Recorder
+from smp_lite.record.step.recorder import Recorder
 from smp_lite.steps.step_context import StepContext
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -27,7 +27,7 @@ def test_files_and_targets_that_it_names_exist() -> None:
     text = README.read_text()
     for name in (
         "notebooks/train_gpt.py",
-        "smp_lite/record/recorder.py",
+        "smp_lite/record/step/recorder.py",
         "smp_lite/plan/step/segments.py",
     ):
         assert name in text

@@ -23,8 +23,8 @@ from ...record.parameters.away import is_away
 from ...session import Session
 from ...storage.layout import USER_CONTENT, part_file
 from ...storage.torch_files import read_torch
-from ...wrapper.state_versions import with_versions_of
-from ...wrapper.waiting_state import set_extra_state
+from ...wrapper.state.state_versions import with_versions_of
+from ...wrapper.state.waiting_state import set_extra_state
 from .matching import ModelEntries, OptimizerEntries, match_model, match_optimizer
 from .names import Portable
 from .pieces import boxes_of
@@ -177,7 +177,7 @@ class _Load(Mapping[str, Any]):
 
     @property
     def _metadata(self) -> Any:
-        """As of torch's state dicts (:mod:`smp_lite.wrapper.state_versions`)."""
+        """As of torch's state dicts (:mod:`smp_lite.wrapper.state.state_versions`)."""
         return getattr(self._read_late(), "_metadata", None)
 
     def __getitem__(self, key: str) -> Any:

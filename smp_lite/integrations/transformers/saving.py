@@ -20,7 +20,7 @@ from ...checkpoints.portable.together import together
 from ...errors import SMPError
 from ...session import Session
 from ...wrapper.distributed_model import DistributedModel
-from ...wrapper.gathering import gathered
+from ...wrapper.state.gathering import gathered
 from .agreement import exchange, of_rank_0
 
 __all__ = ["Saving"]

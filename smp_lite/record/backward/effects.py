@@ -30,7 +30,7 @@ from .part import Owners, Part
 from .sharing import SharedState, name_in
 
 if TYPE_CHECKING:
-    from ..recording import Recording
+    from ..commands.recording import Recording
 
 __all__ = ["BACKWARD_CODE", "BackwardEffects"]
 

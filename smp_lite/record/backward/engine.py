@@ -3,7 +3,7 @@
 A stage runs one backward for each segment and microbatch, where a script runs one for each microbatch. So
 what ``torch.autograd.backward`` does in Python before the engine starts counts as often: it takes longer than
 the engine itself takes for a small segment (43 of 73 microseconds), on checks of gradients that are always
-given here, and of the right shape (:func:`..gradients.backward` sees to those that the script gives).
+given here, and of the right shape (:func:`..step.gradients.backward` sees to those that the script gives).
 """
 
 from __future__ import annotations

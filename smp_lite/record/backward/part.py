@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from ..recording import Command
+    from ..commands.recording import Command
 
 __all__ = ["Owners", "Part"]
 

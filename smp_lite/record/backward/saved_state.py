@@ -19,7 +19,7 @@ from ...errors import SMPError
 from ..values.calls import ResultMeta
 
 if TYPE_CHECKING:
-    from ..recording import Recording
+    from ..commands.recording import Recording
 
 __all__ = ["SavedState", "unchanged", "unchanged_parameter"]
 

@@ -33,7 +33,7 @@ from .gradient_reads import refuse_reads_of_changing
 from .part import Owners, Part
 
 if TYPE_CHECKING:
-    from ..recording import Command, Recording
+    from ..commands.recording import Command, Recording
 
 __all__ = ["BackwardState"]
 

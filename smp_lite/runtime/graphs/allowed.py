@@ -16,8 +16,8 @@ from torch.nn.modules import module as torch_module
 
 from ...devices import home
 from ...plan.step.segments import Segment
+from ...record.commands.recording import Command, Recording, nothing_around
 from ...record.describe.checkpointed_calls import CheckpointedRun, is_marked
-from ...record.recording import Command, Recording, nothing_around
 from ...record.state.places import PLAIN
 
 __all__ = ["modules_of", "why_not"]

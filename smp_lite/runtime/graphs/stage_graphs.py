@@ -22,8 +22,8 @@ from ...device_graphs import CaptureSpoilt, can_capture
 from ...devices import home, synchronize
 from ...errors import SMPError
 from ...plan.step.segments import Segment
+from ...record.commands.recording import Command, Recording
 from ...record.parameters.placement import Placement
-from ...record.recording import Command, Recording
 from .allowed import modules_of, why_not
 from .captured import CannotCapture, CapturedSegment, Run, first_line
 from .looking import look

@@ -21,7 +21,7 @@ stage or parameters are sharded, and in those few steps in which the batch is co
 from __future__ import annotations
 
 from ...plan.step.actions import Action
-from ...record.recording import Recording
+from ...record.commands.recording import Recording
 from ...record.values.placed import TensorMeta
 
 __all__ = ["NOT_RECORDED", "NOT_RESUMED", "Ahead"]

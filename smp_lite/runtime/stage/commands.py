@@ -18,11 +18,11 @@ from ...record.backward.engine import edge_of
 from ...record.backward.gradient_reads import parameter_reads
 from ...record.backward.saved_state import unchanged, unchanged_parameter
 from ...record.code.frames import users_line
+from ...record.commands.recording import Command, Recording
 from ...record.describe.checkpointed_calls import seeded_by
 from ...record.describe.effects import Buffers, Effects, NeedsOpening
 from ...record.parameters.placement import Placement
 from ...record.parameters.split_reads import SplitReads
-from ...record.recording import Command, Recording
 from ...record.state.ambient import Ambient
 from ...record.state.draws import at_states, default_states
 from ...record.state.places import in_force

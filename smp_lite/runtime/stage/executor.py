@@ -24,8 +24,8 @@ from ...errors import SMPError
 from ...plan.step.actions import COMPUTE_KINDS, Action, ActionKind
 from ...plan.step.segments import Segment
 from ...record.backward.engine import edge_of, run_backward
+from ...record.commands.recording import Command, Recording
 from ...record.parameters.placement import Placement
-from ...record.recording import Command, Recording
 from ..graphs.stage_graphs import StageGraphs
 from ..offloading.offload import COUNTED_KINDS, ActivationOffload
 from ..sharded.parameters import ShardedParameters

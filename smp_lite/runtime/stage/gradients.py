@@ -20,8 +20,8 @@ from torch import nn
 from ...plan.order.schedules import Work
 from ...plan.step.actions import Action, ActionKind
 from ...plan.step.segments import Segment
+from ...record.commands.recording import Recording
 from ...record.parameters.placement import Placement
-from ...record.recording import Recording
 
 
 class GradientBooks:

@@ -11,7 +11,7 @@ import torch
 from ...comm.wires.wire import Transfer
 from ...plan.step.segments import Segment, SegmentGraph
 from ...record.backward.engine import edge_of
-from ...record.recording import Recording
+from ...record.commands.recording import Recording
 
 
 class StagePart:

@@ -15,7 +15,7 @@ from ...plan.step.actions import ActionKind
 from ...plan.step.lowering import Schedule, lower
 from ...plan.step.segments import SegmentGraph
 from ...plan.step.work import Costs
-from ...record.recording import Recording
+from ...record.commands.recording import Recording
 from ..stage.microbatch import StagePart
 
 __all__ = ["Batch", "BatchPlanner", "Progress"]

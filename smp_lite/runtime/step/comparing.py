@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ...comm.groups.peers import Check
-from ...record.recording import Recording, describe_command
+from ...record.commands.recording import Recording, describe_command
 
 __all__ = ["ALL", "CUT_AT", "LOOKS", "ONE", "checks"]
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 
 from ...comm.groups.peers import Peers
-from ...record.recording import Recording
+from ...record.commands.recording import Recording
 from ..stage.ahead import NOT_RESUMED, Ahead
 from ..stage.executor import StageExecutor
 from ..stage.gradients import GradientBooks

@@ -21,11 +21,11 @@ from ...comm.groups.stage_peers import StagePeers
 from ...devices import home
 from ...errors import SMPError, SMPTimeout
 from ...plan.order.schedules import Policy
+from ...record.commands.recording import Command, Recording
 from ...record.describe.metadata import describe_result
 from ...record.interception import not_listening
 from ...record.parameters.placement import Placement
-from ...record.recorder import Recorder
-from ...record.recording import Command, Recording
+from ...record.step.recorder import Recorder
 from ...record.values.calls import ResultMeta
 from ...record.values.placed import PlacedTensor, TensorMeta
 from ..stage.executor import StageExecutor

@@ -36,7 +36,7 @@ from ...errors import SMPError
 from ...plan.step.actions import Action, ActionKind
 from ...plan.step.segments import Segment
 from ...record.backward.gradient_reads import GradientReads
-from ...record.recording import Recording
+from ...record.commands.recording import Recording
 from .accumulating import accumulate
 from .learning import comparing, same_bits
 from .modules import Forward, LinearUse, installed, split_forwards, without_hooks

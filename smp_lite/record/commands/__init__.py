@@ -1,0 +1,1 @@
+"""What recording leaves behind: commands, and how they are used again."""

@@ -1,0 +1,169 @@
+"""Turns the description of a call's result into placed values.
+
+A placed tensor stands for a *value*, one version of it: a change in place gives it, and the views that share
+its memory, new versions. So what was recorded before still reads the old one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...errors import SMPError
+from ..values.calls import ChangedArgument, Constant, NewTensor, Repeated, ResultMeta, SameTensor
+from ..values.placed import Listener, PlacedTensor
+from ..values.structure import LEAF, rebuild
+from .recording import Command, Recording, Value
+
+Links = tuple[tuple[int, ...], ...]
+
+
+class Binder:
+    """Makes the placed values of one microbatch.
+
+    Args:
+        recording: where their values are numbered.
+        listener: hears of what is done with them.
+        serial: number of the microbatch over all steps.
+    """
+
+    def __init__(
+        self, recording: Recording, listener: Listener, serial: int, made: list[weakref.ref[PlacedTensor]]
+    ) -> None:
+        self.recording = recording
+        self.listener = listener
+        self.serial = serial
+        self.made = made
+
+    def bind(self, command: Command, meta: ResultMeta) -> tuple[Any, Links]:
+        """Completes the command; returns its result and, for each output, the values it depends on."""
+        if meta.spec is LEAF and not meta.changed and type(only := meta.leaves[0]) is NewTensor:
+            return self._bind_one(command, meta, only)
+        tensors, sources = command.arguments.tensors, command.sources
+        outputs: list[int] = []
+        links: list[tuple[int, ...]] = []
+        new: list[PlacedTensor] = []
+        leaves: list[Any] = []
+        for leaf in meta.leaves:
+            if type(leaf) is NewTensor:
+                placed = self._place(leaf, command)
+                outputs.append(placed.smp_value)
+                links.append(tuple([sources[i] for i in leaf.links if sources[i] >= 0]))
+                new.append(placed)
+                leaves.append(placed)
+            elif type(leaf) is SameTensor:
+                leaves.append(tensors[leaf.argument])
+            elif type(leaf) is Repeated:
+                leaves.append(new[leaf.index])
+            else:
+                assert type(leaf) is Constant
+                leaves.append(leaf.value)
+        changes: dict[int, int] = {}
+        for changed in meta.changed:
+            for old, version, reached in self._change(command, changed, changes, new):
+                changes[old] = version
+                outputs.append(version)
+                links.append(reached)
+        command.meta = meta
+        command.outputs = tuple(outputs)
+        command.changes = tuple(changes.items())
+        if meta.draws and command.module is not None:
+            self.recording.draws = True
+        return rebuild(meta.spec, iter(leaves)), tuple(links)
+
+    def _bind_one(self, command: Command, meta: ResultMeta, leaf: NewTensor) -> tuple[Any, Links]:
+        """The same for a call that returns one new tensor, as most do."""
+        sources = command.sources
+        placed = self._place(leaf, command)
+        command.meta = meta
+        command.outputs = (placed.smp_value,)
+        if meta.draws and command.module is not None:
+            self.recording.draws = True
+        return placed, (tuple([sources[i] for i in leaf.links if sources[i] >= 0]),)
+
+    def _place(self, leaf: NewTensor, command: Command) -> PlacedTensor:
+        """A placed tensor for a new value, which may share the memory of one of the call's arguments."""
+        meta, stage_index = leaf.meta, command.stage_index
+        if len(meta.stride) != len(meta.shape):
+            raise SMPError(
+                f"{command.label} returns a sparse or nested tensor, which cannot go from one module to "
+                "another: make and use it within one module, or return to_dense() or to_padded_tensor(0.0)"
+            )
+        value = self.recording.new_value(stage_index, meta)
+        placed = PlacedTensor.of_value(meta, self.listener, stage_index, self.serial, value)
+        self.made.append(weakref.ref(placed))
+        if leaf.aliases is not None:
+            _note_view(placed, command.arguments.tensors[leaf.aliases])
+        return placed
+
+    def place_again(self, value: Value, base: Any) -> PlacedTensor:
+        """The same for the value that an earlier microbatch has made at this place.
+
+        Args:
+            base: what it is a view of, if anything.
+        """
+        assert value.index == len(self.recording.values)
+        self.recording.values.append(value)
+        placed = PlacedTensor.of_value(value.meta, self.listener, value.stage_index, self.serial, value.index)
+        self.made.append(weakref.ref(placed))
+        if base is not None:
+            _note_view(placed, base)
+        return placed
+
+    def _change(
+        self,
+        command: Command,
+        changed: ChangedArgument,
+        known: dict[int, int],
+        results: Sequence[PlacedTensor],
+    ) -> list[tuple[int, int, tuple[int, ...]]]:
+        """A placed argument was changed in place: (old version, new version, what that depends on).
+
+        Views among the ``results`` of the very call are described as they are after the change.
+        """
+        target = command.arguments.tensors[changed.argument]
+        if type(target) is not PlacedTensor:
+            raise SMPError(
+                f"{command.label} changes one of its arguments in place, an ordinary tensor that every "
+                "rank holds, depending on data: pass a copy (tensor.clone())"
+            )
+        if target.smp_parameter is not None:
+            return []  # the owner's parameter itself changes; it has no versions
+        if changed.meta.shape != target.smp_meta.shape:
+            raise SMPError(f"{command.label} changes the shape of a tensor in place: use its plain form")
+        reached = tuple(command.sources[i] for i in changed.links if command.sources[i] >= 0)
+        found = []
+        for member in sharing_memory(target):
+            if member.smp_parameter is not None:
+                continue
+            old = member.smp_value
+            if old in known or any(member is result for result in results):
+                continue
+            member.smp_meta = member.smp_meta._replace(requires_grad=changed.meta.requires_grad)
+            with torch._C.DisableTorchFunction():
+                member.requires_grad_(changed.meta.requires_grad)
+            member.smp_stage = command.stage_index
+            member.smp_value = self.recording.new_value(command.stage_index, member.smp_meta)
+            # A buffer of zeros gets no gradient, even if what was written into it does.
+            before = (old,) if self.recording.values[old].meta.requires_grad else ()
+            found.append((old, member.smp_value, tuple(dict.fromkeys((*reached, *before)))))
+        return found
+
+
+def _note_view(placed: PlacedTensor, base: Any) -> None:
+    if type(base) is PlacedTensor:
+        if base.smp_aliases is None:
+            base.smp_aliases = [weakref.ref(base)]
+        placed.smp_aliases = base.smp_aliases
+        placed.smp_aliases.append(weakref.ref(placed))
+
+
+def sharing_memory(placed: PlacedTensor) -> list[PlacedTensor]:
+    """The placed tensors that share its memory, itself included, and that somebody still holds."""
+    if placed.smp_aliases is None:
+        return [placed]
+    members = [reference() for reference in placed.smp_aliases]
+    return [member for member in members if member is not None]

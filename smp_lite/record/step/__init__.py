@@ -1,0 +1,1 @@
+"""The recorder of a step, and its parts."""

@@ -1,0 +1,185 @@
+"""Buffers and changed parameters of modules, between the calls that use them and their runs.
+
+The owner of a module keeps its buffers up to date as the calls run, later than the user's code is recorded
+around them. So when Python code looks at a buffer, binds it anew or changes its memory, what has been
+recorded runs first; a placed value that is bound as a buffer is written into it before the next closed call;
+and calls that change buffers, or use parameters that are changed in place, keep their order. If a step fails,
+buffers are as they were before it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..backward.checkpoints import refuse_effect
+from ..commands.replay import refuse
+from ..parameters.tables import plain_table
+from ..values.memory import storage_of
+from ..values.placed import PlacedTensor
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+__all__ = ["ModuleBuffers"]
+
+_Key = tuple[int, str]
+"""Of a module, by id, and the name of a buffer of its own."""
+
+
+class ModuleBuffers:
+    """The buffers of one recorder's modules.
+
+    Attributes:
+        rebound: buffers that placed values stand for.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.placement = recorder.placement
+        self.rebound: dict[_Key, nn.Module] = {}
+        self._changing: dict[_Key, nn.Module] = {}  # those that closed calls change
+        self._changing_now: dict[_Key, nn.Module] = {}  # those of this step
+        self._exposed: dict[int | None, nn.Module] = {}  # whose buffers Python code has seen, by memory
+        self._saved: dict[_Key, tuple[nn.Module, torch.Tensor, torch.Tensor]] = {}
+        self._numbers: dict[int, int] = {}
+        self._stateful: dict[int, nn.Module] = {}  # modules with parameters that are changed between calls
+
+    @property
+    def num_stateful(self) -> int:
+        """How many modules have parameters that are changed in place between calls."""
+        return len(self._stateful)
+
+    def changing(self) -> dict[int, str]:
+        """Names, by their memory, of the buffers that closed calls of this step change."""
+        found = {}
+        for (_, name), module in self._changing_now.items():
+            buffer = plain_table(module._buffers).get(name)
+            memory = None if buffer is None else storage_of(buffer)
+            if memory is not None:
+                found[memory] = f"{self.placement.name(module)}.{name}"
+        return found
+
+    def begin_step(self) -> None:
+        """Copies what closed calls of earlier steps have changed."""
+        self._changing_now.clear()
+        self._exposed.clear()
+        self._saved.clear()
+        for (_, name), module in self._changing.items():
+            self._save(module, name)
+
+    def end_step(self) -> None:
+        """Buffers that closed calls change are their owners' again."""
+        self._exposed.clear()
+        self.rebound.clear()
+        for (_, name), module in self._changing.items():
+            self.placement.send_buffer_away(module, name)
+
+    def touched(self, module: nn.Module, buffers: tuple[str, ...]) -> tuple[int, ...]:
+        """A closed call changes these buffers: numbers for modules whose state it changes or depends on."""
+        if not buffers and not self._stateful:
+            return ()
+        touched: dict[int, None] = {}
+        for name in buffers:
+            prefix, _, own = name.rpartition(".")
+            part = module.get_submodule(prefix)
+            self._changing_now[id(part), own] = part
+            if (id(part), own) not in self._changing:
+                self._changing[id(part), own] = part
+                self._save(part, own)
+            touched[self._number(part)] = None
+        if self._stateful:
+            inside = set(map(id, module.modules()))
+            for part in self._stateful.values():
+                if id(part) in inside:
+                    touched[self._number(part)] = None
+        return tuple(touched)
+
+    def note_parameter(self, full: str) -> list[int]:
+        """A parameter is changed in place between calls: from now on its modules' calls keep their order."""
+        found = []
+        for part in self.placement.holders(full):
+            if id(part) not in self._stateful:
+                self._stateful[id(part)] = part
+                self.recorder.writer.touch_earlier(part, self._number(part))
+            found.append(self._number(part))
+        return found
+
+    def _number(self, part: nn.Module) -> int:
+        return self._numbers.setdefault(id(part), len(self._numbers))
+
+    def _save(self, module: nn.Module, name: str) -> None:
+        """Copies a buffer that closed calls change here, in case the step fails."""
+        buffer = plain_table(module._buffers).get(name)
+        if type(buffer) is torch.Tensor and self.placement.is_here(module):
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                self._saved[id(module), name] = (module, buffer, buffer.clone())
+
+    def restore(self) -> None:
+        """The step has failed: buffers are as they were before it."""
+        for (_, name), (module, buffer, value) in self._saved.items():
+            with torch.no_grad():
+                plain_table(module._buffers)[name] = buffer.copy_(value)
+
+    def read(self, module: nn.Module, name: str, value: Any) -> Any:
+        """Python code is about to see a buffer: it must be what it is after all calls before this line."""
+        if not isinstance(value, torch.Tensor) or type(value) is PlacedTensor:
+            return value
+        if self.recorder.descriptions.inferring:
+            # The modules whose code runs on fakes have other tables: this is a neighbour's.
+            self.recorder.descriptions.inference.touched_placed |= self.placement.home(module) >= 0
+            return value
+        if self.placement.home(module) < 0 or self.recorder.not_listening:
+            return value
+        if (id(module), name) in self._changing:
+            if self.recorder.tape is not None:
+                raise refuse(f"reads the buffer {name} of {self.placement.name(module)}")
+            stage = self.placement.stage_of[self.placement.names[id(module)]]
+            value = self.recorder.bring_up_to_date(value, stage, f"{self.placement.name(module)}.{name}")
+        storage = storage_of(value)
+        if storage is not None:
+            self._exposed[storage] = module
+        return value
+
+    def set(self, module: nn.Module, name: str, value: Any) -> None:
+        """Python code is about to bind a buffer anew, or to delete it."""
+        if self.recorder.not_listening:
+            return
+        refuse_effect(type(module).__name__, f"sets the buffer {name}")
+        self.recorder.modules.run_pending(module)
+        is_bound = value is plain_table(module._buffers).get(name)  # by an operator that works in place
+        if self.recorder.tape is not None and not is_bound:
+            raise refuse(f"binds the buffer {name} of {self.placement.name(module)} anew")
+        if type(value) is PlacedTensor:
+            self.rebound[id(module), name] = module
+
+    def before_change(self, target: Any) -> None:
+        """An ordinary tensor is about to change in place, which closed calls may still have to read."""
+        modules = self.recorder.modules
+        if not modules.are_pending or not isinstance(target, torch.Tensor):
+            return
+        memory = storage_of(target)
+        module = self._exposed.get(memory)
+        if module is not None:
+            modules.run_pending(module)
+        else:
+            modules.run_those_with(memory)
+
+    def take_over(self, module: nn.Module) -> None:
+        """From now on the module's own code runs on every rank, so every rank needs its buffers' values."""
+        table = plain_table(module._buffers)
+        for name, value in list(table.items()):
+            table[name] = self.read(module, name, value)
+            self._changing.pop((id(module), name), None)
+
+    def write(self, module: nn.Module, ids: frozenset[int]) -> None:
+        """Before a closed call of it: placed values that stand for its buffers are written into them.
+
+        Args:
+            ids: of it and the modules in it.
+        """
+        rebound = any(part in ids for part, _ in self.rebound)
+        if rebound or self.recorder.ordinary.twins.of_any(module.buffers()):
+            self.recorder.ordinary.write_back()

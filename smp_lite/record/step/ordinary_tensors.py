@@ -1,0 +1,294 @@
+"""Ordinary tensors within a step: those that every rank holds, as the user's function made or got them.
+
+Three things happen to them. One that is changed in place with a placed operand (``total += loss``) cannot be
+computed on every rank: from then on a placed twin (:mod:`.twins`) stands in for it, and its value is written
+back when the microbatch ends. One that requires a gradient becomes a placed *input*, whose gradient every
+rank gets at the end of the step. One that a command reads is remembered: if it changes before the command
+runs, the command keeps what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...errors import SMPError
+from ..commands.replay import refuse
+from ..describe.descriptions import Description
+from ..describe.signature import tensor_meta
+from ..parameters.away import AwayParameter
+from ..values.calls import Arguments
+from ..values.memory import digest_of, is_shared, storage_of, version_of
+from ..values.parts import contents_of
+from ..values.placed import PlacedTensor
+from .twins import Twins
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+__all__ = ["PARAMETERS", "OrdinaryTensors"]
+
+PARAMETERS = (nn.Parameter, AwayParameter)
+
+
+class OrdinaryTensors:
+    """The ordinary tensors of a recorder's present microbatch."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.twins = Twins()
+        # Of this step, by memory: arguments, which, the microbatch, and whether its backward reads it.
+        self._captured: dict[int, list[tuple[Arguments, int, int, bool]]] = {}
+        self._kept: list[tuple[torch.Tensor, int, torch.Tensor]] = []  # of this microbatch: version, copy
+        # Of the batch, what numpy may change; storage, version, digest. Copying it would double its memory.
+        self._watched: dict[int, tuple[torch.Tensor, int, int]] = {}
+        self._batch: frozenset[int | None] = frozenset()
+        self._is_strict = self._is_compared = False
+        # If this step is one that is checked: what its commands have captured, beside the batch.
+        self.contents: list[tuple[tuple[int, ...], int]] = []
+        self._inputs: dict[int, tuple[torch.Tensor, PlacedTensor]] = {}
+        self.changes_earlier = False  # in this step, what commands of earlier microbatches have captured
+
+    def begin_step(self, batch: Iterable[torch.Tensor], *, strict: bool, compared: bool) -> None:
+        """A step begins.
+
+        Args:
+            batch: the arguments of the step function.
+            strict: see whether code changes them unheard.
+            compared: other ranks have captured the same, which is looked at in a strict step.
+        """
+        self._batch = frozenset(map(storage_of, batch))
+        self._is_strict = strict
+        self._is_compared = strict and compared
+        self.changes_earlier = False
+        self.contents.clear()
+
+    def forget(self) -> None:
+        """The microbatch is over."""
+        self.twins = Twins()
+        self._kept.clear()
+        self._inputs.clear()
+
+    # What stands in for them --------------------------------------------------------------------------------
+
+    def write_back(self) -> None:
+        """What stands in for ordinary tensors and for buffers is fetched and written into them."""
+        # All of them first: a tensor that has a twin would send the copy there.
+        for target, twin in self.twins.take_all():
+            if self.recorder.tape is not None:
+                raise refuse("changes a tensor of its own in place with a result of the model")
+            (value,) = self.recorder.forced.fetch_quietly([twin])
+            with torch.no_grad():
+                target.copy_(value)
+        rebound, self.recorder.buffers.rebound = self.recorder.buffers.rebound, {}
+        for (_, name), module in rebound.items():
+            table = module._buffers
+            placed = getattr(table, "real", table).get(name)
+            if type(placed) is PlacedTensor:
+                (value,) = self.recorder.forced.fetch_quietly([placed])
+                table[name] = value
+
+    def stand_ins(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments with placed values for tensors that have one; None if none has."""
+        arguments = Arguments.of(args, kwargs)
+        found = [self.stand_in(tensor) for tensor in arguments.tensors]
+        if all(placed is None for placed in found):
+            return None
+        return arguments.build([p if p is not None else t for p, t in zip(found, arguments.tensors)])
+
+    def stand_in(self, tensor: torch.Tensor) -> PlacedTensor | None:
+        """The placed value of an ordinary tensor: its twin, or the parameter that it is."""
+        twin = self.twins.get(tensor)
+        if twin is None and type(tensor) in PARAMETERS:
+            full = self.recorder.placement.alias(tensor)
+            return self.recorder.placement.placed_parameter(full) if full is not None else None
+        return twin
+
+    def placed_for(self, leaf: Any) -> PlacedTensor | None:
+        """The placed tensor that a leaf of a result is, or that stands in for it."""
+        if type(leaf) is PlacedTensor:
+            return leaf
+        return self.twins.get(leaf)
+
+    def before_views_of_twins(self, tensors: list[torch.Tensor]) -> None:
+        """Another view of memory that a twin stands for must see what is in it by now."""
+        if not self.twins.overlap(tensors):
+            return
+        if self.twins.need_gradients():
+            raise SMPError(
+                "a view of a tensor was used after that tensor had been changed in place with a result of "
+                "the model, through which a gradient flows: make the view after the change, or clone() "
+                "before it"
+            )
+        self.write_back()
+
+    def add_twin(self, target: torch.Tensor, stage: int) -> None:
+        """From now on a placed copy stands in for an ordinary tensor."""
+        with self.recorder.modules.at(stage):
+            start = Arguments.of((target.detach().clone(),), {})
+            count = len(self.contents)
+            self.twins.add(target, self.recorder.writer.function(torch.clone, start))
+            del self.contents[count:]  # it may be memory that is about to be written for the first time
+
+    def change_replicated(
+        self, func: Callable[..., Any], target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """``total += loss`` with an ordinary ``total``: goes on with its placed twin."""
+        self.recorder.buffers.before_change(target)
+        if self.twins.get(target) is None:
+            self.add_twin(target, self.recorder.writer.stage(self.recorder.arguments(args, kwargs), None))
+        result = self.recorder.torch_function(func, *self.twins.substitute(args, kwargs))
+        return None if result is None else target
+
+    # Those that want a gradient -----------------------------------------------------------------------------
+
+    def with_inputs(self, arguments: Arguments, stage: int | None) -> None:
+        """Ordinary tensors that require a gradient become placed inputs."""
+        for i, tensor in enumerate(arguments.tensors):
+            if type(tensor) is not PlacedTensor and _requires_grad(tensor):
+                if not torch.is_grad_enabled():
+                    return
+                if stage is None:
+                    placed = [t.smp_stage for t in arguments.tensors if type(t) is PlacedTensor]
+                    stage = placed[0] if placed else 0
+                arguments.replace(i, self._input(tensor, stage))
+
+    def _input(self, tensor: torch.Tensor, stage: int) -> PlacedTensor:
+        """A placed value for an ordinary tensor of which the gradient is wanted."""
+        found = self._inputs.get(id(tensor))
+        if found is not None:
+            return found[1]
+        recording = self.recorder.recording
+        assert recording is not None
+        if self.recorder.tape is not None:
+            raise refuse("wants the gradient of a tensor that is no parameter")
+        meta = tensor_meta(tensor)
+        placed = PlacedTensor(meta)
+        placed.smp_recorder, placed.smp_stage, placed.smp_microbatch = (
+            self.recorder,
+            stage,
+            self.recorder.serial,
+        )
+        placed.smp_value = recording.new_value(stage, meta)
+        self.recorder.writer.source(f"input {len(recording.inputs)}", stage, placed.smp_value, input=tensor)
+        recording.inputs.append((placed.smp_value, tensor))
+        self._inputs[id(tensor)] = (tensor, placed)
+        return placed
+
+    # Those that commands read -----------------------------------------------------------------------------
+
+    @staticmethod
+    def first_changed(described: Any, arguments: Arguments) -> torch.Tensor | None:
+        """An ordinary tensor that the call changes in place, though every rank holds it."""
+        if isinstance(described, Description):
+            for changed in described.meta.changed:
+                target = arguments.tensors[changed.argument]
+                if type(target) is not PlacedTensor:
+                    return target
+        return None
+
+    def forget_captured(self) -> None:
+        """All commands so far have run, or never will."""
+        self._captured.clear()
+        self._kept.clear()
+        self._watched.clear()
+
+    def before_running(self) -> None:
+        """The commands are about to read what they have captured.
+
+        Raises:
+            SMPError: the batch has changed, and torch did not hear of it; or a tensor has other memory.
+        """
+        for tensor, version, digest in self._watched.values():
+            if version_of(tensor) == version and digest_of(tensor) != digest:
+                raise _changed_unheard(tensor)
+        for storage, captured in self._captured.items():
+            for arguments, i, _, _ in captured:
+                if storage_of(arguments.tensors[i]) != storage:
+                    raise SMPError(
+                        f"a tensor of shape {tuple(arguments.tensors[i].shape)} was given other memory "
+                        "(set_) after a call had read it, and before the call could run: give it new numbers "
+                        "by copy_, or use another tensor"
+                    )
+
+    def capture(
+        self,
+        arguments: Arguments,
+        sources: list[int],
+        saved: Sequence[int] = (),
+        written: Sequence[int] = (),
+    ) -> None:
+        """Remembers ordinary tensors that a command will read later, and takes those that numpy may change.
+
+        Args:
+            arguments: of the command.
+            sources: for each tensor among them the value that it is; negative: an ordinary tensor.
+            saved: the arguments that the command's backward will read again.
+            written: those that the command changes, of which nobody may have written the numbers yet.
+        """
+        for i, source in enumerate(sources):
+            tensor = arguments.tensors[i]
+            if source < 0 and (storage := storage_of(tensor)) is not None:
+                is_saved = i in saved and torch.is_grad_enabled()
+                self._captured.setdefault(storage, []).append((arguments, i, self.recorder.serial, is_saved))
+                if self.recorder.tape is None and is_shared(tensor):
+                    self._guard(tensor, storage)
+                if self._is_compared and storage not in self._batch and i not in written:
+                    self.contents.append((tuple(tensor.shape), contents_of(tensor)))
+
+    def _guard(self, tensor: torch.Tensor, storage: int) -> None:
+        if storage not in self._batch:
+            self.keep_captured(tensor)
+        elif self._is_strict and id(tensor) not in self._watched:
+            self._watched[id(tensor)] = (tensor, version_of(tensor), digest_of(tensor))
+
+    def keep_captured(self, target: Any) -> None:
+        """Before an ordinary tensor changes: commands that captured it keep its present value."""
+        storage = storage_of(target) if isinstance(target, torch.Tensor) else None
+        if self._watched:
+            self._watched = {
+                key: kept for key, kept in self._watched.items() if storage_of(kept[0]) != storage
+            }
+        captured = self._captured.get(storage, ())  # type: ignore[arg-type]
+        if any(serial != self.recorder.serial for _, _, serial, _ in captured):
+            self.changes_earlier = True
+            self.recorder.host.settle()  # what has run by now may still have a backward to come
+        for arguments, i, serial, is_saved in self._captured.pop(storage, ()):  # type: ignore[arg-type]
+            with torch.no_grad():
+                present = arguments.tensors[i]
+                tape = self.recorder.tape
+                copy = present.clone() if tape is None else tape.copied(arguments, i)
+                if is_saved and serial == self.recorder.serial:
+                    self._kept.append((present, version_of(present), copy))
+                arguments.replace(i, copy)
+
+    def before_backward(self) -> None:
+        """``model.backward()`` is called: in one process it reads what was saved as it is by now.
+
+        Raises:
+            SMPError: something has changed, and autograd has not noticed: there it would compute with the
+                new numbers, here it has a copy of the old ones.
+        """
+        for tensor, version, copy in self._kept:
+            with torch._C.DisableTorchFunction():
+                is_changed = version_of(tensor) == version and digest_of(tensor) != digest_of(copy)
+            if is_changed:
+                raise _changed_unheard(tensor)
+
+
+def _changed_unheard(tensor: torch.Tensor) -> SMPError:
+    return SMPError(
+        f"a tensor of shape {tuple(tensor.shape)} was changed by way of .data or numpy after a call had read "
+        "it, whose backward may read it again: in one process that would silently give another gradient. "
+        "Change it with a torch function (x.mul_), which autograd notices, or give the call a clone()"
+    )
+
+
+def _requires_grad(tensor: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunction():  # no call of the user's
+        return tensor.requires_grad
