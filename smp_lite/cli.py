@@ -8,8 +8,10 @@ asked for.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +28,37 @@ _USAGE_ERROR = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of modules may have any letters
+    try:
+        code = _main(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except OSError as error:
+        if not _is_of_output():
+            raise
+        # Python writes once more what could not be written, when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # `| head`, which has what it wanted
+            return 128 + signal.SIGPIPE
+        print(
+            f"smp-lite {arguments[0]}: standard output cannot be written to: {error.strerror}",
+            file=sys.stderr,
+        )
+        return _USAGE_ERROR
+
+
+def _is_of_output() -> bool:
+    """Whether it is standard output that fails: then an empty line, which harms no one, fails too."""
+    try:
+        print(flush=True)
+    except OSError:
+        return True
+    return False
+
+
+def _main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="smp-lite", description="Run, launch and plan SMP training scripts."
     )
@@ -279,11 +312,12 @@ def _launch(args: argparse.Namespace) -> str:
 def _read_parameters(text: str) -> dict[str, Any]:
     """The SMP parameters from a JSON text, or from the file that `text` names."""
     from smp_lite.config import parse_parameters
+    from smp_lite.config.keys import unique_keys
 
     if not text.lstrip().startswith("{"):
         return parse_parameters(text)
     try:
-        parameters: dict[str, Any] = json.loads(text)
+        parameters: dict[str, Any] = json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         raise ValueError(f"--parameters is not valid JSON ({error}): {text}") from None
     return parameters

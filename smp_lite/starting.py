@@ -225,13 +225,19 @@ def _in_memory(config: Config, plan: ParallelPlan | None = None) -> Session:
 def _rehearsed(rehearsal: _Rehearsal, given: Any, dialect: str | None, overrides: Sequence[str]) -> Session:
     plan = rehearsal.plan
     if rehearsal.parameters is not None:
-        return _in_memory(load_config(rehearsal.parameters, {}))
+        return _in_memory(_checked(load_config(rehearsal.parameters, {}), rehearsal.world_size))
     if plan is None:
         plan, given = given_plan(given, os.environ, rehearsal.world_size, dialect, overrides)
     if plan is None:
-        return _in_memory(load_config(given, os.environ))
+        return _in_memory(_checked(load_config(given, os.environ), rehearsal.world_size))
     refuse_unsupported(plan)
     return _in_memory(config_of(plan, has_mpi=False), plan)
+
+
+def _checked(config: Config, world_size: int | None) -> Config:
+    if world_size is not None:
+        config.check_world_size(world_size)
+    return config
 
 
 def _open(session: Session) -> Session:

@@ -13,7 +13,8 @@ import torch
 
 from .. import starting
 from ..optim.optimizer import DistributedOptimizer
-from ..preview.step_preview import as_call, batches_of_a_step, build_model, described_inputs
+from ..preview.step_preview import batches_of_a_step
+from ..preview.targets import as_call, build_model, described_inputs
 from ..record.values.placed import PlacedTensor
 from ..record.values.structure import flatten
 from ..steps.loader_batches import batches

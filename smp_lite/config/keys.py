@@ -14,7 +14,7 @@ from typing import Any
 from smp_lite.config.errors import ConfigError, complaint
 from smp_lite.config.v1_parameters import PRIVATE_HINTS
 
-__all__ = ["is_private_hint", "refuse_v2_keys", "unknown_keys_text"]
+__all__ = ["is_private_hint", "refuse_v2_keys", "unique_keys", "unknown_keys_text"]
 
 #: Keys of the other product called SMP v2, which has no pipelines.
 _V2_KEYS = frozenset(
@@ -64,3 +64,17 @@ def unknown_keys_text(parameters: Mapping[str, Any], supported: Iterable[str]) -
         hint = f"did you mean {close[0]!r}?" if close else f"the parameters are {', '.join(supported)}"
         sentences.append(f"unknown parameter {key!r}: {hint}")
     return "; ".join(sentences)
+
+
+def unique_keys(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """The pairs as a dictionary, for readers of texts, which would let the last of equal keys win.
+
+    Raises:
+        ConfigError: a key stands twice.
+    """
+    found: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ConfigError(f"the key {key!r} stands twice: remove one, since only one of them could count")
+        found[key] = value
+    return found

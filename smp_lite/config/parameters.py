@@ -52,7 +52,7 @@ class Parameters(BaseModel):
         "partition (if virtual_stages is not given) by the times of modules before the first step, then the "
         "schedule by what actions have taken in the first steps; _only_forward: forwards alone. Where stages "
         "have another shape or costs, the fastest order within the bound of activations, by simulation, "
-        "never one slower than 1F1B.",
+        "never one slower than 1F1B where that is within the bound too.",
     )
     placement_strategy: Placement = Field(
         "cluster",

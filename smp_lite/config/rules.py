@@ -15,6 +15,7 @@ from smp_lite.config.v1_parameters import LaterParameters
 __all__ = ["SHAPES", "check_across_fields", "check_world_size"]
 
 _LARGEST_PORT = 65535
+_MOST_PIECES = 1 << 20  # more than any job has ranks; lists of that length are made
 
 #: Pipelines that are made for several pieces on each partition -> the virtual_stages that they mean.
 SHAPES: Mapping[str, int | str] = {"interleaved_virtual": 2, "zero_bubble_v": "v"}
@@ -28,6 +29,7 @@ def check_across_fields(config: LaterParameters) -> None:
             f"{config.pipeline_parallel_degree} are two names of one parameter and must agree: "
             "leave one of them out"
         )
+    _check_number_of_pieces(config)
     _check_partition_file(config)
     _check_default_partition(config)
     _check_virtual_stages(config)
@@ -63,6 +65,25 @@ def check_across_fields(config: LaterParameters) -> None:
             config,
             "shard_optimizer_state",
             "write False: sharded data parallelism has the optimizer's state in pieces anyway",
+        )
+
+
+def _check_number_of_pieces(config: LaterParameters) -> None:
+    """Before anything is as long as there are partitions."""
+    partitions, virtual_stages = config.partitions, config.virtual_stages
+    if partitions > _MOST_PIECES:
+        _fail(
+            f"partitions (or pipeline_parallel_degree) is above {_MOST_PIECES}.",
+            config,
+            "partitions",
+            "write one for each rank of a pipeline",
+        )
+    if isinstance(virtual_stages, int) and partitions * virtual_stages > _MOST_PIECES:
+        _fail(
+            f"virtual_stages x partitions is above {_MOST_PIECES}.",
+            config,
+            "virtual_stages",
+            f"write how many pieces of the model each of the {partitions} partitions gets",
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from smp_lite.config.config import Config
 from smp_lite.config.errors import ConfigError
+from smp_lite.config.keys import unique_keys
 
 __all__ = ["PARAMETERS_VARIABLE", "load_config", "parse_parameters"]
 
@@ -57,7 +58,9 @@ def parse_parameters(parameters: str | Mapping[str, Any]) -> dict[str, Any]:
         )
     try:
         with open(parameters, encoding="utf-8") as file:
-            parsed = json.load(file)
+            parsed = json.load(file, object_pairs_hook=unique_keys)
+    except ConfigError as error:
+        raise ConfigError(f"{parameters}: {error}") from None
     except ValueError as error:
         raise ConfigError(f"Cannot parse {parameters} as a json file. ({error})") from None
     if not isinstance(parsed, dict):
@@ -70,7 +73,9 @@ def parse_parameters(parameters: str | Mapping[str, Any]) -> dict[str, Any]:
 
 def _parse_variable(text: str) -> dict[str, Any]:
     try:
-        parsed = json.loads(text)
+        parsed = json.loads(text, object_pairs_hook=unique_keys)
+    except ConfigError as error:
+        raise ConfigError(f"the environment variable {PARAMETERS_VARIABLE}: {error}") from None
     except ValueError as error:
         raise ConfigError(
             f"cannot parse the environment variable {PARAMETERS_VARIABLE} as JSON ({error}): it is "

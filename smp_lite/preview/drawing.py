@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from ..plan.step.memory import StageMemory
 from ..plan.step.simulate import Simulation
 from ..plan.units import human_bytes
 from ..session import Session
 
-__all__ = ["draw", "pipeline_text"]
+__all__ = ["check_picture", "draw", "pipeline_text"]
+
+
+def check_picture(path: str) -> None:
+    """Before all that takes long.
+
+    Raises:
+        ValueError: ``--png`` names no file that a picture can be written to, or matplotlib is missing.
+    """
+    file = Path(path)
+    if not path or file.is_dir():
+        raise ValueError(f"--png {path!r} is no file: name one that ends in .png, .svg or .pdf")
+    if not file.parent.is_dir():
+        raise ValueError(f"--png {path}: there is no folder {file.parent}")
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        text = 'it needs matplotlib: pip install "smp-lite[plot]", or read the same as text, without --png'
+        raise ValueError(f"--png {path}: {text}") from None
+    if file.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+        raise ValueError(f"--png {path}: the suffix says how to draw: name a .png, .svg or .pdf file")
 
 
 def pipeline_text(session: Session) -> str:
@@ -27,7 +48,20 @@ def draw(
     title: str,
     stages: Sequence[StageMemory],
 ) -> None:
-    """The step; with ``pipeline: auto`` all that was tried."""
+    """The step; with ``pipeline: auto`` all that was tried.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    try:
+        _draw(session, simulation, path, title, stages)
+    except OSError as error:
+        raise ValueError(f"--png {path} cannot be written: {error.strerror or error}") from error
+
+
+def _draw(
+    session: Session, simulation: Simulation, path: str, title: str, stages: Sequence[StageMemory]
+) -> None:
     schedules = session.model.schedules
     if session.cfg.pipeline != "auto" or schedules is None:
         from ..views.schedule_picture import draw_schedule

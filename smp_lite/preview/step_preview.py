@@ -28,8 +28,6 @@ import argparse
 import atexit
 import contextlib
 import gc
-import importlib
-import re
 import runpy
 import shutil
 import sys
@@ -38,11 +36,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from .. import session as session_module
 from .. import starting
-from ..devices import CPU
 from ..plan.collecting import without_gc
 from ..plan.step.memory import format_memory_table
 from ..plan.step.recorded_cost import RecordedCost
@@ -60,9 +56,10 @@ from ..systems.plan.parallel_plan import ParallelPlan
 from ..systems.showing.explain import SYSTEMS, settings_table
 from ..wrapper.cutting.partitioning import report_partition
 from ..wrapper.distributed_model import DistributedModel
-from .drawing import draw, pipeline_text
+from .drawing import check_picture, draw, pipeline_text
 from .memory_preview import CannotPlay, MemoryPreview, preview_memory
 from .shares import notes_on_schedule, shares_text
+from .targets import as_call, build_model, described_inputs, own_traceback, split_target
 
 FLOPS_UNIT = 1e9
 
@@ -134,8 +131,10 @@ def run_plan(args: argparse.Namespace, overrides: Sequence[str] = ()) -> int:
     is_script = args.target.endswith(".py") or Path(args.target).is_file()
     if args.input and is_script:
         raise ValueError("--input is for a package:function; a script makes its own inputs")
-    if args.png and not Path(args.png).parent.is_dir():
-        raise ValueError(f"--png {args.png}: there is no folder {Path(args.png).parent}")
+    if not is_script:
+        split_target(args.target)
+    if args.png is not None:
+        check_picture(args.png)
     ready_for = contextlib.nullcontext()
     if is_script and Path(args.target).is_file():
         ready_for = prepared_here(args.target, cuda_as_cpu=args.cuda_as_cpu)
@@ -162,7 +161,8 @@ def _plan_script(script: str, script_args: list[str]) -> PlanReady:
     sys.argv = [script, *script_args]
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
-        runpy.run_path(script, run_name="__main__")
+        with own_traceback():
+            runpy.run_path(script, run_name="__main__")
     except PlanReady as ready:
         return ready
     finally:
@@ -198,7 +198,7 @@ def _plan_function(args: argparse.Namespace) -> PlanReady:
 
     session_module.current().takes_rest_alike = True  # they get the same inputs
     try:
-        with without_gc():  # one step, which is short and makes much
+        with without_gc(), own_traceback():  # one step, which is short and makes much
             train(model, call_args, call_kwargs)
     except PlanReady as ready:
         return ready
@@ -209,62 +209,6 @@ def batches_of_a_step() -> int:
     """How many batches of a loader the session's plan takes for one step."""
     plan = session_module.current().plan
     return plan.microbatches.count if plan is not None and plan.microbatches.source == "consume" else 1
-
-
-def build_model(target: str) -> tuple[nn.Module, Any]:
-    """What ``package:function`` returns: a model, and inputs if it brings any.
-
-    Raises:
-        ValueError: it cannot be imported, or returns something else.
-    """
-    package, colon, name = target.partition(":")
-    if not colon:
-        raise ValueError(f"{target!r} is neither a script nor package:function")
-    sys.path.insert(0, "")
-    try:
-        function = getattr(importlib.import_module(package), name)
-    except ImportError as error:
-        raise ValueError(f"{package!r} cannot be imported: {error}") from error
-    except AttributeError:
-        raise ValueError(f"{package!r} has no {name!r}") from None
-    built = function()
-    module, inputs = built if isinstance(built, tuple) else (built, None)
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"{target} returned {type(module).__name__}: it must return an nn.Module")
-    return module, inputs
-
-
-def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of the model's call: a tensor, a tuple of them, or a dict."""
-    if inputs is None:
-        return (), {}
-    if isinstance(inputs, dict):
-        return (), inputs
-    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
-
-
-def described_inputs(texts: list[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of the model's call, all zeros.
-
-    Args:
-        texts: ``[name=]dtype[sizes]``.
-
-    Raises:
-        ValueError: one is written otherwise.
-    """
-    args: list[torch.Tensor] = []
-    kwargs: dict[str, torch.Tensor] = {}
-    for text in texts:
-        match = re.fullmatch(r"(?:(\w+)=)?(\w+)\[([\d,\s]+)\]", text)
-        dtype = getattr(torch, match[2], None) if match else None
-        if match is None or not isinstance(dtype, torch.dtype):
-            raise ValueError(f"--input {text!r}: write for example 'int64[16,128]' or 'x=float32[8,3,32,32]'")
-        tensor = torch.zeros([int(size) for size in match[3].split(",")], dtype=dtype, device=CPU)
-        if match[1]:
-            kwargs[match[1]] = tensor
-        else:
-            args.append(tensor)
-    return tuple(args), kwargs
 
 
 def simulate_batch(batch: Batch) -> Simulation:

@@ -3,13 +3,13 @@
 The partition is there by then, and with it the schedules that suit its shape: one that runs backwards whole
 and one that splits them (:mod:`smp_lite.wrapper.cutting.schedules`). Nothing but the order of actions, and
 whether backwards leave gradients of parameters for later, differs between schedules, so a change of them from
-one step to the next changes no result. The first two training steps run split (the first one learns what can be
-split, see :mod:`.weights.deferral`), the next six whole and split in turn. What an action takes, whole and
+one step to the next changes no result. The first two training steps run split (the first one learns what can
+be split, see :mod:`.weights.deferral`), the next six whole and split in turn. What an action takes, whole and
 split, is the least of the medians of its three steps: what slows a machine down for a while is not the
-schedule's. Then all ranks tell each other, and each simulates the same
-alternatives with the same numbers (:mod:`smp_lite.plan.choosing.choice`) and comes to the same answer:
-the fastest one that holds no more microbatches than 1F1B; or, where there is a ``memory_limit``, whose bytes
-are within that, by what the trace has said that a microbatch keeps
+schedule's. Then all ranks tell each other, and each simulates the same alternatives with the same numbers
+(:mod:`smp_lite.plan.choosing.choice`) and comes to the same answer: the fastest one that holds no more
+microbatches than 1F1B; or, where there is a ``memory_limit``, whose bytes are within that, by what the trace
+has said that a microbatch keeps
 (:class:`smp_lite.plan.choosing.pieces.MemoryEstimate`).
 """
 

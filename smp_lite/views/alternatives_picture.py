@@ -23,9 +23,9 @@ __all__ = ["draw_alternatives"]
 
 _MOST_ROWS = 48
 _ROW_IN, _MIN_ROW_IN = 0.34, 0.2
-_LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN, _GAP_IN = 0.75, 0.4, 0.4, 0.95, 0.42
+_LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN, _GAP_IN = 0.75, 0.4, 0.4, 1.05, 0.42
 _INCHES_PER_ACTION = 0.4
-_MIN_WIDTH_IN, _MAX_WIDTH_IN = 8.0, 26.0
+_MIN_WIDTH_IN, _MAX_WIDTH_IN = 9.5, 26.0  # reasons are long
 _DPI = 150
 
 

@@ -40,7 +40,7 @@ _RAMPS = {
 }
 _BLOCK_HEIGHT = 0.86  # of a row
 _ROW_IN, _MIN_ROW_IN = 0.5, 0.3
-_LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN = 0.75, 1.75, 0.8, 0.95
+_LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN = 0.75, 1.75, 0.8, 1.05
 _INCHES_PER_ACTION = 0.45
 _MIN_WIDTH_IN, _MAX_WIDTH_IN = 6.0, 30.0
 _MIN_FONT_PT, _MAX_FONT_PT = 4.5, 9.0
@@ -48,6 +48,7 @@ _DIGIT_EMS = 0.68  # width of a digit and its share of the margin, over the font
 _MIN_EDGED_PT = 2.0
 _INCHES_PER_TICK = 1.0
 _DPI = 150
+_LEGEND_PATCH_IN, _LEGEND_LETTER_IN = 0.85, 0.067
 _MARGIN_COLUMNS_PT = (36, 100)  # right ends of the columns beside the rows
 
 
@@ -233,6 +234,7 @@ def draw_legend(figure: Figure, num_microbatches: int, drawn: Collection[ActionK
     labels = [f"{_FAMILIES[kind]}, {span}" for kind in kinds]
     handles.append((Patch(facecolor="white", edgecolor="0.6"),))
     labels.append("idle")
+    width_in = sum(_LEGEND_PATCH_IN + _LEGEND_LETTER_IN * len(label) for label in labels)
     figure.legend(
         handles,
         labels,
@@ -240,7 +242,7 @@ def draw_legend(figure: Figure, num_microbatches: int, drawn: Collection[ActionK
         handlelength=4,
         loc="lower left",
         bbox_to_anchor=(_LEFT_IN / figure.get_figwidth(), 0.01),
-        ncols=len(labels),
+        ncols=len(labels) if _LEFT_IN + width_in <= figure.get_figwidth() else 2,
         frameon=False,
         fontsize=9,
     )

@@ -69,6 +69,14 @@ from smp_lite.config import Config, ConfigError
             "'ddp' and 'horovod' cannot be simultaneously enabled.",
         ),
         (
+            {"partitions": 10**12},
+            "partitions (or pipeline_parallel_degree) is above 1048576. Got partitions=1000000000000 (int)",
+        ),
+        (
+            {"virtual_stages": 10**12},
+            "virtual_stages x partitions is above 1048576. Got virtual_stages=1000000000000 (int)",
+        ),
+        (
             {"pipeline_parallel_degree": 3},
             "partitions=2 and pipeline_parallel_degree=3 are two names of one parameter",
         ),

@@ -41,6 +41,17 @@ def test_a_bad_variable_is_named(text: str) -> None:
         load_config({"partitions": 2}, {PARAMETERS_VARIABLE: text})
 
 
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    """JSON's reader would let the last one win without a word."""
+    text = '{"partitions": 2, "ddp": true, "partitions": 4}'
+    file = tmp_path / "parameters.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"{PARAMETERS_VARIABLE}: the key 'partitions' stands twice"):
+        load_config(None, {PARAMETERS_VARIABLE: text})
+    with pytest.raises(ConfigError, match=r"parameters\.json: the key 'partitions' stands twice"):
+        load_config(str(file), {})
+
+
 def test_neither_given_says_what_to_pass_and_how() -> None:
     with pytest.raises(ConfigError, match=r"smp\.init\({'partitions': 2}\).*SM_HP_MP_PARAMETERS"):
         load_config(None, {})

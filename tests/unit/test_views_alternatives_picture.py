@@ -57,6 +57,24 @@ def test_the_one_that_was_taken_has_a_dark_frame(tmp_path: Path) -> None:
     assert frames[1][-1] < picture.shape[0] / 2  # around the first of three
 
 
+def test_reasons_and_the_legend_are_within_the_picture(tmp_path: Path) -> None:
+    once = chain([0, 1], [2.0] * 2, weight_share=1.0)
+    v = chain([0, 1, 1, 0], weight_share=1.0)
+    choice = choose(
+        [
+            Alternative("interleaved, 1 piece", once, Policy("interleaved")),
+            Alternative("zero_bubble_v, 2 pieces, v", v, Policy("zero_bubble_v")),
+        ],
+        1,
+        peaks_of=lambda alternative, _: [1006.8 if alternative.graph is v else 980.8] * 2,
+        peak_text="{:.1f} KiB".format,
+    )
+    path = draw_alternatives(choice, tmp_path / "tried.png", time_unit="GFLOP", peak="{:.1f} KiB".format)
+    assert choice.outcomes[1].excluded == "stage 0 needs 1006.8 KiB, 980.8 KiB allowed"
+    ink = np.flatnonzero((np.asarray(image.imread(path))[..., :3].min(axis=2) < 0.9).any(axis=0))
+    assert ink[-1] < image.imread(path).shape[1] - 15
+
+
 def test_of_many_stages_some_are_shown_and_1f1b(tmp_path: Path) -> None:
     few, many = (
         np.asarray(image.imread(draw_alternatives(tried(n), tmp_path / f"{n}.png"))) for n in (2, 20)

@@ -95,6 +95,16 @@ def test_numbers_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
     assert path.read_text().count("<!-- 11 -->") == 2
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 4, 8])
+def test_the_legend_is_within_the_picture(num_microbatches: int, tmp_path: Path) -> None:
+    """A narrow picture has it in two lines."""
+    graph = chain([0], weight_share=1.0)
+    found = plan(graph, num_microbatches, pipeline="zero_bubble").simulate()
+    picture = pixels(draw_schedule(found, tmp_path / "schedule.png"))
+    ink = np.flatnonzero((picture.min(axis=2) < 0.9).any(axis=0))
+    assert ink[-1] < picture.shape[1] - 15  # a tenth of an inch
+
+
 @pytest.mark.slow
 def test_large_schedule_stays_readable(tmp_path: Path) -> None:
     found = plan(chain(range(16)), 64, active_microbatches=16).simulate()

@@ -63,6 +63,8 @@ def read_job_config(args: argparse.Namespace, overrides: Sequence[str]) -> JobCo
         ConfigError: it cannot be read, does not fit the number of ranks, or options contradict each other.
         SMPError: it asks for what this version cannot run.
     """
+    if args.world_size is not None and args.world_size < 1:
+        raise ConfigError(f"--world-size {args.world_size}: there is at least one rank")
     if args.config is None:
         if overrides:
             raise ConfigError(f"{overrides[0]} changes a configuration, but there is none: add --config FILE")

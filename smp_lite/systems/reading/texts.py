@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from ...config.errors import ConfigError
+from ...config.keys import unique_keys
 
 __all__ = ["read_json", "read_literal", "read_yaml"]
 
@@ -37,13 +38,13 @@ def read_json(text: str, name: str) -> tuple[Any, tuple[str, ...]]:
         name: of the file, for errors.
     """
     try:
-        return json.loads(text, object_pairs_hook=_unique), ()
+        return json.loads(text, object_pairs_hook=unique_keys), ()
     except json.JSONDecodeError as error:
         clean = _STRING_OR_TRAILING_COMMA.sub(lambda m: m[1] or m[2], text)
         if clean == text:
             raise ConfigError(f"{name} is not valid JSON: {error}") from None
     try:
-        value = json.loads(clean, object_pairs_hook=_unique)
+        value = json.loads(clean, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{name} is not valid JSON: {error}") from None
     return value, (
@@ -81,7 +82,7 @@ def _evaluate(node: ast.expr) -> Any:
         return [_evaluate(item) for item in node.elts]
     if isinstance(node, ast.Dict) and None not in node.keys:
         pairs = zip(node.keys, node.values)
-        return _unique([(_evaluate(key), _evaluate(value)) for key, value in pairs if key is not None])
+        return unique_keys([(_evaluate(key), _evaluate(value)) for key, value in pairs if key is not None])
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict":
         if node.args or any(keyword.arg is None for keyword in node.keywords):
             raise ValueError("not a literal")
@@ -98,21 +99,12 @@ def _evaluate(node: ast.expr) -> Any:
     raise ValueError("not a literal")
 
 
-def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ConfigError(f"the key {key!r} stands twice: remove one, since only one of them could count")
-        found[key] = value
-    return found
-
-
 class _UniqueLoader(yaml.SafeLoader):
     """YAML's safe loader, but for keys that stand twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         self.flatten_mapping(node)
-        return _unique(
+        return unique_keys(
             [
                 (self.construct_object(key, deep=True), self.construct_object(value, deep=True))
                 for key, value in node.value

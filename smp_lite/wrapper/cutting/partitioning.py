@@ -90,7 +90,10 @@ def decide_partition(
         is_stored = stored is not None or config.load_partition
         _warn_of_pieces(session, partition, costs.balanced, is_stored=is_stored)
     if config.partition_file and not config.load_partition and session.rank == 0:
-        Path(config.partition_file).write_text(partition.to_json())
+        try:
+            Path(config.partition_file).write_text(partition.to_json())
+        except OSError as error:
+            raise SMPError(f"partition_file={config.partition_file!r} cannot be written: {error}") from error
     return partition, costs.balanced, schedules
 
 
