@@ -19,6 +19,7 @@ start from the contiguous answer, so that what need not be torn apart stays adja
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
@@ -31,6 +32,7 @@ __all__ = ["Group", "Line", "Score", "Slot", "balance", "score", "seatings", "sp
 _MAX_SEATINGS = 64
 _EXACT_SLOTS = 12
 _MAX_STATES = 20_000
+_MOST_STEPS = 3_000_000  # of local search: of thousands of atoms only the first ones, which gain most
 
 Score = tuple[int, ...]
 """Empty stages, cost of the largest, bytes cut, sum of squared stage costs; less is better."""
@@ -188,9 +190,11 @@ def _descend(line: Line, slots: Sequence[Slot], start: Sequence[int], num_stages
     the larger of the two stages; among equally good steps the one with the fewest bytes cut.
     """
     stages = list(start)
+    looked_at = 0
     for _ in range(4 * len(slots)):
         steps = list(_steps(slots, stages, num_stages))
-        if not steps:
+        looked_at += max(Counter(stages).values()) * len(slots)
+        if not steps or looked_at > _MOST_STEPS:
             break
         smallest = min(peak for peak, _ in steps)
         trials = []
