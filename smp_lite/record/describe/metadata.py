@@ -35,6 +35,7 @@ from ..state.random_state import kept, python_state
 from ..values.calls import Arguments, ChangedArgument, Constant, NewTensor, Repeated, ResultMeta, SameTensor
 from ..values.placed import PlacedTensor, TensorMeta
 from ..values.structure import flatten
+from . import fake_collectives
 from .attribute_reads import AttributeReads, Unread
 from .checkpointed_calls import forward_of
 from .effects import Effects, FakeTables, NeedsOpening, function_untouched
@@ -382,14 +383,13 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         schema = func._schema
+        if func.namespace == fake_collectives.NAMESPACE:
+            self._note_written(fake_collectives.written(func, args))
+            return fake_collectives.result(func, args)
         if schema.is_mutable:
             for argument, value in zip(schema.arguments, args):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    for tensor in value if isinstance(value, list | tuple) else (value,):
-                        if isinstance(tensor, FakeTensor):
-                            self.written.add(tensor.untyped_storage()._cdata)
-                        elif isinstance(tensor, torch.Tensor):
-                            self.changes_outside = True
+                    self._note_written(value)
         elif "batch_norm" in schema.name and "backward" not in schema.name:
             self._note_statistics(schema, args)
         result = as_kernels_lay_out(func, args, run_operator(func, types, args, kwargs))
@@ -397,6 +397,15 @@ class _Watch(TorchDispatchMode):
             self.draws = True
         self.flops += operator_flops(func, args, kwargs, result)
         return result
+
+    def _note_written(self, value: Any) -> None:
+        if isinstance(value, FakeTensor):
+            self.written.add(value.untyped_storage()._cdata)
+        elif isinstance(value, torch.Tensor):
+            self.changes_outside = True
+        elif isinstance(value, list | tuple):
+            for each in value:
+                self._note_written(each)
 
     def _note_statistics(self, schema: Any, args: tuple[Any, ...]) -> None:
         given = {argument.name: value for argument, value in zip(schema.arguments, args)}

@@ -76,6 +76,12 @@ def as_it_runs(
             f"torch.distributed.{name}() inside an smp.step on a value of stage {stage}: only collectives "
             "that can block are run there. Call it on a result when the step has returned"
         )
+    if coalescing := dist.distributed_c10d._world.pg_coalesce_state:
+        coalescing.clear()  # an error goes through the manager without ending it
+        raise SMPError(
+            f"torch.distributed.{name}() inside an smp.step on a value of stage {stage}, in a coalescing "
+            "manager, which would run it where it ends, before there is a value: call it outside"
+        )
     group = bound.arguments.get("group")
     # Ranks of other stages hold other groups (smp.get_dp_process_group()), and do not run it.
     if ranks and dist.is_initialized() and (group is None or dist.get_rank() in ranks):

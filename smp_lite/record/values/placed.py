@@ -162,6 +162,13 @@ class PlacedTensor(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::").rstrip("_")
+            raise SMPError(
+                f"torch.distributed's {name}() inside an smp.step, on a value that lives on one stage: torch "
+                f"{torch.__version__} tells nobody of this call before it runs. Call another one there "
+                "(all_reduce, all_gather), or this one on a result when the step has returned"
+            )
         raise RuntimeError(
             f"{func} was called on a tensor of another stage in a way that cannot be recorded. "
             "Move the call into a module that is placed on one stage, or return the tensor from the step."
