@@ -16,12 +16,18 @@ __all__ = ["coalesced", "into_own_argument", "read_before", "written"]
 _CONFIG = {"microbatches": 2, "ddp": True, "auto_partition": False, "default_partition": 0}
 
 
-class _Parts(nn.Module):
-    """Returns what both of its parts make."""
+class _Sums(nn.Module):
+    """Sums over replicas, in place."""
 
+    def forward(self, x: Tensor) -> None:
+        dist.all_reduce(x, group=smp.get_dp_process_group())
+
+
+class _Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(2, 2)
+        self.sums = _Sums()
         with smp.partition(smp.pp_size() - 1):
             self.last = nn.Linear(2, 2)
 
@@ -30,26 +36,19 @@ class _Parts(nn.Module):
         return first, self.last(first)
 
 
-class _Sums(nn.Module):
-    def forward(self, x: Tensor) -> None:
-        dist.all_reduce(x, group=smp.get_dp_process_group())
-
-
-def _run(partitions: int, function: Callable[[Tensor, Tensor], Any], module: nn.Module | None = None) -> Any:
-    """What the function makes of values of the first and of the last stage, in two steps.
-
-    Both are the replica's number, from 1.
-    """
+def _run(partitions: int, function: Callable[[_Net, Tensor, Tensor], Any]) -> Any:
+    """What the function makes of a value of the first stage, the replica's number from 1, and zeros of the
+    last one, in two steps."""
     smp.init({**_CONFIG, "partitions": partitions})
-    torch.manual_seed(0)
-    model = smp.DistributedModel(nn.ModuleList([_Parts(), module or nn.Identity()]))
+    model = smp.DistributedModel(_Net())
 
     @smp.step
     def step(model: Any, x: Tensor) -> Any:
-        parts, _ = model.module
-        first, last = parts(x)
-        own = torch.full((2,), smp.dp_rank() + 1.0)
-        return function(own + 0 * first.detach().sum(), own + 0 * last.detach().sum())
+        first, last = model(x)
+        mine = 0 * first.detach()[0] + (smp.dp_rank() + 1)
+        found = function(model.module, mine, 0 * last.detach()[0])
+        model.backward(last.sum())
+        return found
 
     found = []
     for _ in range(2):
@@ -111,31 +110,31 @@ _COLLECTIVES = {
 def written(name: str) -> Any:
     """What the collective of that name writes of the replica's number, or why it is refused."""
     try:
-        return _run(1, lambda mine, _: (_COLLECTIVES[name](mine, smp.get_dp_process_group()),))
+        return _run(1, lambda _, mine, zeros: (1 * _COLLECTIVES[name](mine, smp.get_dp_process_group()),))
     except smp.SMPError as error:
         return str(error)
 
 
 def read_before() -> Any:
-    """What the last stage made of a value before, and after, replicas summed it in place on the first one."""
+    """What the last stage makes of a value before replicas sum it in place on the first one, and the sum."""
 
-    def function(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        before = last + first
-        dist.all_reduce(first, group=smp.get_dp_process_group())
-        return before, first * 1, last + first
+    def function(net: _Net, mine: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
+        before = zeros + mine
+        dist.all_reduce(mine, group=smp.get_dp_process_group())
+        return before, mine
 
     return _run(2, function)
 
 
 def into_own_argument() -> Any:
-    """A value that a module sums over replicas in place."""
-    sums = _Sums()
+    """The same where a module sums."""
 
-    def function(first: Tensor, last: Tensor) -> tuple[Tensor]:
-        sums(first)
-        return (first * 1,)
+    def function(net: _Net, mine: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
+        before = zeros + mine
+        net.sums(mine)
+        return before, mine
 
-    return _run(1, function, sums)
+    return _run(2, function)
 
 
 def coalesced() -> tuple[str, Any]:
