@@ -11,6 +11,7 @@
 # make test-toolkit   the runtime under AWS's own launcher, sagemaker-training (root, gcc)
 # make test-sdk3      version 3 of the SageMaker SDK (1 GB)
 # make test-trainer4  the Trainer of transformers 4.28, which has SMP v1 built in (1.2 GB)
+# make test-oldest    the oldest torch that the package admits (7 GB where it comes with CUDA)
 # make test-gpu       GPUs: what only they can show (beside a torch for them that is there already)
 # make bench-gpu      the same, measured: steps and messages of ranks that share one
 # make sweep          every model type of transformers against plain torch (half an hour)
@@ -31,7 +32,7 @@ PYTEST := $(BIN)/python -m pytest
 AT_ONCE := --numprocesses 2 --dist loadfile --max-worker-restart 0
 
 .PHONY: train test test-ci test-all bench notebooks sweep lint test-network test-toolkit test-sdk3 test-trainer4
-.PHONY: test-gpu bench-gpu
+.PHONY: test-oldest test-gpu bench-gpu
 .DELETE_ON_ERROR:
 
 train: $(VENV)/train.stamp
@@ -57,6 +58,9 @@ test-sdk3: $(VENV)/test.stamp $(VENV)-sdk3/stamp
 
 test-trainer4: $(VENV)/test.stamp $(VENV)-trainer4/stamp
 	SMP_LITE_TRAINER4_VENV=$(CURDIR)/$(VENV)-trainer4 $(PYTEST) tests/launch/test_trainer4.py
+
+test-oldest: $(VENV)-oldest/stamp
+	$(VENV)-oldest/bin/python -m pytest tests --quick --ignore=tests/benchmarks $(AT_ONCE)
 
 bench: $(VENV)/test.stamp
 	$(BIN)/python -m tests.benchmarks
@@ -109,6 +113,15 @@ $(VENV)-gpu/stamp: pyproject.toml
 $(VENV)-sdk3/stamp: pyproject.toml | $(BIN)/python
 	$(PYTHON) -m venv $(VENV)-sdk3
 	$(VENV)-sdk3/bin/pip install --quiet 'sagemaker>=3.20,<4' torch==2.13.0 --editable '.[mpi]'
+	@touch $@
+
+# All else as pinned, but the version with which pyproject.toml's range of torch begins.
+$(VENV)-oldest/stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(PYTHON) -m venv $(VENV)-oldest
+	sed -n 's/^ *"torch>=\([0-9.]*\),.*/torch==\1.0/p' pyproject.toml > $(VENV)-oldest/constraints.txt
+	sed '/^torch==/d' constraints.txt >> $(VENV)-oldest/constraints.txt
+	$(VENV)-oldest/bin/python -m pip install --quiet --constraint $(VENV)-oldest/constraints.txt \
+	  --editable '.[mpi,plot,sagemaker,notebook,test]'
 	@touch $@
 
 $(VENV)-trainer4/stamp: pyproject.toml | $(BIN)/python
