@@ -2,7 +2,7 @@
 
 The first step makes the state, the second one finds it there, as nearly all steps do. Numbers that the
 optimizer looks at (its own step count) are a half. What cannot step like that (LBFGS wants a closure) is
-estimated: see :func:`smp_lite.wrapper.cutting.partitioning.optimizer_states`.
+estimated: see :func:`smp_lite.wrapper.cutting.schedules.optimizer_states`.
 """
 
 from __future__ import annotations

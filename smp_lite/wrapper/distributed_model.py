@@ -23,7 +23,7 @@ from ..devices import check_current, is_host
 from ..errors import SMPError
 from ..nn.distributed.base import note_places
 from ..optim.half.types import half_type
-from ..optim.state.own_parameters import PARTIAL_KEY, OwnParameters
+from ..optim.state.own_parameters import OwnParameters
 from ..plan.partitioning.partition import ModuleCost, Partition
 from ..record.parameters.placement import Placement
 from ..record.state.ambient import refuse_transformations
@@ -48,7 +48,6 @@ from .half_precision import HalfPrecision, check_cast
 from .hops import end_hops
 from .outside_step import OutsideStep
 from .state.model_with_state import ModelWithState
-from .state.state_versions import with_versions_of
 
 if TYPE_CHECKING:
     from ..steps.step_context import StepContext
@@ -399,19 +398,27 @@ class DistributedModel(ModelWithState):
             self._outside = OutsideStep(session, self._runtime)
         for optimizer in session.optimizers:
             optimizer.after_partition()
-        if self._post_partition_hooks:
-            local = self._state().local()
-            loaded = {key: copy.deepcopy(local[key]) for key in self._loaded_keys & set(local)}
-            for hook in list(self._post_partition_hooks.values()):
-                hook(self, session.optimizer)
-            self._state().load(with_versions_of(local, {**loaded, PARTIAL_KEY: True}), strict=False)
+        waits = bool(self._pending_state)
         try:
+            if self._post_partition_hooks:
+                self._run_post_partition_hooks()
+            waits = True
             self.put_pending_in_place()
             for optimizer in session.optimizers:
                 optimizer.load_pending()
         except Exception as error:
-            self.refuse_until_loaded(error)
+            if waits:
+                self.refuse_until_loaded(error)
             raise
+
+    def _run_post_partition_hooks(self) -> None:
+        """What was loaded stays as it was loaded."""
+        state = self._state()
+        local = state.local()
+        loaded = {key: copy.deepcopy(local[key]) for key in local if key in self._loaded_keys}
+        for hook in list(self._post_partition_hooks.values()):
+            hook(self, self._session.optimizer)
+        state.put_back(loaded)
 
     def partition_for_optimizer(self) -> None:
         """Cuts parameters into slices where that may be done now: scripts look at them before a step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -260,3 +261,104 @@ def files_of_hosts(folder: str) -> dict[str, str]:
 
 def _resume_plain(folder: Path, tag: str) -> None:
     smp.resume_from_checkpoint(folder, tag, partial=False, load_optimizer=False)
+
+
+class Noticing(nn.Linear):
+    """Notes which entries were missing, and its own as they were saved."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.missed: list[str] = []
+        self.sum = 0.0
+        self.register_load_state_dict_post_hook(self._note)
+
+    @staticmethod
+    def _note(module: Any, keys: Any) -> None:
+        module.missed = sorted(keys.missing_keys)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state, prefix, *rest)
+        self.sum = float(state[f"{prefix}weight"].sum())
+
+
+class Two(nn.Module):
+    """One on either stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Noticing(), Noticing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def _what_a_load_shows(model: Any, net: Any, state: dict[str, Tensor], without: str) -> list[Any]:
+    """Of a state dict that lacks an entry, and of the whole one."""
+    less = {key: value for key, value in state.items() if key != without}
+    lacking = model.load_state_dict(less, strict=False)
+    found = [list(lacking.missing_keys), net.first.missed, net.last.missed]
+    model.load_state_dict(state)
+    return [*found, net.first.missed, net.last.missed, net.first.sum, net.last.sum]
+
+
+def entries_of_all_stages(folder: str) -> list[str]:
+    """What a load after the first step shows otherwise than one in one process; errors that it lacks."""
+    del folder
+    state = build(Two, seed=1).state_dict()
+    wrong = []
+    for without in ("first.bias", "last.bias"):
+        model, optimizer = begin(Two)
+        train(model, optimizer)
+        plain = build(Two)
+        found = _what_a_load_shows(model, model.module, state, without)
+        if found != _what_a_load_shows(plain, plain, state, without):
+            wrong.append(f"{without}: {found}")
+        less = {key: value for key, value in state.items() if key != without}
+        if f"missing keys ['{without}']" not in error_of(partial(model.load_state_dict, less)):
+            wrong.append(f"{without} may be missing")
+    for key in ("first.weight", "last.weight"):
+        other = {**state, key: torch.zeros(3, 3)}
+        if f"size mismatch for {key}" not in error_of(partial(model.load_state_dict, other)):
+            wrong.append(f"{key} may have another shape")
+    return wrong
+
+
+def hooks_after_partition(folder: str) -> dict[str, Any]:
+    """What stays of what was loaded before the first step where a hook after partition changes everything."""
+    del folder
+    state = build(seed=1).state_dict()
+    older = {key.replace("1.weight", "1.matrix"): value for key, value in state.items()}
+
+    def change(model: Any, optimizer: Any) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+
+    found = {}
+    for name, loaded in (("present names", state), ("older names", older)):
+        model, _ = begin()
+        model.register_post_partition_hook(change)
+        with_versions = type(state)(loaded)
+        with_versions._metadata = state._metadata  # type: ignore[attr-defined]
+        model.load_state_dict(with_versions)
+        train(model)
+        now = model.state_dict()
+        found[name] = all(
+            torch.equal(now[key], value) for key, value in state.items() if key.endswith("weight")
+        )
+    model, _ = begin(Two)
+    model.register_post_partition_hook(lambda *_: None)
+    train(model)
+    found["nothing was loaded"] = model.module.first.sum == model.module.last.sum == 0.0
+    model, _ = begin()
+    train(model)
+    part = model.local_state_dict()
+    model, _ = begin(seed=1)
+    model.load_state_dict(part, same_partition_load=True)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("of the script")
+
+    model.register_post_partition_hook(fail)
+    found["fails"] = [error_of(lambda: train(model)) for _ in range(2)]
+    return found

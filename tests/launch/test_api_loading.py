@@ -56,3 +56,16 @@ def test_files_of_other_programs_are_the_same_on_all_ranks(tmp_path: Path) -> No
     for found in run("files_of_hosts", tmp_path):
         assert "the ranks found different saves of 'other'" in found["other"]
         assert found["copy"] == ""
+
+
+def test_entries_of_all_stages_are_looked_at_on_all_ranks(tmp_path: Path) -> None:
+    """By modules' own hooks too, and after torch has copied its own."""
+    assert run("entries_of_all_stages", tmp_path) == [[], []]
+
+
+def test_what_was_loaded_stays_whatever_hooks_after_partition_do(tmp_path: Path) -> None:
+    for found in run("hooks_after_partition", tmp_path):
+        assert found["present names"] and found["older names"] and found["nothing was loaded"]
+        first, second = found["fails"]
+        assert "of the script" in first
+        assert "what was loaded could not be read by the first step (ValueError: of the script)" in second

@@ -16,7 +16,7 @@ import pickle
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -172,10 +172,10 @@ class PieceReader:
     def value(self, key: str) -> Any:
         """An entry that is no tensor."""
         info = self._info(MetadataIndex(key))
-        data = self._undamaged(info)
+        self._check(info)
         try:
             with torch.serialization.safe_globals([frozenset, range]):
-                return torch.load(data, map_location="cpu", weights_only=self._weights_only)
+                return torch.load(self._window(info), map_location="cpu", weights_only=self._weights_only)
         except Exception as error:
             first_line = str(error).partition("\n")[0]
             raise SMPError(
@@ -227,14 +227,16 @@ class PieceReader:
         info = self._info(item.storage_index)
         wanted = tuple(item.lengths)
         if wanted == sizes:
-            chunk = self._load(info, self._undamaged(info))
+            self._check(info)
+            chunk = self._load(info)
         elif (start := self._start(item.storage_index, info, sizes)) is not None:
             window = self._window(info)
             return _read_box(
                 window, start, sizes, tuple(item.storage_offsets), wanted, entry.properties.dtype
             )
         else:
-            chunk = self._load(info, self._undamaged(info))
+            self._check(info)
+            chunk = self._load(info)
         if tuple(chunk.shape) != sizes:
             raise SMPError(
                 f"{self._caller}: {os.fspath(self.folder / info.relative_path)!r} holds a tensor of shape "
@@ -244,21 +246,21 @@ class PieceReader:
             chunk = chunk.narrow(dim, offset, size)
         return chunk
 
-    def _undamaged(self, info: Any) -> io.BytesIO:
-        """All of a range of a file."""
-        data = io.BytesIO(self._window(info).read())
-        if (found := damage(data)) is not None:
+    def _check(self, info: Any) -> None:
+        """Looks at all of a range of a file that is about to be read: it holds what was written."""
+        before = self.bytes_read
+        found = damage(self._window(info))
+        self.bytes_read = before  # whoever reads it now finds it in the system's memory
+        if found is not None:
             raise SMPError(
                 f"{self._caller}: {os.fspath(self.folder / info.relative_path)!r} is damaged from byte "
                 f"{info.offset} on: it does not hold what was written ({found}). Resume from another one"
             )
-        data.seek(0)
-        return data
 
-    def _load(self, info: Any, data: IO[bytes]) -> torch.Tensor:
+    def _load(self, info: Any) -> torch.Tensor:
         path = self.folder / info.relative_path
         try:
-            found = torch.load(data, map_location="cpu", weights_only=True)
+            found = torch.load(self._window(info), map_location="cpu", weights_only=True)
         except (OSError, MemoryError):
             raise
         except Exception as error:
@@ -274,7 +276,7 @@ class PieceReader:
         """Where a chunk's elements begin in its window; None: they do not lie one after another."""
         if index not in self._starts:
             with FakeTensorMode():
-                fake = self._load(info, self._window(info))
+                fake = self._load(info)
             at = getattr(fake.untyped_storage(), "_checkpoint_offset", None)
             is_plain = at is not None and fake.is_contiguous() and tuple(fake.shape) == sizes
             start = at + fake.storage_offset() * fake.element_size() if is_plain else -1

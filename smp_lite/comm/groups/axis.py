@@ -58,6 +58,8 @@ class Axis:
         self.elements: Counter[str] = Counter()
         """By kind, elements of the whole tensors that they were about; see :func:`elements_received`."""
         self.observer: Observer | None = None
+        self.kept: dict[Any, Any] = {}
+        """What functions over the axis make once for all their calls; it goes with the axis."""
         self._make = collectives
         self._collectives: Collectives | None = None
         self._look = look

@@ -49,14 +49,18 @@ def vocab_parallel_cross_entropy(
         IndexError: a target is no class.
     """
     # As a module it is one call of a recorded step. What it makes of the targets is each rank's own, which in
-    # a step function would pass for a batch that differs.
-    module = VocabParallelCrossEntropy(
-        axis=axis,
-        vocab_size=vocab_size,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-    )
+    # a step function would pass for a batch that differs. The recorder keeps what it knows of a module, so
+    # one serves all calls.
+    key = (VocabParallelCrossEntropy, vocab_size, ignore_index, reduction, label_smoothing)
+    module = axis.kept.get(key)
+    if module is None:
+        module = axis.kept[key] = VocabParallelCrossEntropy(
+            axis=axis,
+            vocab_size=vocab_size,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
     loss: torch.Tensor = module(logits, target)
     return loss
 

@@ -87,7 +87,8 @@ def check_results(results: Sequence[torch.Tensor], losses: Sequence[torch.Tensor
                 f"a loss that model.backward() was given is {found} on the ranks that share a stage, and "
                 "must be the same on all: it was made from one rank's part of something split. Take the "
                 "loss of whole outputs (gather_output), or one that adds up over the ranks "
-                "(vocab_parallel_cross_entropy, cross_entropy_2d, cross_entropy_3d, cross_entropy_sequence)"
+                "(vocab_parallel_cross_entropy, cross_entropy_2d, cross_entropy_3d, cross_entropy_sequence), "
+                "or put summands of your own together: smp_lite.nn.one_d.sum_over_ranks(summand, axis)"
             )
         raise SMPMismatch(
             f"a number that the step function returns is {found} on the ranks that share a stage, and must "

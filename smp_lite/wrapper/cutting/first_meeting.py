@@ -1,7 +1,8 @@
 """Ranks meet before the model is cut, and after: one that has failed instead tells the others, and goes on.
 
-Until then there is no runtime that ranks could hear each other by (:meth:`~..Peers.fail`), and a rank whose
-first step ends by an error of its own would be waited for.
+Until then there is no runtime that ranks could hear each other by
+(:meth:`~smp_lite.comm.groups.peers.Peers.fail`), and a rank whose first step ends by an error of its own
+would be waited for.
 """
 
 from __future__ import annotations

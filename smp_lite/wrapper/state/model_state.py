@@ -18,6 +18,7 @@ from ...runtime.model_runtime import ModelRuntime
 from ...session import Session
 from .state_loading import put_into
 from .state_versions import with_versions_of
+from .waiting_state import set_extra_state
 
 
 class ModelState:
@@ -112,6 +113,15 @@ class ModelState:
     def _is_split(self) -> bool:
         """Whether entries of partial dicts are parts of parameters, merged or not."""
         return any(layout_of(parameter) is not None for parameter in self.module.parameters())
+
+    def put_back(self, entries: dict[str, Any]) -> None:
+        """Puts copies of entries of :meth:`local` where they were: no code of the modules' runs."""
+        present = self.local()
+        with unguarded(), torch.no_grad():
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor) and key in present:
+                    present[key].copy_(value)
+        set_extra_state(self.module, entries)
 
     def load(self, state: dict[str, Any], *, strict: bool) -> Any:
         """Copies the entries of this rank's stage into place.

@@ -80,13 +80,14 @@ class ModelWithState(LocalParts):
                 which is collective over the mp group.
         """
         state = self._state().merged(self._with_own_names(state_dict), same_partition_load)
-        if self._runtime is None:
-            if state[PARTIAL_KEY] or self._pending_state:  # What is loaded later wins.
-                self.keep_until_partition(state, strict=strict)
-                set_extra_state(self.module, state)
-                return None
-            self._loaded_keys |= set(state)
+        # Of several that wait, what is loaded later wins.
+        if self._runtime is None and (state[PARTIAL_KEY] or self._pending_state):
+            self.keep_until_partition(state, strict=strict)
+            set_extra_state(self.module, state)
+            return None
         found = self._state().load(state, strict=strict)
+        if self._runtime is None:  # by the names that entries have here
+            self._loaded_keys |= {*self.module.state_dict(keep_vars=True)} - {*found.missing_keys}
         if self._refusal is not None:
             self._refusal.remove()
             self._refusal = None

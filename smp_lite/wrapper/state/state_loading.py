@@ -2,12 +2,14 @@
 
 Modules may have code of their own for this: hooks and a ``_load_from_state_dict`` that rename entries of old
 files, turn them into a new form, or keep some in attributes. It runs as in one process, on what was saved;
-only what comes after it, the copying into parameters, is this rank's part alone.
+only torch's copying into parameters, between the last of their hooks before it and the first thing after it,
+finds this rank's part alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -40,30 +42,75 @@ def put_into(
     Raises:
         RuntimeError: torch's, where an entry has another shape.
     """
+    set_aside: dict[int, dict[str, Any]] = defaultdict(dict)  # by module, while torch copies
     elsewhere: set[str] = set()
 
-    def leave_own_part(part: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def leave_own_part(
+        part: nn.Module, state: dict[str, Any], prefix: str, meta: Any, strict: bool, *lists: list[str]
+    ) -> None:
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
             key = f"{prefix}{name}"
             if tensor is None:
                 continue
             if is_away(tensor):
-                state.pop(key, None)
-                elsewhere.add(key)
+                if key in state or not is_whole:
+                    elsewhere.add(key)  # else it is missing, as its own stage says
+                if key in state:
+                    value = set_aside[id(part)][key] = state.pop(key)
+                    if is_whole and (problem := _other_shape(key, tensor, value)) is not None:
+                        lists[-1].append(problem)
             elif is_whole and isinstance(state.get(key), torch.Tensor):
                 layout = layout_of(tensor)
                 if layout is not None:
+                    set_aside[id(part)][key] = state[key]
                     state[key] = part_of(state[key], layout)
 
+    def bring_back(part: nn.Module, state: dict[str, Any], missing: list[str]) -> None:
+        state.update(set_aside.pop(id(part), {}))
+        missing[:] = [key for key in missing if key not in elsewhere]
+
     with contextlib.ExitStack() as until_loaded:
+        until_loaded.enter_context(_after_copying(bring_back))
         for part in module.modules():
             # The last hook: what torch copies comes right after it.
             until_loaded.callback(part.register_load_state_dict_pre_hook(leave_own_part).remove)
             if not is_loaded(part):
                 until_loaded.enter_context(_without_loading(part))
         result = module.load_state_dict(state, strict=False)
-    missing = [key for key in result.missing_keys if key not in elsewhere]
-    return missing, list(result.unexpected_keys)
+    return list(result.missing_keys), list(result.unexpected_keys)
+
+
+def _other_shape(key: str, tensor: torch.Tensor, value: Any) -> str | None:
+    """What torch says of an entry that does not fit, on the ranks that do not copy it."""
+    if layout_of(tensor) is not None or not tensor.dim() or not isinstance(value, torch.Tensor):
+        return None
+    if value.shape == tensor.shape:
+        return None
+    return (
+        f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
+        f"the shape in current model is {tensor.shape}."
+    )
+
+
+@contextlib.contextmanager
+def _after_copying(then: Callable[[nn.Module, dict[str, Any], list[str]], None]) -> Iterator[None]:
+    """Within: called with a module, its state dict and the missing keys where torch's own part of loading it
+    has ended, and code of the module's goes on."""
+    original = nn.Module._load_from_state_dict
+
+    def load(
+        part: nn.Module, state: dict[str, Any], prefix: str, meta: Any, strict: bool, *lists: Any
+    ) -> None:
+        try:
+            original(part, state, prefix, meta, strict, *lists)
+        finally:
+            then(part, state, lists[0])
+
+    nn.Module._load_from_state_dict = load  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module._load_from_state_dict = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
