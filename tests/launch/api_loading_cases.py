@@ -333,6 +333,8 @@ def hooks_after_partition(folder: str) -> dict[str, Any]:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
+        for part in (model.module.first, model.module.last):
+            part[2].power = 7
 
     found = {}
     for name, loaded in (("present names", state), ("older names", older)):
@@ -344,7 +346,7 @@ def hooks_after_partition(folder: str) -> dict[str, Any]:
         train(model)
         now = model.state_dict()
         found[name] = all(
-            torch.equal(now[key], value) for key, value in state.items() if key.endswith("weight")
+            torch.equal(now[key], value) for key, value in state.items() if key.endswith(("weight", "power"))
         )
     model, _ = begin(Two)
     model.register_post_partition_hook(lambda *_: None)

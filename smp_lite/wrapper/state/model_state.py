@@ -18,7 +18,7 @@ from ...runtime.model_runtime import ModelRuntime
 from ...session import Session
 from .state_loading import put_into
 from .state_versions import with_versions_of
-from .waiting_state import set_extra_state
+from .waiting_state import EXTRA_STATE, set_extra_state
 
 
 class ModelState:
@@ -115,12 +115,29 @@ class ModelState:
         return any(layout_of(parameter) is not None for parameter in self.module.parameters())
 
     def put_back(self, entries: dict[str, Any]) -> None:
-        """Puts copies of entries of :meth:`local` where they were: no code of the modules' runs."""
+        """Puts copies of entries of :meth:`local` where they were.
+
+        Code of modules runs only where it keeps entries of its own, and then with all that the module has.
+        """
         present = self.local()
+        modules = dict(self.module.named_modules(remove_duplicate=False))
+        kept_by_code: dict[str, set[str]] = {}
         with unguarded(), torch.no_grad():
-            for key, value in entries.items():
-                if isinstance(value, torch.Tensor) and key in present:
-                    present[key].copy_(value)
+            for key in entries.keys() & present.keys():
+                holder, _, own = key.rpartition(".")
+                part = modules.get(holder)
+                if part is None or own not in {**part._parameters, **part._buffers, EXTRA_STATE: None}:
+                    while holder not in modules:  # its name has points
+                        holder = holder.rpartition(".")[0]
+                    kept_by_code.setdefault(holder, set()).add(key)
+                elif own != EXTRA_STATE:
+                    present[key].copy_(entries[key])
+            for holder, keys in kept_by_code.items():
+                part, prefix = modules[holder], f"{holder}." if holder else ""
+                keys |= {f"{prefix}{own}" for own in (*part._parameters, *part._buffers)}
+                if keys & present.keys() <= entries.keys():
+                    given = {key: entries[key] for key in keys & present.keys()}
+                    part._load_from_state_dict(given, prefix, {"version": part._version}, True, [], [], [])
         set_extra_state(self.module, entries)
 
     def load(self, state: dict[str, Any], *, strict: bool) -> Any:

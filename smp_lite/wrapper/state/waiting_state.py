@@ -21,9 +21,9 @@ from ...nn.guarding import words
 from ...record.values.torch_functions import METADATA_FUNCTIONS, function_name
 from .state_versions import with_versions_of
 
-__all__ = ["Waiting", "set_extra_state", "with_present_extra_state"]
+__all__ = ["EXTRA_STATE", "Waiting", "set_extra_state", "with_present_extra_state"]
 
-_EXTRA = "_extra_state"
+EXTRA_STATE = "_extra_state"
 _HARMLESS = METADATA_FUNCTIONS | words(
     """
     requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad data_ptr untyped_storage
@@ -129,7 +129,7 @@ def set_extra_state(module: nn.Module, state: dict[str, Any]) -> None:
     parts = dict(module.named_modules(remove_duplicate=False))
     for key, value in state.items():
         holder, _, own = key.rpartition(".")
-        if own == _EXTRA and holder in parts:
+        if own == EXTRA_STATE and holder in parts:
             parts[holder].set_extra_state(value)
 
 
@@ -139,6 +139,6 @@ def with_present_extra_state(module: nn.Module, state: dict[str, Any]) -> dict[s
     found = with_versions_of(state, state)
     for key in state:
         holder, _, own = key.rpartition(".")
-        if own == _EXTRA and holder in parts:
+        if own == EXTRA_STATE and holder in parts:
             found[key] = parts[holder].get_extra_state()
     return found
