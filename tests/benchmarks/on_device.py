@@ -11,6 +11,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,8 +23,11 @@ from torch import Tensor
 
 import smp_lite as smp
 from smp_lite.comm.waiting import wait_until
+from smp_lite.preview.memory_preview import preview_memory
+from smp_lite.preview.step_preview import PlanReady, stop_when_planned
 from smp_lite.record.values.placed import TensorMeta
 from smp_lite.session import current
+from smp_lite.starting import planning
 from tests.benchmarks.spread import Spread
 from tests.benchmarks.workload import Workload, next_byte_loss
 from tests.harness import DEVICES_VARIABLE, WorldPool
@@ -43,6 +47,7 @@ _CONTESTANTS: list[tuple[str, int, dict[str, Any]]] = [
     ("ipc", _NUM_STAGES, {"pipeline": "interleaved"}),
     ("ipc, zero_bubble", _NUM_STAGES, {"pipeline": "zero_bubble"}),
     ("ipc, static_mode", _NUM_STAGES, {"pipeline": "interleaved", "static_mode": True}),
+    ("ipc, static_mode, graphs", _NUM_STAGES, {"pipeline": "interleaved", "static_mode": True}),
     ("mpi", _NUM_STAGES, {"pipeline": "interleaved"}),
 ]
 
@@ -63,7 +68,7 @@ def table(quick: bool) -> Group:
         "/ one process",
         "host ms",
         "host us / action",
-        "peak MiB by rank",
+        "peak MiB by rank (planned)",
     )
     steps.title = "Steps in bf16, M 8, ranks that share a device: median (quartiles)"
     for d_model, num_blocks, length, batch_size in sizes:
@@ -75,16 +80,20 @@ def table(quick: bool) -> Group:
 
 
 def _rows(workload: Workload, devices: int, num_rounds: int) -> list[list[str]]:
-    found: dict[str, list[list[tuple[float, float]]]] = {name: [] for name, _, _ in _CONTESTANTS}
-    with ExitStack() as stack:
-        pools, facts = {}, {}
-        for name, num_ranks, parameters in _CONTESTANTS:
-            if devices and "static_mode" in parameters:
-                continue  # the pretended device's own Python would have to be replayed
-            pool = pools[name] = WorldPool(num_ranks, keeps_sessions=True, devices=devices)
+    # The pretended device's own Python would have to be replayed.
+    contestants = [each for each in _CONTESTANTS if not (devices and "static_mode" in each[2])]
+    found: dict[str, list[list[tuple[float, float]]]] = {name: [] for name, _, _ in contestants}
+    with ExitStack() as stack, ThreadPoolExecutor(len(contestants)) as at_once:
+
+        def started(name: str, num_ranks: int, parameters: dict[str, Any]) -> tuple[WorldPool, list[Any]]:
+            pool = WorldPool(num_ranks, keeps_sessions=True, devices=devices)
             stack.callback(pool.close)
             kwargs = {"name": name, "workload": workload, "parameters": parameters}
-            facts[name] = pool.run(f"{__name__}:set_up", kwargs, None, _TIMEOUT_S)
+            return pool, pool.run(f"{__name__}:set_up", kwargs, None, _TIMEOUT_S)
+
+        ready = list(at_once.map(started, *zip(*contestants, strict=True)))
+        pools = {name: pool for (name, _, _), (pool, _) in zip(contestants, ready, strict=True)}
+        facts = {name: fact for (name, _, _), (_, fact) in zip(contestants, ready, strict=True)}
         for turn in range(num_rounds):
             names = list(pools)
             first = turn % len(names)
@@ -92,16 +101,42 @@ def _rows(workload: Workload, devices: int, num_rounds: int) -> list[list[str]]:
                 found[name].append(pools[name].run(f"{__name__}:step_times", {}, None, _TIMEOUT_S))
     alone = [max(step for step, _ in ranks) for ranks in found["one process"]]
     rows = []
-    for name in pools:
+    for name, num_ranks, parameters in contestants:
         steps = [max(step for step, _ in ranks) for ranks in found[name]]
         hosts = [max(host for _, host in ranks) for ranks in found[name]]
         ratio = Spread.of([mine / other for mine, other in zip(steps, alone, strict=True)])
         num_actions = max(count for count, _ in facts[name])
         each = f"{statistics.median(hosts) / num_actions * 1e6:.0f}" if num_actions else ""
         peaks = ", ".join(f"{peak / 2**20:.0f}" for _, peak in facts[name])
+        if num_ranks > 1:
+            peaks += " (" + ", ".join(f"{planned / 2**20:.0f}" for planned in _planned(workload, parameters)) + ")"
         texts = [Spread.of(steps).text(1e-3), ratio.text(digits=3), Spread.of(hosts).text(1e-3), each, peaks]
         rows.append([name, *texts])
     return rows
+
+
+def _planned(workload: Workload, parameters: dict[str, Any]) -> list[int]:
+    """Bytes at each stage's peak, as `smp-lite plan` says."""
+    with planning({**workload.parameters(_NUM_STAGES, "interleaved"), **parameters}, stop_when_planned):
+        smp.init()
+        with torch.device("meta"):
+            model = workload.distributed(_NUM_STAGES)
+        try:
+            _step_function()(model.to(torch.bfloat16), *workload.batch())
+        except PlanReady as ready:
+            found = preview_memory(current(), ready.batch, ready.recordings, ready.inputs)
+            return [stage.total for stage in found.stages]
+    raise AssertionError("a step with a backward is planned before it runs")
+
+
+def _step_function() -> Callable[..., Any]:
+    @smp.step
+    def step(model: smp.DistributedModel, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = next_byte_loss(model(tokens), targets)
+        model.backward(loss)
+        return loss
+
+    return step
 
 
 def set_up(name: str, workload: Workload, parameters: dict[str, Any]) -> tuple[int, int]:
@@ -125,15 +160,12 @@ def set_up(name: str, workload: Workload, parameters: dict[str, Any]) -> tuple[i
 
     else:
         os.environ["SMP_LITE_WIRE"] = name.split(",", maxsplit=1)[0]
+        os.environ["SMP_LITE_CUDA_GRAPHS"] = str(int(name.endswith("graphs")))
         smp.init({**workload.parameters(_NUM_STAGES, "interleaved"), **parameters})
         wrapped = workload.distributed(_NUM_STAGES)
         wrapped.to(torch.bfloat16)
 
-        @smp.step
-        def step(model: smp.DistributedModel, tokens: Tensor, targets: Tensor) -> Tensor:
-            loss = next_byte_loss(model(tokens), targets)
-            model.backward(loss)
-            return loss
+        step = _step_function()
 
         def run() -> None:
             wrapped.zero_grad()

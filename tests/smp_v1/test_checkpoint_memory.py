@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ class InSequence(nn.Module):
 
 
 def peak(strategy: str | None, num_blocks: int, microbatches: int = 1, **parameters: Any) -> int:
-    """Bytes on top of parameters and gradients, in the third step."""
+    """Bytes on top of parameters and gradients, in the third step and those after it: the median of three."""
     smp.reset()
     smp.init_in_memory({"partitions": 1, "microbatches": microbatches, "pipeline": "simple", **parameters})
     torch.manual_seed(0)
@@ -52,10 +53,13 @@ def peak(strategy: str | None, num_blocks: int, microbatches: int = 1, **paramet
         for parameter in net.parameters():
             parameter.grad = torch.zeros_like(parameter)
         step(model, tokens)
-    gc.collect()
-    with memory_profile() as profile:
-        step(model, tokens)
-    return most_and_left(profile)[0]
+    found = []
+    for _ in range(3):  # a stray allocation of torch's own was once in one of them
+        gc.collect()
+        with memory_profile() as profile:
+            step(model, tokens)
+        found.append(most_and_left(profile)[0])
+    return statistics.median(found)
 
 
 @pytest.mark.slow
