@@ -30,6 +30,14 @@ if os.access("/dev/shm", os.W_OK):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out what is marked slow")
+    parser.addoption(
+        "--device", choices=["cuda"], help="what runs on a pretended device runs on the machine's GPUs"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device"):
+        os.environ["SMP_LITE_TESTS_DEVICE"] = config.getoption("--device")  # see tests.harness
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -80,6 +80,9 @@ def _seed() -> None:
         torch.manual_seed(0)
         if torch.accelerator.is_available():
             torch.accelerator.set_device_index(0)
+        if torch.cuda.is_available():  # the same operations give the same bits
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
 def _reset(environment: dict[str, str]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from ..record.describe.live_bytes import LiveBytes
 from ..record.describe.metadata import MetadataInference
@@ -59,7 +60,7 @@ def optimizer_memory(
         members = [parameter for parameter in group["params"] if id(parameter) in wanted]
         fakes = [_fake(stand_in_of(parameter), inference) for parameter in members]
         made += fakes
-        groups.append({**group, "params": fakes})
+        groups.append({**group, "params": fakes, **_kernels(group, fakes)})
     twin.param_groups = groups
     live = _OptimizerBytes([*made, *[fake.grad for fake in made if fake.grad is not None]])
     with inference.mode, live:
@@ -79,6 +80,15 @@ def _fake(parameter: torch.Tensor, inference: MetadataInference) -> torch.nn.Par
     with inference.mode:
         fake.grad = torch.empty_like(fake)
     return fake
+
+
+def _kernels(group: Mapping[str, Any], fakes: list[torch.nn.Parameter]) -> dict[str, bool]:
+    """Where nobody says otherwise torch steps all tensors of a device at once, but not fake ones."""
+    left_open = "foreach" in group and group["foreach"] is None and not group.get("fused")
+    kinds = _get_foreach_kernels_supported_devices()
+    if left_open and not group.get("differentiable") and all(fake.device.type in kinds for fake in fakes):
+        return {"foreach": True}
+    return {}
 
 
 class _OptimizerBytes(LiveBytes):

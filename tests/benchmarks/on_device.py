@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +38,7 @@ __all__ = ["messages", "set_up", "step_times", "table"]
 _NUM_STAGES = 2
 _ROUNDS = 10
 _WARM_UP_STEPS = 3
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = 120.0
 _WIRES = ("ipc", "mpi")
 _REPEATED = 20
 
@@ -89,7 +90,9 @@ def _rows(workload: Workload, devices: int, num_rounds: int) -> list[list[str]]:
             pool = WorldPool(num_ranks, keeps_sessions=True, devices=devices)
             stack.callback(pool.close)
             kwargs = {"name": name, "workload": workload, "parameters": parameters}
-            return pool, pool.run(f"{__name__}:set_up", kwargs, None, _TIMEOUT_S)
+            ready = pool.run(f"{__name__}:set_up", kwargs, None, _TIMEOUT_S)
+            print(f"{workload}: {name} is ready", file=sys.stderr)
+            return pool, ready
 
         ready = list(at_once.map(started, *zip(*contestants, strict=True)))
         pools = {name: pool for (name, _, _), (pool, _) in zip(contestants, ready, strict=True)}
@@ -147,7 +150,8 @@ def set_up(name: str, workload: Workload, parameters: dict[str, Any]) -> tuple[i
     tokens, targets = workload.batch()
     if name == "one process":
         device = torch.accelerator.current_accelerator()
-        model = workload.model().to(device, torch.bfloat16)
+        with device:
+            model = workload.model().to(torch.bfloat16)
         parts = [
             (x.to(device), y.to(device))
             for x, y in zip(*(t.chunk(workload.num_microbatches) for t in (tokens, targets)), strict=True)
@@ -162,7 +166,8 @@ def set_up(name: str, workload: Workload, parameters: dict[str, Any]) -> tuple[i
         os.environ["SMP_LITE_WIRE"] = name.split(",", maxsplit=1)[0]
         os.environ["SMP_LITE_CUDA_GRAPHS"] = str(int(name.endswith("graphs")))
         smp.init({**workload.parameters(_NUM_STAGES, "interleaved"), **parameters})
-        wrapped = workload.distributed(_NUM_STAGES)
+        with smp.state.device:  # the whole model is there until the first step
+            wrapped = workload.distributed(_NUM_STAGES)
         wrapped.to(torch.bfloat16)
 
         step = _step_function()
@@ -172,7 +177,11 @@ def set_up(name: str, workload: Workload, parameters: dict[str, Any]) -> tuple[i
             step(wrapped, tokens, targets)
 
     _step = run
-    for _ in range(_WARM_UP_STEPS):
+    run()
+    torch.accelerator.synchronize()
+    if not os.environ.get(DEVICES_VARIABLE):
+        torch.accelerator.reset_peak_memory_stats()
+    for _ in range(_WARM_UP_STEPS - 1):
         run()
     torch.accelerator.synchronize()
     if name != "one process":

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 import smp_lite as smp
@@ -21,6 +22,7 @@ from tests.transparency.planned_peaks import JOBS, prepared
 __all__ = [
     "collectives_between_replicas",
     "compare_case",
+    "mixed_precision",
     "out_of_memory",
     "peaks",
     "synchronisations",
@@ -28,15 +30,8 @@ __all__ = [
 ]
 
 
-def _deterministic() -> None:
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-
-
 def compare_case(name: str, placement: str, wire: str, tolerance: float) -> list[str]:
     """Trains a case; what differs from plain torch on this rank's GPU by more than that, relative."""
-    _deterministic()
     os.environ["SMP_LITE_WIRE"] = wire
     smp.init()
     case = CASES[name]
@@ -54,7 +49,6 @@ def collectives_between_replicas() -> tuple[str, str]:
 
 def trained(case: str, **kwargs: Any) -> Any:
     """What another function finds, with all tensors on the host."""
-    _deterministic()
     module, _, name = case.partition(":")
     found = getattr(importlib.import_module(module), name)(**kwargs)
     return tree_map_only(Tensor, Tensor.cpu, found)
@@ -70,6 +64,61 @@ def _gpt(workload: Workload) -> tuple[Any, Any]:
         return loss
 
     return model, step
+
+
+def mixed_precision(
+    dtype: str = "bfloat16", checkpointed: bool = False, scaled: bool = False, cast: bool = False
+) -> tuple[list[float], list[float], list[str]]:
+    """Losses of three steps, those of one process on this GPU, and this rank's parameters that differ.
+
+    Args:
+        dtype: of autocast, or with ``cast`` of the model.
+        checkpointed: the blocks are.
+        scaled: by a gradient scaler.
+        cast: the model is, and there is no autocast.
+    """
+    smp.init()
+    device, half = smp.state.device, getattr(torch, dtype)
+    workload = Workload(128, 4, 64, 8, 4)
+    plain = workload.model().to(device)
+    model = workload.distributed(smp.pp_size())
+    if cast:
+        plain, model = plain.to(half), model.to(half)
+    if checkpointed:
+        for block in model.module.blocks:
+            smp.set_activation_checkpointing(block)
+    optimizer: Any = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    own = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler(device.type, enabled=scaled)
+    own_scaler = torch.amp.GradScaler(device.type, enabled=scaled)
+
+    def loss_of(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(device.type, half, enabled=not cast):
+            return next_byte_loss(model(tokens), targets)
+
+    @smp.step
+    def step(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = loss_of(model, tokens, targets)
+        model.backward(scaler.scale(loss))
+        return loss
+
+    losses, expected = [], []
+    tokens, targets = workload.batch()
+    for number in range(3):
+        x, y = tokens.roll(number, 0), targets.roll(number, 0)
+        optimizer.zero_grad()
+        losses += [float(loss) for loss in step(model, x, y).outputs]
+        scaler.step(optimizer)
+        scaler.update()
+        own.zero_grad()
+        for a, b in zip(x.to(device).chunk(4), y.to(device).chunk(4), strict=True):
+            loss = loss_of(plain, a, b)
+            expected.append(float(loss))
+            own_scaler.scale(loss / 4).backward()
+        own_scaler.step(own)
+        own_scaler.update()
+    known = dict(plain.named_parameters())
+    return losses, expected, [n for n, p in model.local_named_parameters() if not torch.equal(p, known[n])]
 
 
 def synchronisations(wire: str, checkpointed: bool = False) -> tuple[str, list[str]]:
@@ -100,13 +149,10 @@ def synchronisations(wire: str, checkpointed: bool = False) -> tuple[str, list[s
 
 
 class _Greedy(nn.Linear):
-    """Wants more memory than there is, once."""
-
-    wants = False
+    """Wants more memory than there is, once, where it really runs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if _Greedy.wants:
-            _Greedy.wants = False
+        if not isinstance(x, FakeTensor) and os.environ.pop("WANTS_MEMORY", ""):
             torch.empty(1 << 44, device=x.device)
         return super().forward(x)
 
@@ -128,7 +174,8 @@ def out_of_memory(failing_rank: int) -> tuple[str, list[float]]:
 
     x, losses, text = torch.ones(4, 8), [], "nothing was raised"
     for number in range(4):
-        _Greedy.wants = number == 2 and smp.rank() == failing_rank
+        if number == 2 and smp.rank() == failing_rank:
+            os.environ["WANTS_MEMORY"] = "1"
         try:
             losses.append(float(step(model, x).reduce_mean()))
         except torch.OutOfMemoryError as error:
@@ -143,8 +190,10 @@ def peaks(name: str) -> tuple[int, int]:
     for _ in range(2):
         step(model, *batch)
         optimizer.step()
+        optimizer.zero_grad()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     step(model, *batch)
+    optimizer.step()
     torch.cuda.synchronize()
     return smp.pp_rank(), torch.cuda.max_memory_allocated()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from smp_lite.devices import DEVICE_VARIABLE
 from tests.harness import REAL, run_distributed
 from tests.models import CASES
 from tests.tensor.sdp_cases import config
@@ -34,11 +35,11 @@ TWO: dict[str, Any] = {"partitions": 2, "microbatches": 4}
 
 
 def run(
-    function: str, ranks: int = 2, parameters: dict[str, Any] = TWO, *, fresh: bool = False, **kwargs: Any
+    function: str, ranks: int = 2, given: dict[str, Any] = TWO, /, *, fresh: bool = False, **kwargs: Any
 ) -> list[Any]:
     function = function if ":" in function else f"{OWN}:{function}"
     return run_distributed(
-        function, ranks, devices=REAL, parameters=parameters, kwargs=kwargs, timeout_s=180.0, fresh=fresh
+        function, ranks, devices=REAL, parameters=given, kwargs=kwargs, timeout_s=180.0, fresh=fresh
     )
 
 
@@ -94,13 +95,12 @@ def test_ranks_that_share_a_gpu_are_refused_by_name_where_nccl_is_demanded() -> 
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_every_collective_by_reading_memory(ranks: int) -> None:
-    """On one GPU, or between GPUs without process groups for them."""
+def test_every_collective_by_reading_memory(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All on one GPU."""
+    monkeypatch.setenv(DEVICE_VARIABLE, "cuda:0")
     function = "tests.transparency.groups_on_device:collectives_that_are_wrong"
-    assert run(function, ranks, {**DATA_PARALLEL, "ddp": False}, kind="own") == [[]] * ranks
-    if torch.cuda.device_count() < 2:
-        for kind in ("own", "shared with scripts"):
-            assert run(function, ranks, DATA_PARALLEL, kind=kind) == [[]] * ranks
+    for kind in ("own", "shared with scripts"):
+        assert run(function, ranks, DATA_PARALLEL, fresh=True, kind=kind) == [[]] * ranks
 
 
 @EACH_HAS_ONE
@@ -137,7 +137,8 @@ def test_sharded_parameters(half: bool) -> None:
 def test_split_layers() -> None:
     """Over NCCL, or by reading each other's memory: as the dense model on the host."""
     given = {**BASE, "partitions": 1}
-    for rank in run("trained", 2, given, case="tests.tensor.runtime_cases:train", parameters=given):
+    found = run("trained", 2, given, case="tests.tensor.runtime_cases:train", parameters=given)
+    for rank in found:
         torch.testing.assert_close(rank["state"], dense()["state"], rtol=1e-4, atol=1e-5)
 
 
@@ -156,6 +157,25 @@ def test_nothing_in_a_step_of_replicas_waits_for_the_gpu() -> None:
     for device, waits in run("synchronisations", 2, DATA_PARALLEL, wire="mpi"):
         assert device.startswith("cuda:")
         assert waits == []
+
+
+# Mixed precision --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [{}, {"checkpointed": True}, {"dtype": "float16", "scaled": True}], ids=str)
+@pytest.mark.parametrize("parameters", [{}, {"pipeline": "zero_bubble"}, {"static_mode": True}], ids=str)
+def test_autocast_and_gradient_scaler(how: dict[str, Any], parameters: dict[str, Any]) -> None:
+    for losses, expected, wrong in run("mixed_precision", 2, {**TWO, **ZIGZAG, **parameters}, **how):
+        assert losses == expected
+        assert wrong == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_models_in_half_precision(dtype: str) -> None:
+    """Parameters and gradients of two bytes: as in one process, to the bit."""
+    for losses, expected, wrong in run("mixed_precision", 2, {**TWO, **ZIGZAG}, dtype=dtype, cast=True):
+        assert losses == expected
+        assert wrong == []
 
 
 # Wires ------------------------------------------------------------------------------------------------------
@@ -213,7 +233,7 @@ def test_copies_of_stores() -> None:
 
 
 def test_offloading_does_not_wait_for_the_gpu() -> None:
-    for _, waits in run("synchronisations", parameters=OFFLOADED, wire="ipc", checkpointed=True):
+    for _, waits in run("synchronisations", 2, OFFLOADED, wire="ipc", checkpointed=True):
         assert waits == []
 
 
