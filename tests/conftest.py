@@ -49,6 +49,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what is marked ``thorough``, and all but each n-th case of what is marked ``sampled(n)``,
     unless all is asked for (``make test-all``); with ``--quick`` (``make test``) what is ``slow`` too."""
+    if config.getoption("--device"):
+        for item in items:
+            if item.get_closest_marker("pretended"):
+                item.add_marker(pytest.mark.skip("it speaks of the pretended device"))
     if os.environ.get("SMP_LITE_ALL_TESTS") == "1":
         return
     quick = config.getoption("--quick")

@@ -31,7 +31,7 @@ from smp_lite.session import current
 from smp_lite.starting import planning
 from tests.benchmarks.spread import Spread
 from tests.benchmarks.workload import Workload, next_byte_loss
-from tests.harness import DEVICES_VARIABLE, WorldPool
+from tests.harness import DEVICES_VARIABLE, REAL, WorldPool
 
 __all__ = ["messages", "set_up", "step_times", "table"]
 
@@ -60,7 +60,7 @@ def table(quick: bool) -> Group:
     is_pretended = not torch.accelerator.is_available()
     if is_pretended and not quick:
         raise SystemExit("there is no accelerator here; --quick runs the same on a pretended one")
-    devices = 1 if is_pretended else 0
+    devices = 1 if is_pretended else REAL
     sizes = [(2048, 16, 1024, 16), (256, 16, 128, 16)] if not quick else [(32, 2, 16, 8)]
     steps = Table(
         "workload",
@@ -82,7 +82,7 @@ def table(quick: bool) -> Group:
 
 def _rows(workload: Workload, devices: int, num_rounds: int) -> list[list[str]]:
     # The pretended device's own Python would have to be replayed.
-    contestants = [each for each in _CONTESTANTS if not (devices and "static_mode" in each[2])]
+    contestants = [each for each in _CONTESTANTS if not (devices > 0 and "static_mode" in each[2])]
     found: dict[str, list[list[tuple[float, float]]]] = {name: [] for name, _, _ in contestants}
     with ExitStack() as stack, ThreadPoolExecutor(len(contestants)) as at_once:
 
@@ -109,11 +109,19 @@ def _rows(workload: Workload, devices: int, num_rounds: int) -> list[list[str]]:
         hosts = [max(host for _, host in ranks) for ranks in found[name]]
         ratio = Spread.of([mine / other for mine, other in zip(steps, alone, strict=True)])
         num_actions = max(count for count, _ in facts[name])
-        each = f"{statistics.median(hosts) / num_actions * 1e6:.0f}" if num_actions else ""
+        host_each = f"{statistics.median(hosts) / num_actions * 1e6:.0f}" if num_actions else ""
         peaks = ", ".join(f"{peak / 2**20:.0f}" for _, peak in facts[name])
         if num_ranks > 1:
-            peaks += " (" + ", ".join(f"{planned / 2**20:.0f}" for planned in _planned(workload, parameters)) + ")"
-        texts = [Spread.of(steps).text(1e-3), ratio.text(digits=3), Spread.of(hosts).text(1e-3), each, peaks]
+            peaks += (
+                " (" + ", ".join(f"{planned / 2**20:.0f}" for planned in _planned(workload, parameters)) + ")"
+            )
+        texts = [
+            Spread.of(steps).text(1e-3),
+            ratio.text(digits=3),
+            Spread.of(hosts).text(1e-3),
+            host_each,
+            peaks,
+        ]
         rows.append([name, *texts])
     return rows
 
@@ -146,6 +154,7 @@ def set_up(name: str, workload: Workload, parameters: dict[str, Any]) -> tuple[i
     """Runs in every rank; returns the number of actions of a step, and the device's peak in bytes."""
     global _step
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(False)  # the pool's tests want them
     runner: Any = None
     tokens, targets = workload.batch()
     if name == "one process":
@@ -206,7 +215,7 @@ def step_times() -> tuple[float, float]:
 def _message_table(devices: int, num_rounds: int) -> Table:
     result = Table("bytes", *(f"{wire} us" for wire in _WIRES), "copy us", *(f"{w} / copy" for w in _WIRES))
     result.title = "Messages between two ranks on one device, one way: median"
-    sizes = [64, 1 << 16, 1 << 20] + ([] if devices else [1 << 24, 1 << 28])
+    sizes = [64, 1 << 16, 1 << 20] + ([] if devices > 0 else [1 << 24, 1 << 28])
     times: dict[str, list[dict[int, tuple[float, float]]]] = {wire: [] for wire in _WIRES}
     with ExitStack() as stack:
         pools = {}

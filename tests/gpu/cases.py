@@ -87,8 +87,8 @@ def mixed_precision(
     if checkpointed:
         for block in model.module.blocks:
             smp.set_activation_checkpointing(block)
-    optimizer: Any = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
-    own = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    optimizer: Any = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4))
+    own = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=1e-4)
     scaler = torch.amp.GradScaler(device.type, enabled=scaled)
     own_scaler = torch.amp.GradScaler(device.type, enabled=scaled)
 

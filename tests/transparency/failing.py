@@ -82,16 +82,19 @@ def batches() -> list[dict[str, Tensor]]:
 
 
 def plain_states(
-    skipped: tuple[int, ...], build: Callable[[], nn.Module] = FailingChain
+    skipped: tuple[int, ...],
+    build: Callable[[], nn.Module] = FailingChain,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  (immutable)
 ) -> dict[str, Tensor]:
     """Where plain torch ends that never sees the failing steps' batches."""
     torch.manual_seed(0)
-    model = build()
+    model = build().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step, batch in enumerate(batches()):
         if step in skipped:
             continue
         optimizer.zero_grad()
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
         for x, target in zip(batch["x"].chunk(4), batch["target"].chunk(4)):
             (F.mse_loss(model(x), target) / 4).backward()
         optimizer.step()
@@ -145,8 +148,10 @@ def train_on_rank(where: str, failing_rank: int, wire: str = "mpi") -> tuple[boo
     os.environ["SMP_LITE_WIRE"] = wire
     smp.init()
     state, texts = train(where, failing_rank)
-    plain = plain_states(FAILING_STEPS)
-    return all(torch.equal(value.cpu(), plain[key]) for key, value in state.items()), texts
+    # What is on the pretended device is to the bit what it is on the host.
+    device = smp.state.device if smp.state.device.type == "cuda" else torch.device("cpu")
+    plain = plain_states(FAILING_STEPS, device=device)
+    return all(torch.equal(value.to(device), plain[key]) for key, value in state.items()), texts
 
 
 def train_on_one_replica(where: str, fail_at: int = 1) -> tuple[bool, list[str]]:

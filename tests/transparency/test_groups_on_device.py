@@ -43,6 +43,7 @@ def test_memory_stays_of_what_nobody_asks_for(own: bool) -> None:
     assert run(f"{OWN}:forgotten", kwargs={"own": own}, parameters=REPLICAS) == [[2.0, 2.0, 2.0]] * 2
 
 
+@pytest.mark.pretended
 @pytest.mark.parametrize(
     ("own", "parameters", "said"),
     [

@@ -66,6 +66,7 @@ def test_zero_bubble(name: str) -> None:
     check(name, 2, pipeline="zero_bubble")
 
 
+@pytest.mark.pretended
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_tied", "data_loop", "complex64"])
 def test_ranks_whose_devices_have_other_numbers(name: str) -> None:
@@ -166,6 +167,7 @@ def test_delayed_initialization_and_tensor_parallel_layers(layout: str) -> None:
 TWO = {"partitions": 2, "microbatches": 2}
 
 
+@pytest.mark.pretended
 @pytest.mark.parametrize(
     ("devices", "variable", "expected"),
     [
@@ -183,6 +185,7 @@ def test_each_rank_has_a_device(devices: int, variable: str | None, expected: li
         assert [f"pretended:{current}" for _, current, _ in found] == expected
 
 
+@pytest.mark.pretended
 @pytest.mark.parametrize("variable", ["cuda", "pretended:2", "nonsense", ""])
 def test_a_device_that_is_not_there_is_refused(variable: str) -> None:
     for _, _, error in run("devices_of", kwargs={"variable": variable}, parameters=TWO, devices=2):
@@ -196,6 +199,7 @@ def test_what_another_rank_describes_is_on_this_ranks_device() -> None:
         assert found == ours
 
 
+@pytest.mark.pretended
 def test_a_script_that_names_another_device_is_told_so() -> None:
     (same,) = run("named_device", 1, kwargs={"number": 0}, parameters={"partitions": 1}, devices=2)
     assert same == "nothing was raised"

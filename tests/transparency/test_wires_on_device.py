@@ -57,6 +57,7 @@ def test_the_wire_is_what_there_is_or_what_was_named(
         assert found == said or "Error" not in found
 
 
+@pytest.mark.pretended
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
@@ -107,6 +108,7 @@ def test_spans_are_those_of_the_device() -> None:
             ends.append(end_s)
 
 
+@pytest.mark.pretended
 @pytest.mark.parametrize(("own", "wire"), [(True, "ipc"), (True, "mpi"), (False, "ipc"), (False, "mpi")])
 def test_no_host_waits_for_its_device_but_for_numbers_that_the_script_looks_at(own: bool, wire: str) -> None:
     """From the fourth step on: of the first three the batches are compared between ranks."""

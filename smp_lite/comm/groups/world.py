@@ -27,11 +27,14 @@ from ..on_device.groups import DeviceGroups, carries
 from ..on_device.mapped import MappedCollectives
 from ..on_device.queued import QueuedCollectives
 from ..on_device.sharing import sharing_on, why_not_between
+from ..transports.gloo import destroy_process_groups
 from ..transports.transport import Tag, Transport
 from ..tree import nearby
 from ..waiting import wait_until, watch_departures, watchdog_s
 
 _SMALL_BYTES = 1 << 16
+_MEET_FOR_S = 5.0
+"""How long a rank whose script has ended keeps what others may still look at."""
 
 
 class World:
@@ -75,12 +78,16 @@ class World:
         """Says to those that may wait for this rank that its script has ended."""
         if os.getpid() != self._process:
             return  # a child that the script has forked has the parent's handlers, and is not this rank
+        if self.device_groups is not None and self.rank != 0:
+            destroy_process_groups()  # threads of NCCL ask rank 0's store, and complain once it has gone
         told: set[int] = set()
         for kind in self.calls.kinds:
             group = self.group(kind)
             told.update(self.calls.neighbours(kind))
             told.update(group[i] for i in nearby(len(group), group.index(self.rank)))
         self.transport.leave(self.calls.last_words(), sorted(told))
+        if self.device_groups is not None:
+            self.transport.meet_at_end(_MEET_FOR_S)
 
     # Groups -------------------------------------------------------------------------------------------------
 

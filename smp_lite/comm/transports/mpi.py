@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from .transport import Host, Tag  # noqa: E402
 __all__ = ["MPITransport"]
 
 _RANK = struct.Struct("<I")
+_MEETING_SLEEP_S = 0.001
 
 
 class MPITransport:
@@ -106,6 +108,13 @@ class MPITransport:
         self._note(_RANK.pack(self.rank) + last_words, {*self._passes_on_to, *told}, Tag.GOODBYE)
         if self.size > 1:
             watch_end(self.rank, watchdog_s())
+
+    def meet_at_end(self, limit_s: float) -> None:
+        if MPI.Is_finalized():
+            return
+        request, end = self._comm.Ibarrier(), time.monotonic() + limit_s
+        while not request.Test() and time.monotonic() < end:
+            time.sleep(_MEETING_SLEEP_S)
 
     def abort(self, exit_code: int) -> None:
         MPI.COMM_WORLD.Abort(exit_code)

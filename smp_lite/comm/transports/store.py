@@ -126,6 +126,9 @@ class StoreTransport:
                 ),
             )
 
+    def meet_at_end(self, limit_s: float) -> None:
+        """Nothing: rank 0, whose store it is, has waited for the others as it left."""
+
     def abort(self, exit_code: int) -> None:
         """Ends this process without waiting for its threads, which may wait for other ranks.
 

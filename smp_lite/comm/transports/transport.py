@@ -84,6 +84,9 @@ class Transport(Protocol):
             told: ranks that must hear of it at once; all others do from those that wait themselves.
         """
 
+    def meet_at_end(self, limit_s: float) -> None:
+        """After :meth:`leave`: returns when every rank's script has ended, or at that limit."""
+
     def abort(self, exit_code: int) -> None:
         """Ends this process at once, and the others soon; does not return."""
 
