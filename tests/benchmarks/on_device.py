@@ -112,16 +112,10 @@ def _rows(workload: Workload, devices: int, num_rounds: int) -> list[list[str]]:
         host_each = f"{statistics.median(hosts) / num_actions * 1e6:.0f}" if num_actions else ""
         peaks = ", ".join(f"{peak / 2**20:.0f}" for _, peak in facts[name])
         if num_ranks > 1:
-            peaks += (
-                " (" + ", ".join(f"{planned / 2**20:.0f}" for planned in _planned(workload, parameters)) + ")"
-            )
-        texts = [
-            Spread.of(steps).text(1e-3),
-            ratio.text(digits=3),
-            Spread.of(hosts).text(1e-3),
-            host_each,
-            peaks,
-        ]
+            planned = _planned(workload, parameters)
+            peaks += f" ({', '.join(f'{each / 2**20:.0f}' for each in planned)})"
+        step, host = (Spread.of(times).text(1e-3) for times in (steps, hosts))
+        texts = [step, ratio.text(digits=3), host, host_each, peaks]
         rows.append([name, *texts])
     return rows
 
