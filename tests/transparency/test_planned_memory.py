@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from smp_lite.plan.step.actions import ActionKind
+from smp_lite.preview import memory_preview
+from smp_lite.preview.action_memory import Played, play
 from tests.harness import run_distributed
 from tests.transparency.planned_peaks import JOBS, planned_memory
 
@@ -51,3 +54,26 @@ def check(name: str, num_ranks: int, parameters: dict[str, Any]) -> None:
         for rank, (stage, peaks) in enumerate(measured)
     }
     assert {what: error for what, error in errors.items() if error > ALLOWED} == {}
+
+
+@pytest.mark.parametrize("name", ["conv", "gpt"])
+def test_nothing_of_a_microbatch_is_kept_once_its_parameters_have_their_gradients(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where the step's result holds autograd's nodes: as much as without actions for gradients."""
+    found: list[Played] = []
+
+    def played(*args: Any, **options: Any) -> Played:
+        found.append(play(*args, **options))
+        return found[-1]
+
+    monkeypatch.setattr(memory_preview, "play", played)
+    left = []
+    for pipeline in ("interleaved", "zero_bubble"):
+        planned_memory(name, {"partitions": 2, "microbatches": 4, "pipeline": pipeline})
+        left.append({0: 0, 1: 0})
+        for (_, is_first, action), memory in found[-1].memory.items():
+            if not is_first:
+                left[-1][action.stage_index] += memory.kept
+    assert any(action.kind is ActionKind.WEIGHT for _, _, action in found[1].memory)
+    assert left[0] == left[1]

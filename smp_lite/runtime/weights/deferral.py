@@ -256,7 +256,7 @@ class WeightGradients:
         if not split:
             if use.gradient is None and self._backward is not None and isinstance(use, Use):
                 self._watched.append(use)
-        elif self._backward is None or use.gradient is not None:
+        elif self._backward is None or use.gradient is not None or use.is_done:
             raise SMPError(
                 f"the gradient of a call with {self._names(use.parameters)} was asked for outside of "
                 "its backward (torch.autograd.grad in a module's forward?), which it was not in the first "
@@ -293,7 +293,7 @@ class WeightGradients:
             for parameter, gradient in zip(use.parameters, use.made(), strict=True):
                 accumulate(parameter, gradient)
                 self._grads[id(parameter)] = _state_of(parameter)
-            use.gradient = None
+            use.release()
 
     def _refuse_read(self, tensor: Any) -> None:
         if id(tensor) in self.deferred:

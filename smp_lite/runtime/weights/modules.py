@@ -151,14 +151,16 @@ class SplitLinear:
 class LinearUse:
     """One call of such a layer; as :class:`.splitting.Use`."""
 
-    __slots__ = ("_input", "_owner", "_took", "_version", "gradient", "gradient_version", "task")
+    __slots__ = ("_input", "_owner", "_took", "_version", "gradient", "gradient_version", "is_done", "task")
 
     def __init__(self, owner: SplitLinear, input: Tensor, took: Callable[[Any, Tensor, bool], None]) -> None:
-        self._owner, self._input, self._took = owner, input, took
+        self._owner, self._took = owner, took
+        self._input: Tensor | None = input
         self._version = input._version
         self.gradient: Tensor | None = None
         self.gradient_version = 0
         self.task = -1
+        self.is_done = False
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -170,7 +172,7 @@ class LinearUse:
 
     def made(self) -> tuple[Tensor, ...]:
         gradient, input = self.gradient, self._input
-        assert gradient is not None
+        assert gradient is not None and input is not None
         rows = gradient.reshape(-1, gradient.shape[-1])
         with torch.no_grad():
             found = rows.t().mm(input.reshape(-1, input.shape[-1]))
@@ -182,7 +184,11 @@ class LinearUse:
     def is_as_it_was(self) -> bool:
         gradient = self.gradient
         is_gradient_same = gradient is None or gradient._version == self.gradient_version
-        return is_gradient_same and self._input._version == self._version
+        return is_gradient_same and self._input is not None and self._input._version == self._version
+
+    def release(self) -> None:
+        self.gradient = self._input = None
+        self.is_done = True
 
 
 @contextlib.contextmanager

@@ -22,26 +22,34 @@ __all__ = ["Owner", "SplitCalls", "Use", "may_split"]
 class Use:
     """One call that has a rule.
 
+    Autograd's node of the call holds it, and results of the step may hold the node for long.
+
     Attributes:
-        call: the call.
+        parameters: those that get their gradients from it.
+        is_done: they have them.
         gradient: of its output, once autograd has come to it.
         gradient_version: what it counted by then.
         task: autograd's number of the backward that gave it.
     """
 
-    __slots__ = ("_gradients", "_versions", "call", "gradient", "gradient_version", "task")
+    __slots__ = (
+        "_gradients",
+        "_reads",
+        "_versions",
+        "gradient",
+        "gradient_version",
+        "is_done",
+        "parameters",
+        "task",
+    )
 
     def __init__(self, call: Call, gradients: Gradients) -> None:
-        self.call, self._gradients = call, gradients
-        self._versions = [tensor._version for tensor in call.reads]
+        self.parameters, self._gradients = call.parameters, gradients
+        self._reads, self._versions = call.reads, [tensor._version for tensor in call.reads]
+        self.is_done = False
         self.gradient: Tensor | None = None
         self.gradient_version = 0
         self.task = -1
-
-    @property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Those that get their gradients from it."""
-        return self.call.parameters
 
     def made(self) -> tuple[Tensor, ...]:
         """The gradients of the parameters."""
@@ -54,7 +62,16 @@ class Use:
         gradient = self.gradient
         if gradient is not None and gradient._version != self.gradient_version:
             return False
-        return all(t._version == v for t, v in zip(self.call.reads, self._versions, strict=True))
+        return all(t._version == v for t, v in zip(self._reads, self._versions, strict=True))
+
+    def release(self) -> None:
+        """Its parameters have their gradients: what the call has read may go."""
+        self.gradient, self._reads, self._versions = None, (), []
+        self._gradients, self.is_done = _nothing, True
+
+
+def _nothing(gradient: Tensor) -> tuple[Tensor, ...]:
+    raise AssertionError("the gradients have been made")
 
 
 class Owner(Protocol):
