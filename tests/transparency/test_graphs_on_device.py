@@ -27,9 +27,23 @@ _ADDS_TO_OTHERS = frozenset({"reuse"})
 """Where segments add to gradients that others have begun, those run their Python."""
 
 
-def run(function: str, ranks: int = 1, parameters: dict[str, Any] | None = None, **kwargs: Any) -> list[Any]:
+def run(
+    function: str,
+    ranks: int = 1,
+    parameters: dict[str, Any] | None = None,
+    /,
+    *,
+    fresh: bool = False,
+    **kwargs: Any,
+) -> list[Any]:
     return run_distributed(
-        f"{OWN}:{function}", ranks, devices=1, parameters=parameters, kwargs=kwargs, timeout_s=120.0
+        f"{OWN}:{function}",
+        ranks,
+        devices=1,
+        parameters=parameters,
+        kwargs=kwargs,
+        timeout_s=120.0,
+        fresh=fresh,
     )
 
 
@@ -52,7 +66,9 @@ def test_replayed_graphs_equal_their_python(name: str, pipeline: str) -> None:
     (expected,) = run("train_case", name=name, graphs=False, in_memory=shape)
     (found,) = run("train_case", name=name, graphs=True, in_memory=shape)
     assert same(found, expected)
-    assert found["replayed"] >= 2 * 4 * 7  # in training and evaluation, of each stage and microbatch
+    assert found["replayed"] >= 2 * 4 * 7, found[
+        "said"
+    ]  # in training and evaluation, of each stage and microbatch
     counts = [tuple(map(int, re.findall(r"(\d+) of (\d+) segments", text)[0])) for text in found["said"]]
     assert all(graphs >= 4 for graphs, _ in counts)  # of four microbatches and more
     assert all(graphs == of for graphs, of in counts) or name in _ADDS_TO_OTHERS
@@ -120,7 +136,7 @@ def test_a_stage_without_graphs_says_why() -> None:
 
 
 def test_a_capture_that_the_device_gives_up_ends_the_step_by_name() -> None:
-    (errors,) = run("given_up")
+    (errors,) = run("given_up", fresh=True)  # such a process is of no use any more
     assert errors[:2] == ["", ""]
     assert "has given up the capture of a graph" in errors[2]
     assert "start the job again without SMP_LITE_CUDA_GRAPHS=1" in errors[2]

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from ...devices import CPU, home
 from ...errors import SMPError
 from ..code.operators import run_operator
+from ..code.random_operators import draws_numbers
 from ..code.watch import Names
 from ..parameters.tables import plain_table
 from ..state.flat_weights import renew_lists
@@ -393,7 +394,7 @@ class _Watch(TorchDispatchMode):
         elif "batch_norm" in schema.name and "backward" not in schema.name:
             self._note_statistics(schema, args)
         result = as_kernels_lay_out(func, args, run_operator(func, types, args, kwargs))
-        if torch.Tag.nondeterministic_seeded in func.tags and _really_draws(func, args, kwargs):
+        if draws_numbers(func, args, kwargs):
             self.draws = True
         self.flops += operator_flops(func, args, kwargs, result)
         return result
@@ -416,15 +417,6 @@ class _Watch(TorchDispatchMode):
             if isinstance(statistics, torch.Tensor):
                 self.written.add(statistics.untyped_storage()._cdata)
                 self.only_passed.add(statistics.untyped_storage()._cdata)
-
-
-def _really_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Attention kernels carry the tag although they draw only with dropout."""
-    if "attention" not in func.__name__:
-        return True
-    names = [argument.name for argument in func._schema.arguments]
-    values = dict(zip(names, args)) | kwargs
-    return bool(values.get("dropout_p", 0.0))
 
 
 def operator_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:

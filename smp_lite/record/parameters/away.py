@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...devices import home
 from ...errors import SMPError
+from ..code.random_operators import draws_numbers
 from ..state.draws import Draw
 from ..values.calls import Arguments
 from ..values.structure import flatten, rebuild
@@ -265,7 +266,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        self.draws |= draws_numbers(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...devices import home, module
+from ...record.code.random_operators import draws_numbers, is_attention_without_dropout
 from ...record.code.watch import Names
 from ...record.describe.effects import Effects, NeedsOpening
 from ...record.state.random_state import all_states
@@ -27,7 +28,7 @@ _STREAMS = frozenset(
     ["Stream", "ExternalStream", "stream", "current_stream", "synchronize", "data_ptr", "from_dlpack"]
 )
 _NAMESPACES = frozenset(["aten", "prim", "prims"])  # not c10d, which talks to other processes
-_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
+_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class _Found(Exception):
@@ -91,7 +92,7 @@ class _Operations(TorchDispatchMode):
         name = str(func._schema.name)
         if func.namespace not in _NAMESPACES:
             raise _Found(f"calls an operation that is not torch's own ({name})")
-        if any(tag in func.tags for tag in _TAGS):
+        if any(tag in func.tags for tag in _TAGS) or draws_numbers(func, args, kwargs):
             raise _Found(f"depends on data, or draws random numbers ({name})")
         given = list(_tensors((args, kwargs)))
         if any(tensor.device != home() for tensor in given):
@@ -105,7 +106,12 @@ class _Operations(TorchDispatchMode):
                         raise _Found(f"writes to memory that is not its own ({name})")
         result = func(*args, **kwargs)
         known = {tensor.untyped_storage()._cdata for tensor in given}
+        has_seed = is_attention_without_dropout(
+            func, args, kwargs
+        )  # nobody reads it, and it may be the host's
         for tensor in _tensors(result):
+            if has_seed and not tensor.dim() and not tensor.is_floating_point():
+                continue
             if tensor.device != home():
                 raise _Found(f"computes on another device ({name})")
             storage = tensor.untyped_storage()
