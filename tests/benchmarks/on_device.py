@@ -13,7 +13,8 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
+from io import StringIO
 from typing import Any
 
 import torch
@@ -116,18 +117,23 @@ def _rows(workload: Workload, devices: int, num_rounds: int) -> list[list[str]]:
             peaks += f" ({', '.join(f'{each / 2**20:.0f}' for each in planned)})"
         step, host = (Spread.of(times).text(1e-3) for times in (steps, hosts))
         texts = [step, ratio.text(digits=3), host, host_each, peaks]
+        print(
+            f"{workload}: {name}: {', '.join(texts)}", file=sys.stderr
+        )  # should a limit come before the table
         rows.append([name, *texts])
     return rows
 
 
 def _planned(workload: Workload, parameters: dict[str, Any]) -> list[int]:
     """Bytes at each stage's peak, as `smp-lite plan` says."""
-    with planning({**workload.parameters(_NUM_STAGES, "interleaved"), **parameters}, stop_when_planned):
+    given = {**workload.parameters(_NUM_STAGES, "interleaved"), **parameters}
+    with redirect_stdout(StringIO()), planning(given, stop_when_planned):
         smp.init()
         with torch.device("meta"):
-            model = workload.distributed(_NUM_STAGES)
+            model = workload.distributed(_NUM_STAGES).to(torch.bfloat16)
+        smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))  # it keeps nothing
         try:
-            _step_function()(model.to(torch.bfloat16), *workload.batch())
+            _step_function()(model, *workload.batch())
         except PlanReady as ready:
             found = preview_memory(current(), ready.batch, ready.recordings, ready.inputs)
             return [stage.total for stage in found.stages]
