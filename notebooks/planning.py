@@ -14,13 +14,13 @@ from torch import nn
 from train_gpt import train_step
 
 import smp_lite as smp
+from smp_lite.lifecycle.starting import planning
 from smp_lite.plan.partitioning.report import StageSummary, stage_summaries
 from smp_lite.plan.step.memory import StageMemory
 from smp_lite.plan.step.simulate import Simulation
 from smp_lite.preview.memory_preview import preview_memory
 from smp_lite.preview.step_preview import PlanReady, simulate_batch, stop_when_planned
 from smp_lite.session import current
-from smp_lite.starting import planning
 
 __all__ = ["PlannedStep", "plan_step"]
 

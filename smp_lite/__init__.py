@@ -19,10 +19,10 @@ _HOMES = {
         get_rdp_process_group is_tracing broadcast send recv_from allgather barrier mp_barrier dp_barrier
         pp_barrier tp_barrier rdp_barrier partition set_partition""",
     "session": "is_initialized",
-    "starting": "init init_in_memory reset",
+    "lifecycle.starting": "init init_in_memory reset",
     "steps.loader_batches": "batches",
     "steps.step_function": "step",
-    "stopping": "should_stop",
+    "lifecycle.stopping": "should_stop",
     "wrapper.state.gathering": "gathered",
     "wrapper.distributed_model": "DistributedModel",
     "wrapper.creation": """model_creation tensor_parallelism set_tensor_parallelism
@@ -48,7 +48,7 @@ _MODULES = {
     "model": "wrapper.distributed_model",
     "optimizers": "optim.fused",
     "patches": "patches",
-    "state_mod": "session_state",
+    "state_mod": "lifecycle.session_state",
     "utils": "utils",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
@@ -59,7 +59,7 @@ __all__ = sorted([*_HOME_OF, "amp", "state"])
 
 def __getattr__(name: str) -> Any:
     if name == "state":
-        return importlib.import_module(".session_state", __name__).state
+        return importlib.import_module(".lifecycle.session_state", __name__).state
     if name in _MODULES:
         return importlib.import_module(f".{_MODULES[name]}", __name__)
     home = _HOME_OF.get(name)

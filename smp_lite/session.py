@@ -1,4 +1,4 @@
-"""The session: what ``smp.init()`` sets up (:mod:`.starting`), and the library's one mutable global.
+"""The session: what ``smp.init()`` (:mod:`.lifecycle.starting`) sets up, the library's one mutable global.
 
 Everything else is handed its collaborators; only the public functions, which a script calls without an
 object, look here.

@@ -98,6 +98,6 @@ def _environment_stays() -> Iterator[None]:
 def _session_ends() -> Iterator[None]:
     """No test finds the session of another: which tests share a process changes from run to run."""
     yield
-    starting = sys.modules.get("smp_lite.starting")
+    starting = sys.modules.get("smp_lite.lifecycle.starting")
     if starting is not None:
         starting.reset()

@@ -87,7 +87,7 @@ def _seed() -> None:
 
 def _reset(environment: dict[str, str]) -> None:
     # Only what was imported can have left something behind.
-    if (starting := sys.modules.get("smp_lite.starting")) is not None:
+    if (starting := sys.modules.get("smp_lite.lifecycle.starting")) is not None:
         starting.reset()
     if (order := sys.modules.get("tests.pretended_device.order")) is not None:
         order.forget()

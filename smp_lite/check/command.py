@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from .. import starting
 from ..devices import CPU, DEVICE_VARIABLE
 from ..errors import SMPError
+from ..lifecycle import starting
 from ..smp_v1.before_script import add_cuda_argument, prepared_here
 from ..systems.load.job_config import add_config_arguments, read_job_config
 from . import model_script

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .. import starting
+from ..lifecycle import starting
 from ..optim.optimizer import DistributedOptimizer
 from ..preview.step_preview import batches_of_a_step
 from ..preview.targets import as_call, build_model, described_inputs

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import starting
+from ..lifecycle import starting
 from ..smp_v1.before_script import job_variables
 from ..systems.plan.parallel_plan import ParallelPlan
 from ..systems.showing.text_parts import WIDTH

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .. import starting
+from ..lifecycle import starting
 from ..session import Session
 from .in_ranks import RankChecker
 from .model_script import train

@@ -12,8 +12,8 @@ import numpy
 import torch
 
 from ..errors import SMPError
+from ..lifecycle.starting import init
 from ..session import Session, current, is_initialized
-from ..starting import init
 from ..systems.plan.parallel_plan import ParallelPlan
 
 __all__ = [

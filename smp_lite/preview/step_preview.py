@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from .. import session as session_module
-from .. import starting
+from ..lifecycle import starting
 from ..plan.collecting import without_gc
 from ..plan.step.memory import format_memory_table
 from ..plan.step.recorded_cost import RecordedCost
@@ -83,7 +83,7 @@ class PlanReady(BaseException):
 
 
 def stop_when_planned(batch: Batch, recordings: dict[int, Recording]) -> None:
-    """For :func:`smp_lite.starting.planning`: raises :class:`PlanReady` at the first step with a backward."""
+    """For ``planning`` of lifecycle.starting: raises :class:`PlanReady` at the first step with a backward."""
     if any(recording.backwards for recording in recordings.values()):
         leaves: list[Any] = []
         flatten(session_module.current().step.inputs, leaves)

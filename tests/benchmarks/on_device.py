@@ -25,11 +25,11 @@ from torch import Tensor
 
 import smp_lite as smp
 from smp_lite.comm.waiting import wait_until
+from smp_lite.lifecycle.starting import planning
 from smp_lite.preview.memory_preview import preview_memory
 from smp_lite.preview.step_preview import PlanReady, stop_when_planned
 from smp_lite.record.values.placed import TensorMeta
 from smp_lite.session import current
-from smp_lite.starting import planning
 from tests.benchmarks.spread import Spread
 from tests.benchmarks.workload import Workload, next_byte_loss
 from tests.harness import DEVICES_VARIABLE, REAL, WorldPool

@@ -19,10 +19,10 @@ import torch
 from rich.table import Table
 
 import smp_lite as smp
+from smp_lite.lifecycle.starting import planning
 from smp_lite.preview.memory_preview import preview_memory
 from smp_lite.preview.step_preview import PlanReady, stop_when_planned
 from smp_lite.session import current
-from smp_lite.starting import planning
 from tests.benchmarks.workload import Workload, next_byte_loss, train_step
 from tests.harness import run_distributed
 

@@ -12,11 +12,11 @@ from torch import nn
 
 import smp_lite as smp
 from smp_lite.deferred import Waiting, deferring, is_deferred
+from smp_lite.lifecycle.starting import planning
 from smp_lite.preview.memory_preview import preview_memory
 from smp_lite.preview.step_preview import PlanReady, stop_when_planned
 from smp_lite.record.state.flat_weights import renew_lists
 from smp_lite.session import current
-from smp_lite.starting import planning
 from tests.deferred import cases
 
 

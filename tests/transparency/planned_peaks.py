@@ -18,11 +18,11 @@ from torch.nn import functional as F
 
 import smp_lite as smp
 from notebooks.gpt import GPT
+from smp_lite.lifecycle.starting import planning
 from smp_lite.plan.step.memory import StageMemory
 from smp_lite.preview.memory_preview import preview_memory
 from smp_lite.preview.step_preview import PlanReady, stop_when_planned
 from smp_lite.session import current
-from smp_lite.starting import planning
 from tests.allocated import memory_profile, most_and_left
 
 __all__ = ["JOBS", "Job", "measured_peaks", "planned_memory", "prepared"]

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import smp_lite as smp
+from smp_lite.lifecycle.starting import planning
 from smp_lite.plan.order.schedules import Policy, Work, compute_order
 from smp_lite.plan.step.lowering import lower
 from smp_lite.preview.alike_stages import Likeness, alike
 from smp_lite.preview.memory_preview import MemoryPreview, preview_memory
 from smp_lite.preview.step_preview import PlanReady, stop_when_planned
 from smp_lite.session import current
-from smp_lite.starting import planning
 
 NUM_STAGES = 6
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import smp_lite as smp
+from smp_lite.lifecycle.starting import planning
 from smp_lite.plan.step.memory import StageMemory
 from smp_lite.preview import memory_preview
 from smp_lite.preview.action_memory import Played, play
 from smp_lite.preview.memory_preview import CannotPlay, MemoryPreview, preview_memory
 from smp_lite.preview.step_preview import PlanReady, stop_when_planned
 from smp_lite.session import current
-from smp_lite.starting import planning
 
 pytestmark = pytest.mark.filterwarnings("ignore:Stage . .*is the largest")
 

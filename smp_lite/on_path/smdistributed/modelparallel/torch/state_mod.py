@@ -1,3 +1,3 @@
-from smp_lite.session_state import state
+from smp_lite.lifecycle.session_state import state
 
 __all__ = ["state"]

@@ -14,28 +14,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import devices
+from .. import devices
+from ..amp import overflows_of_the_whole_model
+from ..comm.wires.choice import WIRE_VARIABLE
+from ..config import PARAMETERS_VARIABLE, Config, load_config
+from ..errors import PeerFailed, SMPError
+from ..errors_record import record_failure
+from ..nn.guarding import close_all as close_guards
+from ..optim.checked_settings import other_optimizers_checked
+from ..optim.norms.whole_model import norms_of_the_whole_model
+from ..plan.topology import Topology
+from ..record.interception import start_intercepting, stop_intercepting
+from ..record.parameters.away import forget_all
+from ..session import Session, current, is_initialized, set_current
+from ..stop_notice import listen, stop_listening
+from ..systems.load.given import config_of, given_plan
+from ..systems.load.supported import refuse_unsupported
 from .alike import check_alike
-from .amp import overflows_of_the_whole_model
-from .comm.wires.choice import WIRE_VARIABLE
-from .config import PARAMETERS_VARIABLE, Config, load_config
-from .errors import PeerFailed, SMPError
-from .errors_record import record_failure
 from .freed_memory import keep_freed_memory
-from .nn.guarding import close_all as close_guards
-from .optim.checked_settings import other_optimizers_checked
-from .optim.norms.whole_model import norms_of_the_whole_model
-from .plan.topology import Topology
-from .record.interception import start_intercepting, stop_intercepting
-from .record.parameters.away import forget_all
-from .session import Session, current, is_initialized, set_current
-from .stop_notice import listen, stop_listening
-from .systems.load.given import config_of, given_plan
-from .systems.load.supported import refuse_unsupported
 
 if TYPE_CHECKING:
-    from .comm.transports.transport import Transport
-    from .systems.plan.parallel_plan import ParallelPlan
+    from ..comm.transports.transport import Transport
+    from ..systems.plan.parallel_plan import ParallelPlan
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ def init(
         set_current(session)
         _rehearsal.prepare(session)
         return
-    from .comm.groups.world import World
-    from .comm.transports.connect import connect
+    from ..comm.groups.world import World
+    from ..comm.transports.connect import connect
 
     listen()
     keep_freed_memory()
@@ -126,7 +126,7 @@ def init(
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // session.world.local_size))
     if validated.ddp:
-        from .comm.groups.process_groups import init_process_groups
+        from ..comm.groups.process_groups import init_process_groups
 
         # Another system's configuration does not say; what was put in for it is meant for the host.
         is_open = plan is not None and not devices.is_host(session.device)
@@ -321,7 +321,7 @@ def reset() -> None:
         if session.model is not None:
             session.model.end_waiting()  # whoever goes on with the module has what was built
         if session.process_groups:
-            from .comm.transports.gloo import destroy_process_groups
+            from ..comm.transports.gloo import destroy_process_groups
 
             destroy_process_groups()
         if session.world is not None:

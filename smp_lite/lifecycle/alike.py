@@ -11,11 +11,11 @@ from collections.abc import Mapping
 
 import torch
 
-from .comm.groups.world import World
-from .comm.wires.choice import WIRE_VARIABLE
-from .config import Config
-from .devices import DEVICE_VARIABLE
-from .errors import SMPMismatch
+from ..comm.groups.world import World
+from ..comm.wires.choice import WIRE_VARIABLE
+from ..config import Config
+from ..devices import DEVICE_VARIABLE
+from ..errors import SMPMismatch
 
 __all__ = ["check_alike"]
 

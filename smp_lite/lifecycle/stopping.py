@@ -7,9 +7,9 @@ leave the others waiting in the next step. So each process only notes the notice
 
 from __future__ import annotations
 
-from .errors import SMPError
-from .session import current
-from .stop_notice import was_given
+from ..errors import SMPError
+from ..session import current
+from ..stop_notice import was_given
 
 __all__ = ["should_stop"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import session as session_module
-from .errors import MissingAttribute
-from .smp_v1.missing import refusal
-from .smp_v1.names import under
+from .. import session as session_module
+from ..errors import MissingAttribute
+from ..smp_v1.missing import refusal
+from ..smp_v1.names import under
 
 __all__ = ["state"]
 
