@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from smp_lite.lifecycle import starting
 from smp_lite.check.report import StepReport
 from smp_lite.check.stepping import CheckEnded, StepChecker
+from smp_lite.lifecycle import starting
 from smp_lite.record.code.watch import Names
 from smp_lite.record.describe import effects, signature
 from smp_lite.record.parameters import tables
