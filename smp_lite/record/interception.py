@@ -28,6 +28,7 @@ from .backward.checkpoints import Region, inside_reentrant, refuse_saved_hooks
 from .commands.apply_function import ApplyFunction
 from .describe.checkpointed_calls import call_marked, has_runs, is_marked
 from .parameters.away import LOCAL
+from .state.ambient import users_modes
 from .state.containers import MISSING
 from .state.hearing import attribute_set
 from .step.value_hooks import ON_LEAVES
@@ -51,6 +52,7 @@ class _Listener(TorchFunctionMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
+        self.is_first = not users_modes()  # else one that was on before is asked next
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -63,7 +65,7 @@ class _Listener(TorchFunctionMode):
         if PlacedTensor in types:
             # Placed tensors bring their own handler. torch would call it next, after a second look at all
             # arguments; where there are handlers of others too, it says whose comes first.
-            if len(types) == 1:
+            if len(types) == 1 and self.is_first:
                 return PlacedTensor.called(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
         return recorder.ordinary_function(func, args, kwargs or {})

@@ -5,7 +5,10 @@ state costs nothing where it is the one in force already, which is nearly always
 of calls into torch, compared with the last.
 
 Modes that see every function (``TorchFunctionMode``, ``TorchDispatchMode``) cannot be carried: their handlers
-are the user's, and may keep what they see. They count, so that a change can be noticed.
+are the user's, and may keep what they see. They count, so that a change can be noticed. A mode of functions
+that is on around the whole step (``torch.set_default_device`` puts one there) sees a torch function when it is
+recorded, with what the function is given then, and must not see it again when it runs
+(:func:`without_users_modes`); code of modules runs later, and is seen then.
 """
 
 from __future__ import annotations
@@ -15,11 +18,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ...devices import autocast_types
 from ...errors import SMPError
 
-__all__ = ["FUNCTORCH", "Ambient", "refuse_transformations"]
+__all__ = ["FUNCTORCH", "Ambient", "refuse_transformations", "users_modes", "without_users_modes"]
+
+_OURS = f"{__name__.partition('.')[0]}."
 
 # (getter, setter) of each global switch of torch that changes what kernels compute or which one is taken.
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
@@ -52,6 +58,28 @@ def refuse_transformations() -> None:
             "torch.func transformations (vmap, grad, jvp...) of what an smp.step computes are not supported: "
             "use them inside a module that is placed on one stage"
         )
+
+
+def users_modes() -> list[TorchFunctionMode]:
+    """The modes of torch functions that are on and not ours, the outermost first."""
+    stack = [torch._C._get_function_stack_at(i) for i in range(_num_function_modes())]
+    return [mode for mode in stack if not type(mode).__module__.startswith(_OURS)]
+
+
+@contextlib.contextmanager
+def without_users_modes() -> Iterator[None]:
+    """Within: of the modes of torch functions, ours alone are on."""
+    before = [torch._C._pop_torch_function_stack() for _ in range(_num_function_modes())]
+    ours = [mode for mode in reversed(before) if type(mode).__module__.startswith(_OURS)]
+    for mode in ours:
+        torch._C._push_on_torch_function_stack(mode)
+    try:
+        yield
+    finally:
+        for _ in ours:
+            torch._C._pop_torch_function_stack()
+        for mode in reversed(before):
+            torch._C._push_on_torch_function_stack(mode)
 
 
 class Ambient(NamedTuple):
