@@ -6,9 +6,9 @@ of calls into torch, compared with the last.
 
 Modes that see every function (``TorchFunctionMode``, ``TorchDispatchMode``) cannot be carried: their handlers
 are the user's, and may keep what they see. They count, so that a change can be noticed. A mode of functions
-that is on around the whole step (``torch.set_default_device`` puts one there) sees a torch function when it is
-recorded, with what the function is given then, and must not see it again when it runs
-(:func:`without_users_modes`); code of modules runs later, and is seen then.
+that is on around the whole step (``torch.set_default_device`` puts one there) sees a torch function when it
+is recorded, and must not see it again when it runs (:func:`without_users_modes`); the code of modules runs
+later, and is seen then.
 """
 
 from __future__ import annotations
