@@ -14,6 +14,7 @@ import contextlib
 import functools
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook
 
 from ..errors import SMPError
 from .backward.checkpoints import Region, inside_reentrant, refuse_saved_hooks
@@ -210,9 +211,8 @@ def start_intercepting() -> None:
     def enter_saved_hooks(hooks: Any) -> None:
         if _active is not None and _is_of(hooks.pack_hook, "torch"):
             _active.hears_checkpoint()
-            function = sys._getframe(1).f_locals.get("fn")  # of torch's checkpoint()
-            if function is not None and not _active.not_listening:
-                _regions[id(hooks)] = Region(function)
+            if isinstance(hooks, _checkpoint_hook) and not _active.not_listening:
+                _regions[id(hooks)] = Region(_checkpointed(sys._getframe(1)))
         elif _active is not None and not _is_of(hooks.pack_hook, _OURS):
             if not _active.not_listening:
                 refuse_saved_hooks()
@@ -252,6 +252,20 @@ def stop_intercepting() -> None:
         nn.Module.__delattr__ = _originals["delete"]  # type: ignore[method-assign]
         torch.autograd.Function.apply = _originals["apply"]  # type: ignore[method-assign]
         _originals.clear()
+
+
+def _checkpointed(frame: types.FrameType | None) -> Any:
+    """The function that torch's checkpoint() was given, whose hooks are entered from a frame."""
+    if frame is not None and frame.f_code.co_name == "__enter__":
+        frame = frame.f_back  # from torch 2.14 on, the hooks have an __enter__ of their own, which calls ours
+    function = frame.f_locals.get("fn") if frame is not None else None
+    if function is None:
+        raise SMPError(
+            f"torch {torch.__version__} does not show which function its checkpoint() runs again, around calls "
+            "of several stages: call checkpoint() inside modules that lie on one stage, or use "
+            "smp.set_activation_checkpointing"
+        )
+    return function
 
 
 def _look_at_hook_of_run(tensor: torch.Tensor, hook: Any) -> None:
