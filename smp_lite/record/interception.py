@@ -261,8 +261,8 @@ def _checkpointed(frame: types.FrameType | None) -> Any:
     function = frame.f_locals.get("fn") if frame is not None else None
     if function is None:
         raise SMPError(
-            f"torch {torch.__version__} does not show which function its checkpoint() runs again, around calls "
-            "of several stages: call checkpoint() inside modules that lie on one stage, or use "
+            f"torch {torch.__version__} does not show which function its checkpoint() runs again, around "
+            "calls of several stages: call checkpoint() inside modules that lie on one stage, or use "
             "smp.set_activation_checkpointing"
         )
     return function

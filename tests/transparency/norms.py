@@ -453,14 +453,37 @@ def alone() -> dict[str, str]:
 
 
 def failing() -> dict[str, str]:
-    """A gradient on stage 1 of which torch has no norm."""
+    """A gradient on stage 1 of which torch has no norm: sparse, without elements (before 2.14 any sparse one)."""
     smp.init()
     plain, ours = plain_subject(), smp_subject()
     train(ours.model, **batch())
     for subject in (plain, ours):
         if (weight := subject.own.get("head.weight")) is not None:
+            weight.grad = torch.zeros(WIDTH, WIDTH).to_sparse()
+    both = (("ours", ours), ("plain", plain))
+    return {name: error_of(lambda s=s: _clip(s.kept, norm_type=math.inf)) for name, s in both}
+
+
+def sparse() -> dict[str, Any]:
+    """A sparse gradient on stage 1, beside the usual ones: the norm, and the gradients as they are then."""
+    smp.init()
+    plain, ours = plain_subject(), smp_subject()
+    train(ours.model, **batch())
+    plain_backward(plain.module, batch())
+    for subject in (plain, ours):
+        if (weight := subject.own.get("head.weight")) is not None:
             weight.grad = torch.eye(WIDTH).to_sparse()
-    return {name: error_of(lambda s=s: _clip(s.kept)) for name, s in (("ours", ours), ("plain", plain))}
+    found = {}
+    names = list(ours.own)
+    for name, subject in (("plain", plain), ("ours", ours)):
+        try:
+            norm = float(_clip(subject.kept))
+        except Exception as error:
+            found[name] = type(error).__name__
+            continue
+        own = (subject.own[key].grad for key in names)
+        found[name] = (norm, [None if g is None else g.to_dense().tolist() for g in own])
+    return found
 
 
 def absent_rank() -> str:

@@ -55,6 +55,7 @@ LAYOUTS = {
     "channels last": torch.randn(2, 8, 2, 3).contiguous(memory_format=torch.channels_last),
     "heads": torch.randn(2, 2, 8, 3).transpose(1, 2),
     "batch last": torch.randn(3, 8, 2, 2).permute(3, 1, 2, 0),
+    "column, channels last": torch.randn(2, 8, 2, 1).contiguous(memory_format=torch.channels_last),
     "pixel": torch.randn(2, 8, 1, 1),
     "pixel, channels last": torch.empty_strided((2, 8, 1, 1), (8, 1, 8, 8)).normal_(),
 }

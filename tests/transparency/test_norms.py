@@ -90,6 +90,13 @@ def test_what_fails_on_one_rank_fails_on_all() -> None:
     assert there["ours"] == there["plain"]
 
 
+def test_a_sparse_gradient() -> None:
+    """torch has norms of them from 2.14 on."""
+    here, there = on_ranks("sparse")
+    assert there["ours"] == there["plain"]
+    assert here["ours"] == ("SMPError" if isinstance(there["plain"], str) else here["plain"])
+
+
 def test_a_rank_that_does_not_call_is_named() -> None:
     error, _ = on_ranks("absent_rank")
     assert "clip_grad_norm_ is collective over the MP group [0, 1], but rank(s) 1 did not call it" in error

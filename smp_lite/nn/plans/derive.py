@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 
 from ...errors import SMPError
+from ...record.describe.fake_mode import fake_mode
 from .source import words
 
 __all__ = ["ACTIVATIONS", "derive_plan"]
@@ -156,7 +156,7 @@ def _run(
     modes = {each: each.training for each in module.modules()}
     own = {each: dict(vars(each)) for each in module.modules()}
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), follower.watching(), torch.no_grad():
+        with fake_mode(), follower.watching(), torch.no_grad():
             module.train(training)
             like = next(module.parameters())
             x = torch.empty(shape, dtype=like.dtype, device=like.device)

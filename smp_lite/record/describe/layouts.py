@@ -48,9 +48,10 @@ def as_kernels_lay_out(func: Any, args: tuple[Any, ...], result: Any) -> Any:
         return result
     if func is torch.ops.aten.roll.default:
         images = given.dim() == 4 and _is_channels_last(given)
-        strides = torch.empty_like(
-            given, memory_format=torch.channels_last if images else torch.contiguous_format
-        ).stride()
+        strides = _as_images(given).stride() if images else _contiguous(first.shape)
+    elif func is torch.ops.aten.native_group_norm.default and given.device.type == "cpu":
+        # Right in torch 2.13; in 2.14 fake tensors say contiguous of all.
+        strides = _as_images(given).stride() if _is_channels_last(given) else _contiguous(first.shape)
     elif _is_laid_out_anew(func, args, given, first):
         strides = _contiguous(first.shape)
     else:
@@ -86,11 +87,19 @@ def _is_laid_out_anew(func: Any, args: tuple[Any, ...], given: torch.Tensor, fir
     )
 
 
+def _as_images(image: torch.Tensor) -> torch.Tensor:
+    """A tensor of its shape, channels last."""
+    last = torch.channels_last if image.dim() == 4 else torch.channels_last_3d
+    return torch.empty_like(image, memory_format=last)
+
+
 def _is_channels_last(image: torch.Tensor) -> bool:
     """As c10 tells it by strides alone, whatever the lengths."""
     shape, strides = image.shape, image.stride()
+    if len(shape) not in (4, 5):
+        return False
     least = 0
-    for axis in (1, 3, 2, 0):
+    for axis in (1, *range(len(shape) - 1, 1, -1), 0):
         if shape[axis] == 0 or strides[axis] < least or (axis == 0 and least == strides[1]):
             return False
         least = strides[axis] * max(shape[axis], 1)

@@ -40,6 +40,7 @@ from . import fake_collectives
 from .attribute_reads import AttributeReads, Unread
 from .checkpointed_calls import forward_of
 from .effects import Effects, FakeTables, NeedsOpening, function_untouched
+from .fake_mode import fake_mode
 from .layouts import as_kernels_lay_out
 from .saved_hooks import hooks_on_saved
 
@@ -48,7 +49,7 @@ class MetadataInference:
     """Runs calls on fake tensors. One per process: fake tensors of one mode do not mix with another's."""
 
     def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = fake_mode()
         self.touched_placed = False  # a placed value was used by code that was run on fake tensors
         self.is_repeated = False  # the step has several microbatches
 
