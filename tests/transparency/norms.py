@@ -453,7 +453,7 @@ def alone() -> dict[str, str]:
 
 
 def failing() -> dict[str, str]:
-    """A gradient on stage 1 of which torch has no norm: sparse, without elements (before 2.14 any sparse one)."""
+    """A gradient on stage 1 of which torch has no norm: sparse, of no elements (before 2.14 any sparse)."""
     smp.init()
     plain, ours = plain_subject(), smp_subject()
     train(ours.model, **batch())
