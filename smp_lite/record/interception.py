@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook
 
 from ..errors import SMPError
-from .backward.checkpoints import Region, inside_reentrant, refuse_saved_hooks
+from .backward.checkpoints import Region, inside_reentrant, refuse_node_hook, refuse_saved_hooks
+from .backward.engine import WANTED_DTYPES
 from .commands.apply_function import ApplyFunction
 from .describe.checkpointed_calls import call_marked, has_runs, is_marked
 from .parameters.away import LOCAL
@@ -45,6 +47,7 @@ _active: Recorder | None = None
 _thread: int | None = None
 _originals: dict[str, Any] = {}
 _regions: dict[int, Region] = {}  # checkpoints that are entered, by the hooks of each
+_node_hook: Any = getattr(torch.autograd.graph, "node_creation_hook", None)  # from torch 2.14 on
 _OURS = __name__.partition(".")[0]
 _ON_MODULES = ("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook")
 
@@ -120,6 +123,8 @@ def start_intercepting() -> None:
     original_set, original_delete = nn.Module.__setattr__, nn.Module.__delattr__
     original_apply = torch.autograd.Function.__dict__["apply"]
     original_convert = nn.Module._apply
+    original_dtypes = getattr(FunctionCtx, "set_output_grad_dtype", None)  # from torch 2.14 on
+    original_node_hook = getattr(_node_hook, "__enter__", None)
     original_hooks = {name: getattr(torch.Tensor, name) for name in ON_LEAVES}
     original_module_hooks = {name: getattr(nn.Module, name) for name in _ON_MODULES}
     original_saved_exit = torch.autograd.graph.saved_tensors_hooks.__exit__
@@ -130,6 +135,8 @@ def start_intercepting() -> None:
         module_hooks=original_module_hooks,
         saved=original_saved,
         saved_exit=original_saved_exit,
+        node_hook=original_node_hook,
+        dtypes=original_dtypes,
         call=original_call,
         set=original_set,
         delete=original_delete,
@@ -225,12 +232,25 @@ def start_intercepting() -> None:
         if region is not None and error[:1] == (None,):
             region.leave()
 
+    def enter_node_hook(hook: Any) -> None:
+        if _active is not None and not _active.not_listening:
+            refuse_node_hook()
+        original_node_hook(hook)
+
+    def set_gradients_dtype(ctx: Any, *dtypes: torch.dtype | None) -> None:
+        original_dtypes(ctx, *dtypes)
+        setattr(ctx, WANTED_DTYPES, dtypes)
+
     torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
     torch.Tensor.register_post_accumulate_grad_hook = register_accumulated_hook  # type: ignore[method-assign]
     for name, original in original_module_hooks.items():
         setattr(nn.Module, name, hooking(original))
     torch.autograd.graph.saved_tensors_hooks.__enter__ = enter_saved_hooks  # type: ignore[method-assign]
     torch.autograd.graph.saved_tensors_hooks.__exit__ = exit_saved_hooks  # type: ignore[method-assign]
+    if original_dtypes is not None:
+        FunctionCtx.set_output_grad_dtype = set_gradients_dtype
+    if _node_hook is not None:
+        _node_hook.__enter__ = enter_node_hook
     nn.Module._apply = convert  # type: ignore[method-assign]
     nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
     nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
@@ -247,6 +267,10 @@ def stop_intercepting() -> None:
                 setattr(owner, name, original)
         torch.autograd.graph.saved_tensors_hooks.__enter__ = _originals["saved"]  # type: ignore[method-assign]
         torch.autograd.graph.saved_tensors_hooks.__exit__ = _originals["saved_exit"]  # type: ignore[method-assign]
+        if _originals["dtypes"] is not None:
+            FunctionCtx.set_output_grad_dtype = _originals["dtypes"]
+        if _node_hook is not None:
+            _node_hook.__enter__ = _originals["node_hook"]
         nn.Module.__call__ = _originals["call"]  # type: ignore[method-assign]
         nn.Module.__setattr__ = _originals["set"]  # type: ignore[method-assign]
         nn.Module.__delattr__ = _originals["delete"]  # type: ignore[method-assign]

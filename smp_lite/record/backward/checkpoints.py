@@ -24,6 +24,7 @@ __all__ = [
     "is_inside_checkpoint",
     "is_inside_reentrant",
     "refuse_effect",
+    "refuse_node_hook",
     "refuse_saved_hooks",
 ]
 
@@ -113,4 +114,16 @@ def refuse_saved_hooks() -> None:
         "torch.autograd.graph.saved_tensors_hooks() around calls of several stages has no effect on them, "
         "and would change gradients in one process: use it inside a module that lies on one stage, or around "
         "the call of the step function"
+    )
+
+
+def refuse_node_hook() -> None:
+    """``with node_creation_hook(...)`` in recorded code.
+
+    Raises:
+        SMPError: calls that run later would make their nodes without it.
+    """
+    raise SMPError(
+        "torch.autograd.graph.node_creation_hook() around calls of several stages would see none of "
+        "their nodes, which are made later: use it inside a module that lies on one stage"
     )

@@ -15,10 +15,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
-__all__ = ["edge_of", "run_backward"]
+from ...errors import SMPError
+
+__all__ = ["WANTED_DTYPES", "edge_of", "run_backward"]
 
 _python_node = torch._C._FunctionBase
 _EDGES_OWN = "ownership_token" in GradientEdge._fields
+
+WANTED_DTYPES = "_smp_output_grad_dtypes"
+"""What a function told ``ctx.set_output_grad_dtype()`` (from torch 2.14 on); nodes do not show it."""
 
 
 def run_backward(starts: Sequence[Any], gradients: Sequence[Tensor]) -> None:
@@ -35,11 +40,23 @@ def run_backward(starts: Sequence[Any], gradients: Sequence[Tensor]) -> None:
 
 
 def edge_of(tensor: Tensor) -> Any:
-    """Where a backward through ``tensor`` starts, without keeping its data alive."""
+    """Where a backward through ``tensor`` starts, without keeping its data alive.
+
+    Raises:
+        SMPError: its function wants a gradient of another dtype than the tensor's.
+    """
     node = tensor.grad_fn
     if node is None:
         return tensor
     if isinstance(node, _python_node):
+        dtypes = getattr(node, WANTED_DTYPES, None)
+        if dtypes is not None and (wanted := dtypes[tensor.output_nr]) != tensor.dtype:
+            raise SMPError(
+                f"{node.name()}: set_output_grad_dtype() asks for gradients of {wanted} for a result of "
+                f"{tensor.dtype} that another stage, or a later part of the step, takes: they are handed "
+                "over in the dtype of the result. Leave it out, or put what takes the result into the same "
+                "module, on one stage"
+            )
         # An edge that keeps a node of Python alive; in torch 2.8 the tensor has to, with its data.
         return get_gradient_edge(tensor) if _EDGES_OWN else tensor
     return GradientEdge(node, tensor.output_nr)

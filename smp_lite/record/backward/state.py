@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from ..parameters.placement import Placement
 from ..state.between import ReadBetween
 from ..state.places import ModuleAttribute, Place, PlacesRead, Seen, in_force
 from .effects import BACKWARD_CODE, BackwardEffects
+from .functions import functions_in
 from .gradient_reads import refuse_reads_of_changing
 from .part import Owners, Part
 
@@ -187,9 +189,8 @@ class BackwardState:
     def _by_calls(self) -> list[PlacesRead]:
         if self._of_forwards is None:
             kinds = dict.fromkeys(type(module) for module in self._placement.root.modules())
-            self._of_forwards = places_mentioned(
-                kind.forward for kind in kinds if kind.__module__.partition(".")[0] not in _OURS
-            )
+            users = (kind.forward for kind in kinds if kind.__module__.partition(".")[0] not in _OURS)
+            self._of_forwards = places_mentioned(f for forward in users for f in _functions_of(forward))
         return [self._of_forwards, *self._descriptions.all_places()]
 
     # Around each batch of work ------------------------------------------------------------------------------
@@ -251,6 +252,13 @@ def _refuse_hooks_on_several(hooks: list[tuple[int | None, Any, Owners]]) -> Non
 
 def _looked_at(read: list[PlacesRead]) -> list[tuple[PlacesRead, Seen]]:
     return [(places, places.look()) for places in read if places.places]
+
+
+def _functions_of(forward: Any) -> Iterator[types.FunctionType]:
+    """A forward, and what it is wrapped around; it may be an object that is called (torch's checkpoint())."""
+    while forward is not None:
+        yield from functions_in(forward)
+        forward = getattr(forward, "__wrapped__", None)
 
 
 def _contents(function: Any) -> Iterator[Any]:
