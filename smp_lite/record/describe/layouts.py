@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ...devices import CPU
+
 __all__ = ["as_kernels_lay_out"]
 
 _LIKE_POINTWISE = {
@@ -49,7 +51,7 @@ def as_kernels_lay_out(func: Any, args: tuple[Any, ...], result: Any) -> Any:
     if func is torch.ops.aten.roll.default:
         images = given.dim() == 4 and _is_channels_last(given)
         strides = _as_images(given).stride() if images else _contiguous(first.shape)
-    elif func is torch.ops.aten.native_group_norm.default and given.device.type == "cpu":
+    elif func is torch.ops.aten.native_group_norm.default and given.device.type == CPU.type:
         # Right in torch 2.13; in 2.14 fake tensors say contiguous of all.
         strides = _as_images(given).stride() if _is_channels_last(given) else _contiguous(first.shape)
     elif _is_laid_out_anew(func, args, given, first):
