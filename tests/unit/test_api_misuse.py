@@ -295,6 +295,17 @@ def test_models_that_cannot_be_wrapped() -> None:
         smp.DistributedModel(lambda x: x)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_traced_part_is_refused_in_the_first_step_by_its_name(stages: int) -> None:
+    smp.reset()
+    smp.init_in_memory({"partitions": stages, "microbatches": 2})
+    traced = torch.jit.trace(nn.Linear(4, 4), torch.zeros(1, 4))
+    model = smp.DistributedModel(nn.Sequential(traced, nn.Linear(4, 1)))
+    with pytest.raises(smp.SMPError, match=r"Linear with weight, bias, was made by torch\.jit\.trace"):
+        train(model, *batch())
+
+
 def test_init_twice_and_calls_before_init() -> None:
     assert smp.is_initialized()
     with pytest.raises(smp.SMPError, match="twice"):

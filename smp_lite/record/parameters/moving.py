@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .away import is_away
-from .tables import plain_table
+from .tables import plain_parameters, plain_table
 
 __all__ = ["moved", "whole_on"]
 
@@ -78,7 +78,7 @@ def _places(root: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
     return [
         (table, name, tensor)
         for module in root.modules()
-        for table in (module.__dict__["_parameters"], plain_table(module._buffers))
+        for table in (plain_parameters(module), plain_table(module._buffers))
         for name, tensor in table.items()
         if tensor is not None and not is_away(tensor) and not tensor.is_meta
     ]

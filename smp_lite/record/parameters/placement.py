@@ -26,7 +26,7 @@ from ..values.placed import PlacedTensor, TensorMeta
 from .away import LOCAL, away_buffer, forget_memory, is_away, note_gradient, send_away
 from .moving import moved
 from .split_reads import is_split
-from .tables import BufferListener, BufferTable, ParameterTable, plain_table
+from .tables import BufferListener, BufferTable, ParameterTable, plain_parameters, plain_table
 
 SPLIT = -1
 STATELESS = -2
@@ -419,11 +419,6 @@ def _units_of(
             name = name.rpartition(".")[0]
             around.setdefault(id(by_name[name]), set()).add(number)
     return inside, {key for key, found in around.items() if len(found) > 1}
-
-
-def plain_parameters(module: nn.Module) -> dict[str, Any]:
-    """The module's own table of parameters; never while it is swapped."""
-    return module.__dict__["_parameters"]
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

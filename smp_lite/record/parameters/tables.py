@@ -14,7 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-__all__ = ["BufferListener", "BufferTable", "ParameterTable", "plain_table"]
+from ...errors import SMPError
+
+__all__ = ["BufferListener", "BufferTable", "ParameterTable", "plain_parameters", "plain_table"]
 
 Tensors = dict[str, "torch.Tensor | None"]
 
@@ -142,3 +144,20 @@ class BufferTable(dict[str, Any]):
 def plain_table(table: dict[str, Any]) -> dict[str, Any]:
     """What a table holds, without anybody hearing of it."""
     return table.real if type(table) is BufferTable else table
+
+
+def plain_parameters(module: nn.Module) -> dict[str, Any]:
+    """The module's own table of parameters; never while it is swapped.
+
+    Raises:
+        SMPError: the module has none in Python, as those of ``torch.jit.trace``.
+    """
+    table = module.__dict__.get("_parameters")
+    if table is None:
+        name = getattr(module, "original_name", type(module).__name__)
+        names = ", ".join(own for own, _ in module.named_parameters()) or "no parameters"
+        raise SMPError(
+            f"a part of the model, {name} with {names}, was made by torch.jit.trace, and a step cannot take "
+            "its parameters to a stage: leave that part as it was before, or give it to torch.jit.script instead"
+        )
+    return table  # type: ignore[no-any-return]

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...record.parameters.placement import Placement, plain_parameters
+from ...record.parameters.placement import Placement
+from ...record.parameters.tables import plain_parameters
 from ...record.state.flat_weights import renew_lists
 
 __all__ = ["stand_ins"]
