@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import shutil
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +196,28 @@ def save_and_load(directory: str) -> dict[str, Any]:
         "equal": same(loaded["model"], smp.allgather(model.local_state_dict(), smp.DP_GROUP)[0]),
         "files": sorted(p.name for p in Path(directory).iterdir()),
     }
+
+
+def listed_twice(directory: str) -> dict[str, Any]:
+    """The optimizer's one group has a parameter of each stage twice, as scripts collect tied weights."""
+    warnings.filterwarnings("ignore", message="optimizer contains a parameter group with duplicate")
+
+    def twice(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        found = list(parameters)
+        return ADAMW([*found, found[0], found[-1]])
+
+    model, optimizer = start(optimizer=twice)
+    run(model, optimizer, range(2))
+    plain = build()
+    stepped = twice(plain.parameters())
+    for index in range(2):
+        stepped.zero_grad()
+        plain_train(plain, *batch(index))
+        stepped.step()
+    whole = same((model.state_dict(), optimizer.state_dict()), (plain.state_dict(), stepped.state_dict()))
+    smp.save_checkpoint(directory, "two", model=model, optimizer=optimizer)
+    losses = run(model, optimizer, range(2, 4))
+    smp.reset()
+    model, optimizer = start(8, twice)
+    smp.resume_from_checkpoint(directory)
+    return {"whole": whole, "losses": same(run(model, optimizer, range(2, 4)), losses)}

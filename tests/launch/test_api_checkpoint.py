@@ -118,3 +118,8 @@ def test_hosts_may_have_disks_of_their_own(tmp_path: Path) -> None:
 def test_parts_saved_on_dp_rank_0_are_loaded_on_all_ranks(tmp_path: Path) -> None:
     for seen in run("save_and_load", 4, directory=str(tmp_path)):
         assert seen == {"mine": True, "equal": True, "files": ["part.pt_0", "part.pt_1"]}
+
+
+def test_parameters_that_a_group_lists_twice_have_the_numbers_of_torch_and_resume(tmp_path: Path) -> None:
+    for seen in run("listed_twice", 2, directory=str(tmp_path)):
+        assert seen == {"whole": True, "losses": True}

@@ -177,14 +177,12 @@ class ReadState:
             if key in local
         }
         groups = []
-        start = 0
-        for number, lists in enumerate(self._groups.lists()):
-            size = len(lists["params"])
+        everywhere = self._groups.positions(here_only=False)
+        for number, (lists, positions) in enumerate(zip(self._groups.lists(), everywhere, strict=True)):
             # What an optimizer counts for a group, it counts where the group has parameters.
             of_parts = [part["param_groups"][number] for part in parts]
             group = next((found for found in of_parts if found["params"]), of_parts[0])
-            groups.append({**group, **lists, "params": list(range(start, start + size))})
-            start += size
+            groups.append({**group, **lists, "params": positions})
         return {**local, **merged, "param_groups": groups}
 
 

@@ -67,13 +67,17 @@ class Groups:
         names = {id(parameter): name for name, parameter in self._session.model.module.named_parameters()}
         return [[names.get(id(parameter)) for parameter in lists["params"]] for lists in self.lists()]
 
-    def positions(self) -> list[list[int]]:
-        """For each group the numbers, over all groups, of this rank's parameters."""
+    def positions(self, *, here_only: bool = True) -> list[list[int]]:
+        """For each group the numbers, over all groups, of this rank's parameters, or of all.
+
+        A parameter that a group lists twice (torch only warns) has its last number, as torch gives it.
+        """
         found = []
         start = 0
         for lists in self.lists():
             params = lists["params"]
-            found.append([start + i for i, parameter in enumerate(params) if not is_away(parameter)])
+            number = {id(parameter): start + i for i, parameter in enumerate(params)}
+            found.append([number[id(p)] for p in params if not (here_only and is_away(p))])
             start += len(params)
         return found
 
