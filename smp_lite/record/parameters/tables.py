@@ -158,6 +158,6 @@ def plain_parameters(module: nn.Module) -> dict[str, Any]:
         names = ", ".join(own for own, _ in module.named_parameters()) or "no parameters"
         raise SMPError(
             f"a part of the model, {name} with {names}, was made by torch.jit.trace, and a step cannot take "
-            "its parameters to a stage: leave that part as it was before, or give it to torch.jit.script instead"
+            "its parameters to a stage: leave that part as it was before, or give it to torch.jit.script"
         )
     return table  # type: ignore[no-any-return]
