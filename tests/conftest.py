@@ -31,13 +31,18 @@ if os.access("/dev/shm", os.W_OK):
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out what is marked slow")
     parser.addoption(
-        "--device", choices=["cuda"], help="what runs on a pretended device runs on the machine's GPUs"
+        "--device",
+        choices=["cuda", "pretended"],
+        help="all tensors that tests make are on such a device, and what runs on a pretended one runs there",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device"):
         os.environ["SMP_LITE_TESTS_DEVICE"] = config.getoption("--device")  # see tests.harness
+        from tests.default_device import put_all_there
+
+        put_all_there()  # before test modules make tensors
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -51,8 +56,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unless all is asked for (``make test-all``); with ``--quick`` (``make test``) what is ``slow`` too."""
     if config.getoption("--device"):
         for item in items:
-            if item.get_closest_marker("pretended"):
+            if item.get_closest_marker("pretended") and config.getoption("--device") != "pretended":
                 item.add_marker(pytest.mark.skip("it speaks of the pretended device"))
+            if item.get_closest_marker("host"):
+                item.add_marker(pytest.mark.skip("it speaks of the CPU"))
+            if config.getoption("--device") == "pretended":
+                if item.get_closest_marker("unpretended"):
+                    item.add_marker(pytest.mark.skip("the pretended device cannot do it"))
+                if item.path.stem.endswith("_on_device"):
+                    item.add_marker(pytest.mark.skip("it runs on such devices in any case"))
     if os.environ.get("SMP_LITE_ALL_TESTS") == "1":
         return
     quick = config.getoption("--quick")

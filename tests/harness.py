@@ -51,11 +51,17 @@ MEMORY_VARIABLE = "SMP_LITE_TESTS_MEMORY"
 DEVICES_VARIABLE = "SMP_LITE_PRETENDED_DEVICES"
 """How many pretended devices (`tests.pretended_device`) a process finds; unset: there is no such device."""
 
-REAL_VARIABLE = "SMP_LITE_TESTS_DEVICE"
-"""Set by pytest's ``--device``: tests of pretended devices run on those of this kind."""
+KIND_VARIABLE = "SMP_LITE_TESTS_DEVICE"
+"""Set by pytest's ``--device``: see `tests.default_device`, which imports torch."""
 
 REAL = -1
 """Instead of a number of pretended devices: whatever accelerator the machine has."""
+
+EVERYTHING = -2
+"""What pytest's ``--device`` makes of no devices: all tensors are on such a one."""
+
+EVERYTHING_VARIABLE = "SMP_LITE_TESTS_EVERYTHING"
+"""Says so to the processes."""
 
 _pools: dict[tuple[int, int], WorldPool] = {}  # the last used comes last
 
@@ -80,6 +86,8 @@ def run_distributed(
     """
     if devices > 0:
         devices = _for_pretended(devices)
+    elif devices == 0 and KIND_VARIABLE in os.environ:
+        devices = EVERYTHING
     if fresh:
         pool = WorldPool(world_size, devices=devices)
         try:
@@ -170,11 +178,13 @@ class WorldPool:
         environment = {ERROR_DIR_VARIABLE: str(self._directory), "PYTHONUNBUFFERED": "1"}
         if self._devices > 0:
             environment[DEVICES_VARIABLE] = str(self._devices)
-        elif self._devices == REAL:
-            # Sums of cuBLAS in one order, unless the test has other wishes.
-            environment["CUBLAS_WORKSPACE_CONFIG"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        elif self._devices == EVERYTHING:
+            environment[EVERYTHING_VARIABLE] = "1"
         elif self._devices == 0 and _has_gpu():
             environment[DEVICE_VARIABLE] = "cpu"
+        if self._devices < 0:
+            # Sums of cuBLAS in one order, unless the test has other wishes.
+            environment["CUBLAS_WORKSPACE_CONFIG"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         with open(self._directory / "mpirun.log", "wb") as log:
             return _mpirun(command, self.world_size, environment, log, log)
 
@@ -318,7 +328,7 @@ def _read_all(file: Any) -> str:
 
 def _for_pretended(devices: int) -> int:
     """In the place of so many pretended devices; skips the running test where there is nothing."""
-    if os.environ.get(REAL_VARIABLE) is None:
+    if os.environ.get(KIND_VARIABLE) in (None, "pretended"):
         _skip_unless_pretendable()
         return devices
     import torch

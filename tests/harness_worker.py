@@ -64,7 +64,11 @@ def _call(function: str, kwargs: dict[str, Any], parameters: Mapping[str, Any] |
         os.environ.pop(PARAMETERS_VARIABLE, None)
     else:
         os.environ[PARAMETERS_VARIABLE] = json.dumps(parameters)
-    if "SMP_LITE_PRETENDED_DEVICES" in os.environ:
+    if "SMP_LITE_TESTS_EVERYTHING" in os.environ:
+        from tests.default_device import put_all_there
+
+        put_all_there()
+    elif "SMP_LITE_PRETENDED_DEVICES" in os.environ:
         from tests.pretended_device.backend import install
         from tests.pretended_device.sharing import offer
 

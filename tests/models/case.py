@@ -11,6 +11,7 @@ help the library, and equal results mean that an unmodified user model works.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ class Case:
             model's order: runs with one seed are to be compared with each other instead.
         unused_parameters: trainable parameters that get no gradient.
         requires: package without which the model cannot be built.
+        pretendable: a device in Python has kernels for it (`tests.pretended_device`).
         install_hooks: puts hooks on the model's blocks and returns what they will count; a
             comparison installs them on both sides, since they change values too.
         train_steps: optimizer steps after which results are compared; more than one, so that
@@ -76,12 +78,15 @@ class Case:
     random_in_blocks: bool = False
     unused_parameters: frozenset[str] = frozenset()
     requires: str | None = None
+    pretendable: bool = True
     install_hooks: Callable[[nn.Module], HookRecord] | None = None
     train_steps: int = 2
 
     @property
     def available(self) -> bool:
-        """Whether the package that the model comes from is installed."""
+        """Whether its package is installed, and the device of pytest's ``--device`` can run it."""
+        if not self.pretendable and os.environ.get("SMP_LITE_TESTS_DEVICE") == "pretended":
+            return False
         return self.requires is None or importlib.util.find_spec(self.requires) is not None
 
     def manual_stages(self, num_stages: int) -> dict[str, int]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from . import graphs, lateness, order, streams
+from . import graphs, hook_errors, lateness, order, streams
 from .as_torchs import take_over
 from .kernels import register
 from .memory import NAME, USE, Use, resize_storage
@@ -137,6 +137,7 @@ MODULE = _Module()
 
 class _Guard(torch._C._acc.DeviceGuard):
     def type_(self) -> Any:
+        hook_errors.put_aside()
         return torch._C._autograd.DeviceType.PrivateUse1
 
 
@@ -169,6 +170,7 @@ def install() -> torch.device:
         _setup_privateuseone_for_python_backend(NAME, MODULE, hooks, guard)
         take_over(__package__)
         register()
+        hook_errors.install()
         for _ in range(max(MODULE.device_count(), 8)):
             GENERATORS.append(torch.Generator())
         MODULE.manual_seed_all(torch.initial_seed())
@@ -203,6 +205,16 @@ def _fill_gaps() -> None:
         return row.to(device).untyped_storage()
 
     storage._to = move
+    clone_others = torch.UntypedStorage.clone
+
+    def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
+        if self.device.type != NAME:
+            return clone_others(self)
+        row = torch.empty(0, dtype=torch.uint8, device=self.device)
+        row.set_(self, 0, (self.nbytes(),), (1,))  # type: ignore[call-overload]
+        return row.clone().untyped_storage()
+
+    torch.UntypedStorage.clone = clone  # type: ignore[method-assign]
     accelerator: Any = torch.accelerator
     accelerator.device_count = MODULE.device_count
     accelerator.current_device_index = MODULE.current_device

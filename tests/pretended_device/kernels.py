@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -112,6 +112,7 @@ def run_on_host(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         torch._C.DisableTorchFunction(),
         torch._C._DisableTorchDispatch(),
         torch._C._AutoDispatchBelowAutograd(),
+        torch._C._DisableAutocast(),  # the CPU's has no say
     ):
         name = op._schema.name
         checked = (args[0], *args[2:]) if name in _INDEXING and is_ours(args[0]) else args
@@ -131,6 +132,9 @@ def run_on_host(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded in op.tags and device is not None:
             with generators_of(op, device, host_args, host_kwargs) as host_kwargs:
                 result = op(*host_args, **host_kwargs)
+        elif any(type(value) in (bool, int, float) for value in _meant_as_tensors(op, host_args)):
+            # Torch hands on a number that it has wrapped in a tensor as that number.
+            result = op.overloadpacket(*host_args, **host_kwargs)
         else:
             result = op(*host_args, **host_kwargs)
         if op._schema.is_mutable:
@@ -141,6 +145,15 @@ def run_on_host(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if graphs.is_capturing() and device is not None:
             graphs.note(lambda again, named: op(*again, **named), args, kwargs, found)
         return found
+
+
+@functools.cache
+def _tensors_by_place(op: Any) -> list[bool]:
+    return [str(argument.type) == "Tensor" for argument in op._schema.arguments]
+
+
+def _meant_as_tensors(op: Any, args: Sequence[Any]) -> Iterator[Any]:
+    return (value for value, is_tensor in zip(args, _tensors_by_place(op), strict=False) if is_tensor)
 
 
 @functools.cache

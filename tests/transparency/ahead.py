@@ -134,7 +134,7 @@ def train(function: Function, num_steps: int, caught: type[Exception] = smp.SMPE
         optimizer.step()
     plain, expected = _plain(function, num_steps, failed)
     state = model.state_dict()
-    is_equal = all(torch.equal(state[key], value) for key, value in plain.items())
+    is_equal = all(torch.equal(state[key], value.cpu()) for key, value in plain.items())
     return [texts, is_equal and all(map(torch.equal, losses, expected))]
 
 

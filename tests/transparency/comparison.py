@@ -105,9 +105,10 @@ def plain_run(
     case: Case,
     num_steps: int = 2,
     num_samples: int = NUM_SAMPLES,
-    device: torch.device = torch.device("cpu"),  # noqa: B008  (immutable)
+    device: torch.device | None = None,
 ) -> list[Snapshot]:
-    """Plain torch, one process; a snapshot for each step."""
+    """Plain torch, one process; a snapshot for each step. None: on torch's default device."""
+    device = device or torch.get_default_device()
     torch.manual_seed(0)
     model = case.build().to(device)
     record = case.install_hooks(model) if case.install_hooks else None

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from torch import nn
 
 import smp_lite as smp
-from tests.models import Batch
-from tests.transparency.comparison import NUM_MICROBATCHES
-from tests.transparency.rounds import Round, assert_rounds_equal
-from tests.transparency.weight_gradients import BATCH, Check, split_names, train
+
+if TYPE_CHECKING:  # pytest reads this file before it knows where tensors belong (--device)
+    from tests.models import Batch
+    from tests.transparency.rounds import Round
+    from tests.transparency.weight_gradients import Check
 
 OpenSession = Callable[..., None]
 
@@ -20,6 +21,8 @@ OpenSession = Callable[..., None]
 @pytest.fixture
 def open_session() -> OpenSession:
     """``open_session(num_stages, placement, **parameters)`` opens one; again, anew."""
+
+    from tests.transparency.comparison import NUM_MICROBATCHES
 
     def start(num_stages: int, placement: str = "auto", **parameters: Any) -> None:
         smp.reset()
@@ -34,6 +37,9 @@ def open_session() -> OpenSession:
 @pytest.fixture
 def check(open_session: OpenSession) -> Check:
     """Opens a session that gives gradients of parameters in actions of their own."""
+
+    from tests.transparency.rounds import Round, assert_rounds_equal
+    from tests.transparency.weight_gradients import BATCH, split_names, train
 
     def run(
         build: Callable[[], nn.Module],

@@ -40,7 +40,7 @@ def replica_runs(
     num_steps: int = 2,
     optimizer_every: int = 1,
     gradient_scale: float = 1.0,
-    device: torch.device = torch.device("cpu"),  # noqa: B008  (immutable)
+    device: torch.device | None = None,
 ) -> list[list[Snapshot]]:
     """Snapshots by replica and step; gradients are the averages over both.
 
@@ -49,8 +49,9 @@ def replica_runs(
         num_steps: training steps.
         optimizer_every: gradients of that many steps add up, and are averaged after the last of
         them. gradient_scale: times the mean over microbatches.
-        device: where both train.
+        device: where both train; None: on torch's default device.
     """
+    device = device or torch.get_default_device()
     models = []
     for _ in range(2):
         torch.manual_seed(0)

@@ -29,7 +29,7 @@ from tests.transparency.comparison import NUM_MICROBATCHES, smp_run
 from tests.transparency.state_cases import CASES as STATE_CASES
 from tests.transparency.weight_gradients import Around
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = [pytest.mark.sampled(3), pytest.mark.host]  # it forks
 
 NUM_STEPS = 2
 

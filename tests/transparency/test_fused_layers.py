@@ -61,6 +61,7 @@ def test_whole_layers_are_fused_on_their_stages() -> None:
     assert torch.equal(ours, plain)
 
 
+@pytest.mark.host
 def test_padding_that_one_process_takes_out_is_refused() -> None:
     plain = copy.deepcopy(Encoder()).eval()
     with torch.no_grad():

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import smp_lite as smp
 from tests.models import Batch
 from tests.models.layers import WIDTH, Chain, MLPBlock, regression_batch
+from tests.sampling import marked
 from tests.transparency.comparison import NUM_MICROBATCHES, compare, too_large
 from tests.transparency.conftest import OpenSession
 from tests.transparency.hostile import CASES
@@ -277,7 +278,7 @@ READERS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", marked("host", READERS, "numpy"))
 def test_reading_an_activation(name: str, open_session: OpenSession) -> None:
     def step(model: Any, batch: Batch, backward: Backward) -> tuple[Any, Tensor]:
         output = model(batch["x"])

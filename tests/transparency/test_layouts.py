@@ -67,6 +67,8 @@ def test_strides_in_the_recording_are_those_of_the_kernel(name: str, layout: str
     x = LAYOUTS[layout]
     if name == "instance_norm" and x.shape[2:] == (1, 1):
         pytest.skip("torch refuses it")
+    if "convolution" in name and x.device.type == "pretended":
+        pytest.skip("torch does not say how a device in Python lays them out")
     described = INFERENCE.function(FUNCTIONS[name], Arguments.of((x,), {}))
     (leaf,) = described.leaves
     assert isinstance(leaf, NewTensor)

@@ -165,6 +165,7 @@ def test_memory_of_each_rank(num_ranks: int) -> None:
     assert [(held, alive) for _, held, alive in found] == [(0, 0)] * num_ranks
 
 
+@pytest.mark.host
 def test_one_process_keeps_all_parameters(open_session: OpenSession) -> None:
     open_session(3)
     module = Chain()

@@ -68,7 +68,7 @@ def _default_device() -> Iterator[None]:
     """Which is a mode, too; with a function of torch's that the script has put one of its own around."""
     own = F.mse_loss
     with (
-        torch.device("cpu"),
+        torch.get_default_device(),
         mock.patch.object(F, "mse_loss", lambda *args, **kwargs: own(*args, **kwargs) * 1.5),
     ):
         yield
@@ -76,7 +76,7 @@ def _default_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _two() -> Iterator[None]:
-    with torch.device("cpu"), Scaling():
+    with torch.get_default_device(), Scaling():
         yield
 
 

@@ -96,6 +96,7 @@ def test_cuts_on_ranks(name: str, first: int) -> None:
     assert first in found[0]
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("how", ["copy_", "data"])
 @pytest.mark.parametrize("since", [0, CHECKED + 1])
 def test_memory_that_is_written_anew(since: int, how: str, open_session: OpenSession) -> None:
@@ -105,6 +106,7 @@ def test_memory_that_is_written_anew(since: int, how: str, open_session: OpenSes
     assert ends == ([] if since == 0 else [None, 1]), "what has run may still read it in its backward"
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("since", [0, CHECKED + 1])
 def test_memory_that_is_exchanged_unheard(since: int, open_session: OpenSession) -> None:
     open_session(2)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import smp_lite as smp
+from tests.sampling import marked
 
 WIDTH, ROWS, MICROBATCHES, STEPS = 4, 2, 3, 8
 TEACHER = torch.ones(WIDTH, WIDTH)
@@ -225,7 +226,7 @@ CASES: dict[str, tuple[type[_Net], Step, Any, bool]] = {
 
 @pytest.mark.filterwarnings("ignore:static_mode")
 @pytest.mark.parametrize("pipeline", ["interleaved", "zero_bubble"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked("host", CASES, "numpy"))
 def test_tensors_of_a_replayed_step(name: str, pipeline: str) -> None:
     kind, function, before, is_replayed = CASES[name]
     smp.init_in_memory(

@@ -181,6 +181,7 @@ def test_evaluation(name: str, inference: bool, open_session: OpenSession) -> No
     )
 
 
+@pytest.mark.unpretended
 def test_batches_made_in_inference_mode(open_session: OpenSession) -> None:
     """As by a loader that is read there; the model is partitioned by one, and trains afterwards."""
     open_session(2)

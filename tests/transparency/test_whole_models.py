@@ -40,6 +40,7 @@ def test_the_whole_model_on_one_rank() -> None:
     assert "changed within smp.gathered(rank=1)" in found[1][1][0]
 
 
+@pytest.mark.host
 def test_every_other_use_says_what_the_tensors_are() -> None:
     for found in on_ranks("uses"):
         for name, text in found.items():

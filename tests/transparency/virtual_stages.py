@@ -126,7 +126,7 @@ def _checkpoint_blocks(model: smp.DistributedModel) -> None:
 def same(ours: Any, theirs: Any) -> bool:
     """To the bit."""
     if isinstance(ours, Tensor):
-        return torch.equal(ours, theirs)
+        return torch.equal(ours.cpu(), theirs.cpu())
     if isinstance(ours, dict):
         return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in ours)
     if isinstance(ours, list | tuple):

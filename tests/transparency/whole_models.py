@@ -69,7 +69,8 @@ def library_step(model: Any, x: Tensor, target: Tensor) -> Tensor:
 def _same(ours: nn.Module, plain: nn.Module) -> list[str]:
     """Names of what differs in a whole model."""
     theirs = plain.state_dict()
-    return [name for name, value in ours.state_dict().items() if not torch.equal(value, theirs[name])]
+    pairs = [(name, value.cpu(), theirs[name].cpu()) for name, value in ours.state_dict().items()]
+    return [name for name, value, wanted in pairs if not torch.equal(value, wanted)]
 
 
 def average_from_before() -> list[str]:
