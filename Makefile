@@ -12,6 +12,7 @@
 # make test-sdk3      version 3 of the SageMaker SDK (1 GB)
 # make test-trainer4  the Trainer of transformers 4.28, which has SMP v1 built in (1.2 GB)
 # make test-oldest    the oldest torch that the package admits (7 GB where it comes with CUDA)
+# make test-device    tests/transparency with all tensors on a pretended device (ten minutes)
 # make test-gpu       GPUs: what only they can show (beside a torch for them that is there already)
 # make bench-gpu      the same, measured: steps and messages of ranks that share one
 # make sweep          every model type of transformers against plain torch (half an hour)
@@ -30,9 +31,11 @@ PYTEST := $(BIN)/python -m pytest
 # Two files at a time: most tests start processes and wait for them, which leaves a core idle now and then.
 # One of the two that dies (out of memory) ends the run: with another in its place it would never end.
 AT_ONCE := --numprocesses 2 --dist loadfile --max-worker-restart 0
+# Tests that are written for the CPU, with all their tensors on a device.
+ON_DEVICE = $(PYTEST) --device pretended --quick $(AT_ONCE)
 
 .PHONY: train test test-ci test-all bench notebooks sweep lint test-network test-toolkit test-sdk3 test-trainer4
-.PHONY: test-oldest test-gpu bench-gpu
+.PHONY: test-oldest test-device test-gpu bench-gpu
 .DELETE_ON_ERROR:
 
 train: $(VENV)/train.stamp
@@ -43,6 +46,7 @@ test: $(VENV)/test.stamp
 
 test-ci: $(VENV)/test.stamp
 	$(PYTEST) tests --ignore=tests/benchmarks $(AT_ONCE)
+	$(ON_DEVICE) $(patsubst %,tests/transparency/test_%.py,hooks in_memory many_uses modes_around failed_steps)
 
 test-all: $(VENV)/test.stamp
 	SMP_LITE_ALL_TESTS=1 $(PYTEST) tests --ignore=tests/benchmarks $(AT_ONCE)
@@ -64,6 +68,9 @@ test-oldest: $(VENV)-oldest/stamp
 
 bench: $(VENV)/test.stamp
 	$(BIN)/python -m tests.benchmarks
+
+test-device: $(VENV)/test.stamp
+	$(ON_DEVICE) tests/transparency
 
 test-gpu: $(VENV)-gpu/stamp
 	env -u OPAL_PREFIX $(VENV)-gpu/bin/python -m pytest tests/gpu
