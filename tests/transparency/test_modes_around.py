@@ -28,7 +28,21 @@ class Scaling(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        return result * 1.5 if func in (F.gelu, F.mse_loss, F.linear, torch.tanh, torch.add) else result
+        return result * 1.5 if func in SCALED else result
+
+
+SCALED = (
+    F.gelu,
+    F.mse_loss,
+    F.linear,
+    torch.tanh,
+    torch.add,
+    Tensor.mm,
+    Tensor.add_,
+    Tensor.mul_,
+    torch.zeros,
+)
+"""Also what the library might compute with."""
 
 
 class Shifting(TorchDispatchMode):
@@ -115,3 +129,30 @@ def test_a_call_is_seen_once(mode: str, config: dict[str, Any], open_session: Op
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
+
+
+def test_a_mode_that_begins_within_the_step(open_session: OpenSession) -> None:
+    """A number is asked for under it: what was recorded before runs now, as it would have without it."""
+    torch.manual_seed(0)
+    net = Net()
+    plain = copy.deepcopy(net)
+    open_session(2, microbatches=MICROBATCHES)
+    model = smp.DistributedModel(net)
+
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        y = model(x)
+        with Scaling():
+            scale = 1.0 if float(torch.tanh(y.detach()).sum()) > 0 else 2.0
+        return y.square().mean() * scale
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        model.backward(loss)
+        return loss
+
+    x = torch.randn(MICROBATCHES * ROWS, WIDTH)
+    for mode in (contextlib.nullcontext, Scaling):
+        with mode():
+            found = [float(loss) for loss in step(model, x).outputs]
+            assert found == [float(loss_of(plain, part)) for part in x.chunk(MICROBATCHES)]

@@ -23,7 +23,14 @@ from torch.overrides import TorchFunctionMode
 from ...devices import autocast_types
 from ...errors import SMPError
 
-__all__ = ["FUNCTORCH", "Ambient", "refuse_transformations", "users_modes", "without_users_modes"]
+__all__ = [
+    "FUNCTORCH",
+    "Ambient",
+    "refuse_transformations",
+    "users_modes",
+    "with_users_modes",
+    "without_users_modes",
+]
 
 _OURS = f"{__name__.partition('.')[0]}."
 
@@ -62,24 +69,61 @@ def refuse_transformations() -> None:
 
 def users_modes() -> list[TorchFunctionMode]:
     """The modes of torch functions that are on and not ours, the outermost first."""
-    stack = [torch._C._get_function_stack_at(i) for i in range(_num_function_modes())]
-    return [mode for mode in stack if not type(mode).__module__.startswith(_OURS)]
+    return [mode for mode in _modes() if not _is_ours(mode)]
 
 
 @contextlib.contextmanager
-def without_users_modes() -> Iterator[None]:
-    """Within: of the modes of torch functions, ours alone are on."""
-    before = [torch._C._pop_torch_function_stack() for _ in range(_num_function_modes())]
-    ours = [mode for mode in reversed(before) if type(mode).__module__.startswith(_OURS)]
-    for mode in ours:
-        torch._C._push_on_torch_function_stack(mode)
+def without_users_modes(around: list[TorchFunctionMode]) -> Iterator[None]:
+    """Within: of the modes of torch functions, ours alone are on, since it is the library that computes.
+
+    Args:
+        around: the user's that were on when the step began, for :func:`with_users_modes`.
+    """
+    global _around
+    if not around and not _num_function_modes():
+        yield
+        return
+    before, _around = _around, around
+    try:
+        with _exchanged([mode for mode in _modes() if _is_ours(mode)]):
+            yield
+    finally:
+        _around = before
+
+
+def with_users_modes() -> contextlib.AbstractContextManager[None]:
+    """Within :func:`without_users_modes`: with those around the step all the same, for code of the user's."""
+    return _exchanged([*_around, *_modes()]) if _around else _AS_THEY_ARE
+
+
+def _modes() -> list[TorchFunctionMode]:
+    return [torch._C._get_function_stack_at(i) for i in range(_num_function_modes())]
+
+
+def _is_ours(mode: TorchFunctionMode) -> bool:
+    return type(mode).__module__.startswith(_OURS)
+
+
+@contextlib.contextmanager
+def _exchanged(others: list[TorchFunctionMode]) -> Iterator[None]:
+    """Within: these are on."""
+    before = _modes()
+    _set_modes(others)
     try:
         yield
     finally:
-        for _ in ours:
-            torch._C._pop_torch_function_stack()
-        for mode in reversed(before):
-            torch._C._push_on_torch_function_stack(mode)
+        _set_modes(before)
+
+
+def _set_modes(modes: list[TorchFunctionMode]) -> None:
+    for _ in range(_num_function_modes()):
+        torch._C._pop_torch_function_stack()
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
+
+
+_around: list[TorchFunctionMode] = []
+_AS_THEY_ARE = contextlib.nullcontext()
 
 
 class Ambient(NamedTuple):

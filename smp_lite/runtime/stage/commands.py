@@ -24,7 +24,7 @@ from ...record.describe.checkpointed_calls import seeded_by
 from ...record.describe.effects import Buffers, Effects, NeedsOpening
 from ...record.parameters.placement import Placement
 from ...record.parameters.split_reads import SplitReads
-from ...record.state.ambient import Ambient, without_users_modes
+from ...record.state.ambient import Ambient, with_users_modes
 from ...record.state.draws import at_states, default_states
 from ...record.state.places import in_force
 from ...record.values.calls import NewTensor
@@ -34,7 +34,7 @@ from ...record.values.structure import LEAF, flatten
 from ..sharded.parameters import ShardedParameters
 from .random_streams import RandomStreams
 
-_NO_SEEDS = _NO_GUARD = _AS_THEY_ARE = contextlib.nullcontext()
+_NO_SEEDS = _NO_GUARD = contextlib.nullcontext()
 
 
 class CommandRunner:
@@ -294,7 +294,7 @@ def _run_function(
 ) -> RealRun:
     assert command.function is not None and command.draw is not None
     before = command.draw.states
-    with at_states(before), _modes_for(command):
+    with at_states(before):
         result = command.function(*args, **kwargs)
         after = tuple(generator.get_state() for generator, _ in before)
     drew = any(not torch.equal(a, b) for (_, a), b in zip(before, after, strict=True))
@@ -308,17 +308,16 @@ def _call(command: Command, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         # Recorded was torch's __call__; that of a class's own, around it, ran when it was recorded.
         is_torchs = type(module).__call__ is nn.Module.__call__ or not isinstance(module, nn.Module)
         call = module if is_torchs else partial(nn.Module.__call__, module)
-    modes = _modes_for(command)
-    if (
-        not command.carried
-        and not command.bare
-        and command.draw is None
-        and not command.must_stay
-        and modes is _AS_THEY_ARE
-    ):
-        return call(*args, **kwargs)
+    # Modes of the user's have seen torch's functions when they were recorded. Code of theirs runs now.
+    is_users = command.module is not None or type(command.function) is ApplyFunction
+    if not command.carried and not command.bare and command.draw is None and not command.must_stay:
+        if not is_users:
+            return call(*args, **kwargs)
+        with with_users_modes():
+            return call(*args, **kwargs)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(modes)
+        if is_users:
+            stack.enter_context(with_users_modes())
         if command.carried:
             stack.enter_context(in_force(command.carried))
         if command.must_stay and command.module is not None:
@@ -332,14 +331,6 @@ def _call(command: Command, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if command.draw is not None:
             stack.enter_context(at_states(command.draw.states))
         return call(*args, **kwargs)
-
-
-def _modes_for(command: Command) -> contextlib.AbstractContextManager[None]:
-    """What is to be done about modes of torch functions: those of the user have seen torch's when they were
-    recorded. An autograd function's code runs now."""
-    if command.module is not None or not torch._C._len_torch_function_stack():
-        return _AS_THEY_ARE
-    return _AS_THEY_ARE if type(command.function) is ApplyFunction else without_users_modes()
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from ...record.commands.recording import Command, Recording
 from ...record.describe.metadata import describe_result
 from ...record.interception import not_listening
 from ...record.parameters.placement import Placement
+from ...record.state.ambient import users_modes, without_users_modes
 from ...record.step.recorder import Recorder
 from ...record.values.calls import ResultMeta
 from ...record.values.placed import PlacedTensor, TensorMeta
@@ -84,6 +85,7 @@ class StepRunner:
         self._in_transit: list[Any] = []
         self._inputs: tuple[int, Callable[[], list[str]]] = (0, list)
         self._start_state = 0
+        self._modes_around: list[Any] = []
         self._has_failed: SMPError | None = None  # in this step, whatever the script did about it
         self._touched_gradients = False  # by a list of actions that failed
         self.all_know = False  # whether an error that is on its way is raised on all mp ranks
@@ -113,6 +115,7 @@ class StepRunner:
         recorder.begin_step(num_microbatches, strict=inputs[0] != 0)
         self._inputs = inputs
         self._results.forget()
+        self._modes_around = users_modes()
         self.all_know = self._touched_gradients = False
         self._has_failed = None
         shared = (
@@ -311,7 +314,7 @@ class StepRunner:
         """Runs what can run without waiting."""
         assert self._running is not None
         self._before_running(all_recorded=False)
-        with not_listening(), self.streams.executing(seeds=self._running.draws):
+        with not_listening(), self._executing(seeds=self._running.draws):
             self._running.burst()
 
     def _start_ahead(self, first: Recording) -> None:
@@ -341,7 +344,7 @@ class StepRunner:
         self._before_running(all_recorded=False)
         self._running = None
         self.planner.forget_alike(running.ahead.first, running.ahead.num_microbatches)
-        with self.streams.executing():
+        with self._executing():
             running.end(cut=k)
         try:
             self._compare({m: p.recording for m, p in self._progress.items() if m < k}, CUT_AT + k)
@@ -357,7 +360,7 @@ class StepRunner:
         assert running is not None
         self._before_running()
         self._running = None
-        with self.streams.executing(seeds=running.draws):
+        with self._executing(seeds=running.draws):
             running.end()
         self._compare({m: progress.recording for m, progress in self._progress.items()}, ALL)
         self._conclude(running.batch)
@@ -368,7 +371,7 @@ class StepRunner:
         if running is None or not running.is_intact or not isinstance(error, Exception):
             return
         try:
-            with self.streams.executing():
+            with self._executing():
                 running.end(cut=0)
         except SMPError as another:
             error.add_note(f"and then: {another}")
@@ -383,6 +386,12 @@ class StepRunner:
             self._end_ahead()
         else:
             self._execute(last_batch=True)
+
+    @contextlib.contextmanager
+    def _executing(self, *, seeds: bool = True) -> Iterator[None]:
+        """Around what runs. For ``seeds`` see :meth:`RandomStreams.executing`."""
+        with without_users_modes(self._modes_around), self.streams.executing(seeds=seeds):
+            yield
 
     # Planning and executing ---------------------------------------------------------------------------------
 
@@ -424,7 +433,7 @@ class StepRunner:
         is_seeded = self._recorder.backward_state.runs_python or any(
             command.is_seeded() for recording in recordings.values() for command in recording.commands
         )
-        with self.streams.executing(seeds=is_seeded):
+        with self._executing(seeds=is_seeded):
             self.peers.drive(
                 {stage: executor.run(batch.schedule[stage]) for stage, executor in self.executors.items()}
             )
