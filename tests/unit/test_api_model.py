@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict as states
 
 import smp_lite as smp
 from tests.api_support import (
@@ -129,6 +130,23 @@ def test_state_dict_refuses_torchs_own_options_by_name() -> None:
     model, _ = wrap(build(), SGD)
     with pytest.raises(TypeError, match="prefix"):
         model.state_dict(prefix="net.")
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_torchs_own_functions_for_states_are_refused_with_what_to_call(steps: int) -> None:
+    model, optimizer = wrap(build(), SGD)
+    for _ in range(steps):
+        train(model, *batch())
+    says = r"cannot read or set the state of a DistributedModel: use model\.state_dict\(\)"
+    for function, *rest in (
+        (states.get_model_state_dict,),
+        (states.get_optimizer_state_dict, optimizer),
+        (states.get_state_dict, optimizer),
+        (states.set_model_state_dict, model.state_dict()),
+        (partial(states.set_optimizer_state_dict, optim_state_dict=optimizer.state_dict()), optimizer),
+    ):
+        with pytest.raises(smp.SMPError, match=says):
+            function(model, *rest)
 
 
 @pytest.mark.parametrize("marked", [None, False, True])

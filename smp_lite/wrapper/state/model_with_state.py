@@ -63,6 +63,17 @@ class ModelWithState(LocalParts):
             raise TypeError(f"DistributedModel.state_dict() takes gather_to_rank0 only, got {args} {kwargs}")
         return self._state_in_place().whole(gather_to_rank0=gather_to_rank0)
 
+    @property
+    def _fqn_modifiers(self) -> Any:
+        """What ``torch.distributed.checkpoint.state_dict`` asks each module for, the model before any other. It
+        finds entries of the state by walking over modules, and a state whose names leave ``module`` out it
+        cannot follow; nor are an optimizer's parameters of other stages anything to it."""
+        raise SMPError(
+            "torch.distributed.checkpoint.state_dict cannot read or set the state of a DistributedModel: use "
+            "model.state_dict(), optimizer.state_dict() and their load_state_dict(), which mean the whole, or "
+            "smp.save_checkpoint(..., portable=True), which torch.distributed.checkpoint reads"
+        )
+
     def load_state_dict(  # type: ignore[override]
         self, state_dict: dict[str, Any], strict: bool = True, same_partition_load: bool = False
     ) -> Any:
