@@ -24,6 +24,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import SMPError
 from .backward.checkpoints import Region, inside_reentrant, refuse_node_hook, refuse_saved_hooks
@@ -127,12 +128,14 @@ def start_intercepting() -> None:
     original_node_hook = getattr(_node_hook, "__enter__", None)
     original_hooks = {name: getattr(torch.Tensor, name) for name in ON_LEAVES}
     original_module_hooks = {name: getattr(nn.Module, name) for name in _ON_MODULES}
+    original_remove = RemovableHandle.remove
     original_saved_exit = torch.autograd.graph.saved_tensors_hooks.__exit__
     original_saved = torch.autograd.graph.saved_tensors_hooks.__enter__
     _originals.update(
         convert=original_convert,
         hooks=original_hooks,
         module_hooks=original_module_hooks,
+        remove=original_remove,
         saved=original_saved,
         saved_exit=original_saved_exit,
         node_hook=original_node_hook,
@@ -215,6 +218,11 @@ def start_intercepting() -> None:
 
         return register
 
+    def remove(handle: RemovableHandle) -> None:
+        if _active is not None and not _active.not_listening and threading.get_ident() == _thread:
+            _active.hears_removal(handle)
+        original_remove(handle)
+
     def enter_saved_hooks(hooks: Any) -> None:
         if _active is not None and _is_of(hooks.pack_hook, "torch"):
             _active.hears_checkpoint()
@@ -245,6 +253,7 @@ def start_intercepting() -> None:
     torch.Tensor.register_post_accumulate_grad_hook = register_accumulated_hook  # type: ignore[method-assign]
     for name, original in original_module_hooks.items():
         setattr(nn.Module, name, hooking(original))
+    RemovableHandle.remove = remove  # type: ignore[method-assign]
     torch.autograd.graph.saved_tensors_hooks.__enter__ = enter_saved_hooks  # type: ignore[method-assign]
     torch.autograd.graph.saved_tensors_hooks.__exit__ = exit_saved_hooks  # type: ignore[method-assign]
     if original_dtypes is not None:
@@ -265,6 +274,7 @@ def stop_intercepting() -> None:
         for owner, kind in ((torch.Tensor, "hooks"), (nn.Module, "module_hooks")):
             for name, original in _originals[kind].items():
                 setattr(owner, name, original)
+        RemovableHandle.remove = _originals["remove"]  # type: ignore[method-assign]
         torch.autograd.graph.saved_tensors_hooks.__enter__ = _originals["saved"]  # type: ignore[method-assign]
         torch.autograd.graph.saved_tensors_hooks.__exit__ = _originals["saved_exit"]  # type: ignore[method-assign]
         if _originals["dtypes"] is not None:

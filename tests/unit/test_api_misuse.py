@@ -341,3 +341,61 @@ def test_groups_of_torch_where_one_process_plays_all_stages() -> None:
         assert float(loss) == 1
     smp.reset()
     assert not torch.distributed.is_initialized()
+
+
+def _twice(module: nn.Module, *gradients: Any) -> Any:
+    return tuple(None if each is None else each * 2 for each in gradients[0])
+
+
+PUT_ON = {
+    "module": lambda net: net.last[1].register_full_backward_hook(_twice),
+    "before": lambda net: net.last[1].register_full_backward_pre_hook(_twice),
+    "parameter": lambda net: net.last[1].weight.register_hook(lambda gradient: gradient * 2),
+}
+
+
+@FIRST_OR_LATER
+@pytest.mark.parametrize("kind", PUT_ON)
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_a_backward_hook_taken_off_before_the_backward_runs(kind: str, at_the_end: bool, first: bool) -> None:
+    net = build()
+    model, _ = wrap(net, SGD)
+
+    def body(model: Any, x: Tensor, target: Tensor) -> None:
+        loss = F.mse_loss(model(x), target)
+        if not at_the_end:
+            handle.remove()
+        model.backward(loss)
+        handle.remove()
+
+    if not first:
+        train(model, *batch())
+    handle = PUT_ON[kind](net)
+    with pytest.raises(smp.SMPError, match=r"a backward hook was taken off 'last\.1.* inside an smp\.step"):
+        smp.step(body)(model, *batch(1))
+    handle.remove()
+    train(model, *batch())
+
+
+def test_a_backward_hook_may_be_taken_off_before_anything_or_by_itself() -> None:
+    net, plain = build(), build()
+    model, _ = wrap(net, SGD)
+    handles: dict[int, Any] = {}
+
+    def twice_once(module: nn.Module, *gradients: Any) -> Any:
+        handles.pop(id(module)).remove()
+        return _twice(module, *gradients)
+
+    def body(model: Any, x: Tensor, target: Tensor, first: Any, is_plain: bool) -> None:
+        first.remove()
+        loss = F.mse_loss(model(x), target)
+        (loss / 2).backward() if is_plain else model.backward(loss)
+
+    for module in (net.last[1], plain.last[1]):
+        handles[id(module)] = module.register_full_backward_pre_hook(twice_once)
+    smp.step(body)(model, *batch(), PUT_ON["module"](net), False)
+    first = PUT_ON["module"](plain)
+    for x, target in zip(*(each.chunk(2) for each in batch()), strict=True):
+        body(plain, x, target, first, True)
+    assert not handles
+    assert same([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])

@@ -221,6 +221,17 @@ class Placement:
                     found.setdefault(full, (full, parameter, hooks))
         return list(found.values())
 
+    def of_gradient_hooks(self, table: Any) -> str | None:
+        """The name of the module or parameter on whose gradients the hooks in this table are; None: of none."""
+        for _, module in self._modules:
+            if table is module._backward_hooks or table is module._backward_pre_hooks:
+                return repr(self.name(module))
+        with torch._C.DisableTorchFunction():
+            for hooked, parameter, _ in self.hooked_parameters():
+                if table is parameter._backward_hooks or table is parameter._post_accumulate_grad_hooks:
+                    return repr(hooked)
+        return None
+
     def free_other_stages(self, stages: frozenset[int]) -> None:
         """Parameters of stages that this process does not hold become away ones, without memory."""
         self.local_stages = stages

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ...errors import SMPError
 from ..backward.checkpointed_runs import CheckpointedRuns
@@ -48,7 +49,7 @@ from .module_buffers import ModuleBuffers
 from .module_calls import ModuleCalls
 from .ordinary_tensors import PARAMETERS, OrdinaryTensors
 from .repeated import RepeatedCalls
-from .value_hooks import ON_LEAVES, refuse_on_module, refuse_on_parameter, register_hook
+from .value_hooks import ON_LEAVES, refuse_on_module, refuse_on_parameter, refuse_removed, register_hook
 
 __all__ = ["Recorder"]
 
@@ -180,6 +181,16 @@ class Recorder:
     def hears_backward_hook(self, module: nn.Module) -> None:
         """Recorded code puts a backward hook on a module."""
         refuse_on_module(self, module)
+
+    def hears_removal(self, handle: RemovableHandle) -> None:
+        """Recorded code takes a hook away."""
+        table = handle.hooks_dict_ref()
+        if (
+            table is not None
+            and handle.id in table
+            and any(each.commands for each in self.recordings.values())
+        ):
+            refuse_removed(self, table)
 
     def hears_checkpoint(self) -> None:
         """A backward will run forward code again."""

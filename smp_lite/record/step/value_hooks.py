@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from ...errors import SMPError
 from ..describe.descriptions import Description
@@ -24,7 +25,14 @@ if TYPE_CHECKING:
     from ..commands.recording import Recording
     from .recorder import Recorder
 
-__all__ = ["ON_LEAVES", "ValueHook", "refuse_on_module", "refuse_on_parameter", "register_hook"]
+__all__ = [
+    "ON_LEAVES",
+    "ValueHook",
+    "refuse_on_module",
+    "refuse_on_parameter",
+    "refuse_removed",
+    "register_hook",
+]
 
 ON_LEAVES = ("register_hook", "register_post_accumulate_grad_hook")
 """Methods of tensors that put a hook on the gradient of a parameter."""
@@ -102,6 +110,25 @@ def refuse_on_module(recorder: Recorder, module: nn.Module) -> None:
     if recorder.num_microbatches > 1 and id(module) in recorder.placement.owners:
         name = recorder.placement.name(module)
         raise SMPError(f"a backward hook was put on the module {name!r} {_BETWEEN}")
+
+
+def refuse_removed(recorder: Recorder, table: Any) -> None:
+    """A backward that is recorded runs later, without the hooks that are gone by then.
+
+    Args:
+        table: what a hook is taken out of.
+
+    Raises:
+        SMPError: it is of gradients of the model's modules or parameters.
+    """
+    of_all = (torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks)
+    is_of_all = any(table is each for each in of_all)
+    name = "all modules" if is_of_all else recorder.placement.of_gradient_hooks(table)
+    if name is not None:
+        raise SMPError(
+            f"a backward hook was taken off {name} inside an smp.step, where a forward or backward that it "
+            "is for may not have run yet: call handle.remove() between steps, or in the hook itself"
+        )
 
 
 def _nothing(tensor: torch.Tensor) -> None:

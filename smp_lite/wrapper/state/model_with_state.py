@@ -65,13 +65,15 @@ class ModelWithState(LocalParts):
 
     @property
     def _fqn_modifiers(self) -> Any:
-        """What ``torch.distributed.checkpoint.state_dict`` asks each module for, the model before any other. It
-        finds entries of the state by walking over modules, and a state whose names leave ``module`` out it
-        cannot follow; nor are an optimizer's parameters of other stages anything to it."""
+        """What ``torch.distributed.checkpoint.state_dict`` asks each module for, the model before any other.
+
+        It finds entries of the state by walking over modules, and cannot follow names that leave ``module``
+        out; nor does it know an optimizer's parameters of other stages.
+        """
         raise SMPError(
             "torch.distributed.checkpoint.state_dict cannot read or set the state of a DistributedModel: use "
-            "model.state_dict(), optimizer.state_dict() and their load_state_dict(), which mean the whole, or "
-            "smp.save_checkpoint(..., portable=True), which torch.distributed.checkpoint reads"
+            "model.state_dict(), optimizer.state_dict() and their load_state_dict(), which mean the whole, "
+            "or smp.save_checkpoint(..., portable=True), which torch.distributed.checkpoint reads"
         )
 
     def load_state_dict(  # type: ignore[override]
