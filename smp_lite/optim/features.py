@@ -331,10 +331,15 @@ def _sharding_axis(session: Session) -> Axis | None:
 def _check_optimizer(optimizer: Any, keys: str) -> None:
     """Raises SMPError unless all that it steps is in its groups."""
     kind = type(optimizer).__name__
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    held = getattr(optimizer, "__dict__", {}).values()
+    inside = next((value for value in held if isinstance(value, torch.optim.Optimizer)), None)
+    if inside is not None or not isinstance(optimizer, torch.optim.Optimizer):
+        one = "optimizer" if inside is None else type(inside).__name__
         raise SMPError(
-            f"{kind} with {keys}: it is an object around an optimizer, which may keep masters or shards of "
-            f"its own. Give smp.DistributedOptimizer the torch.optim.Optimizer inside it, or leave {keys} out"
+            f"{kind} with {keys}: it is an object around an optimizer, which would step the model's own "
+            f"parameters instead of their masters or shards. Give smp.DistributedOptimizer the {one} inside "
+            f"it, and put {kind} around that: {kind}(smp.DistributedOptimizer({one}(...))); or leave {keys} "
+            "out"
         )
     members = {id(p) for group in optimizer.param_groups for p in group["params"]}
 

@@ -54,7 +54,8 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """
     found = optimizer
     for _ in range(_DEEPEST):
-        if isinstance(found, torch.optim.Optimizer):
+        # One that never called torch's __init__ has no hooks: it only passes for an optimizer (Lookahead).
+        if isinstance(found, torch.optim.Optimizer) and hasattr(found, "_optimizer_step_pre_hooks"):
             return found
         found = getattr(found, "optimizer", None)
     raise TypeError(

@@ -462,6 +462,15 @@ def test_optimizers_with_parameters_of_their_own_are_refused() -> None:
     with refuses("Around with fp16: it is an object around an optimizer"):
         smp.DistributedOptimizer(Around(build(model.parameters())))
 
+    class Ahead(torch.optim.Optimizer):
+        """As many are written: without torch's ``__init__``."""
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+
+    with refuses(r"Ahead with fp16: it is an object .* put Ahead around that: Ahead\(smp\.Distributed"):
+        smp.DistributedOptimizer(Ahead(build(model.parameters())))
+
 
 # Loss scale -------------------------------------------------------------------------------------------------
 

@@ -448,3 +448,41 @@ def test_gradients_are_cleared_as_the_inner_optimizer_does_by_itself(keeps: bool
     assert all((p.grad is not None) == keeps for p in model.parameters())
     optimizer.zero_grad(set_to_none=True)
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:whether Ahead.step")
+def test_an_optimizer_around_another_without_torchs_own_init() -> None:
+    """As Lookahead is often written: an Optimizer by its class, which has none of torch's hooks."""
+
+    class Ahead(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+
+        def step(self, closure: Any = None) -> None:
+            before = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+            self.optimizer.step()
+            with torch.no_grad():
+                for group, were in zip(self.param_groups, before, strict=True):
+                    for parameter, was in zip(group["params"], were, strict=True):
+                        parameter.lerp_(was, 0.5)
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.optimizer.zero_grad(set_to_none)
+
+        def state_dict(self) -> Any:
+            return self.optimizer.state_dict()
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.optimizer.load_state_dict(state_dict)
+
+    net, plain = build(), build()
+    model, optimizer = wrap(net, lambda parameters: Ahead(torch.optim.SGD(parameters, lr=0.1)))
+    expected = Ahead(torch.optim.SGD(plain.parameters(), lr=0.1))
+    for index in range(2):
+        optimizer.zero_grad()
+        expected.zero_grad()
+        train(model, *batch(index))
+        plain_train(plain, *batch(index))
+        optimizer.step()
+        expected.step()
+    assert same(model.state_dict(), plain.state_dict())

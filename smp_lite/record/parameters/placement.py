@@ -222,7 +222,7 @@ class Placement:
         return list(found.values())
 
     def of_gradient_hooks(self, table: Any) -> str | None:
-        """The name of the module or parameter on whose gradients the hooks in this table are; None: of none."""
+        """The module or parameter on whose gradients the hooks in this table are; None: of none."""
         for _, module in self._modules:
             if table is module._backward_hooks or table is module._backward_pre_hooks:
                 return repr(self.name(module))
