@@ -46,6 +46,7 @@ def test_every_other_use_says_what_the_tensors_are() -> None:
         for name, text in found.items():
             assert "lives on stage" in text, name
             assert "smp.gathered(model)" in text, name
+        assert "or a copy of it that is given instead" in found["an average"]
 
 
 def test_in_one_process_all_is_there(open_session: OpenSession) -> None:

@@ -226,7 +226,13 @@ def uses() -> dict[str, str]:
     step = smp.step(library_step)
     step(model, *regression_batch(8).values())
     found = {}
-    for name, use in USES.items():
+    average = torch.optim.swa_utils.AveragedModel(model.module)
+    average.update_parameters(model.module)
+
+    def of_average(_: Any) -> None:
+        torch.save(average.state_dict(), io.BytesIO())
+
+    for name, use in {**USES, "an average": of_average}.items():
         try:
             use(model)
             found[name] = ""

@@ -176,8 +176,8 @@ def needed(what: str, aways: list[Any]) -> SMPError:
     return SMPError(
         f"{what}: {_name(away)} lives on stage {away.smp_stage}, in another process, and has no data here. "
         "model.local_named_parameters() gives what is here; 'with smp.gathered(model) as module:' brings the "
-        "whole model here; model.state_dict() is its whole state; and the model is called in a function "
-        "decorated with @smp.step"
+        "whole model here, or a copy of it that is given instead (an AveragedModel); model.state_dict() is "
+        "its whole state; and the model is called in a function decorated with @smp.step"
     )
 
 

@@ -28,9 +28,8 @@ def gathered(model: nn.Module | None = None, rank: int | None = None) -> Iterato
     evaluation, weight statistics. Parameters of other stages take their memory for that time.
 
     Args:
-        model: the ``DistributedModel`` (None: the session's), or a copy of its module, such as an average
-        made
-            by ``copy.deepcopy`` or ``torch.optim.swa_utils.AveragedModel``.
+        model: the ``DistributedModel`` (None: the session's), or a copy of its module, such as an average,
+            made by ``copy.deepcopy`` or ``torch.optim.swa_utils.AveragedModel``.
         rank: mp rank that gets the whole model; None: all of them. The others get what they have.
 
     Yields:
