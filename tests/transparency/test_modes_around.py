@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import smp_lite as smp
 from tests.models.layers import WIDTH, MLPBlock
@@ -65,10 +66,21 @@ class Cubed(torch.autograd.Function):
         return gradient * (3 * x * x + 1)
 
 
+class Recomputed(nn.Module):
+    """Its backward calls functions again, where one process's mode is off: it sees ``loss.backward()``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MLPBlock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = MLPBlock(), MLPBlock()
+        self.first, self.second = MLPBlock(), Recomputed()
         self.weight = nn.Parameter(torch.eye(WIDTH) + 0.125)
 
     def forward(self, x: Tensor) -> Tensor:

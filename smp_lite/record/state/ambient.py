@@ -8,7 +8,8 @@ Modes that see every function (``TorchFunctionMode``, ``TorchDispatchMode``) can
 are the user's, and may keep what they see. They count, so that a change can be noticed. A mode of functions
 that is on around the whole step (``torch.set_default_device`` puts one there) sees a torch function when it
 is recorded, and must not see it again when it runs (:func:`without_users_modes`); the code of modules runs
-later, and is seen then.
+later, and is seen then. Backwards are not: in one process ``loss.backward()`` is a function that the mode
+sees, and it is off while that runs.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from ...plan.step.segments import Segment
 from ...record.backward.engine import edge_of, run_backward
 from ...record.commands.recording import Command, Recording
 from ...record.parameters.placement import Placement
-from ...record.state.ambient import with_users_modes
 from ..graphs.stage_graphs import StageGraphs
 from ..offloading.offload import COUNTED_KINDS, ActivationOffload
 from ..sharded.parameters import ShardedParameters
@@ -371,7 +370,7 @@ class StageExecutor:
             for parameter, gradient in self._before_backward(m, segment):
                 starts.append(parameter)
                 gradients.append(gradient)
-        with with_users_modes(), state.recording.around_backward(self.stage_index, segment.commands):
+        with state.recording.around_backward(self.stage_index, segment.commands):
             try:
                 if self.weights is None:
                     run_backward(starts, gradients)
