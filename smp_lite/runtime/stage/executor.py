@@ -332,7 +332,12 @@ class StageExecutor:
             state.keep(value, state.arriving.pop(value).tensor())
         meta = state.recording.values[value].meta
         leaf = state.data[value].detach()
-        return leaf.requires_grad_() if meta.requires_grad else leaf
+        if not meta.requires_grad:
+            return leaf
+        if leaf.dtype is torch.float32 and leaf.layout is torch.strided:
+            # Autocast takes leaves for weights, of which it casts one once for all uses, unless it is a view.
+            leaf = leaf.view_as(leaf)
+        return leaf.requires_grad_()
 
     def _keep_exports(self, state: MicrobatchState, segment: Segment, local: dict[int, torch.Tensor]) -> None:
         if not state.recording.complete:
