@@ -47,7 +47,7 @@ class Net(nn.Module):
 def test_each_use_of_a_value_from_another_stage_is_cast_by_itself(
     pipeline: str, by_itself: bool, open_session: OpenSession
 ) -> None:
-    """It is a leaf there, and autocast casts leaves once: gradients of uses are added in the low precision."""
+    """It is a leaf there, which autocast casts once: gradients of uses were added in the low precision."""
     torch.manual_seed(0)
     net = Net(by_itself=by_itself)
     plain = copy.deepcopy(net)
