@@ -38,8 +38,12 @@ def table(quick: bool) -> Table:
         for what, num_items, seconds in _step_times(num_stages, num_microbatches):
             rows.setdefault(what, []).append((size, num_items, seconds))
     for num_atoms in (1_000, 3_000, 10_000) if quick else (1_000, 3_000, 10_000, 30_000, 100_000):
-        for what, heaviest in (("partition", 0.0), ("partition, one heavy atom", 0.25)):
-            seconds = _partition_time(num_atoms, 64, heaviest)
+        for what, heaviest, contiguous in (
+            ("partition", 0.0, True),
+            ("partition, one heavy atom", 0.25, True),
+            ("partition, contiguous: False", 0.0, False),
+        ):
+            seconds = _partition_time(num_atoms, 64, heaviest, contiguous=contiguous)
             rows.setdefault(what, []).append((f"{num_atoms:,} atoms on 64 stages", num_atoms, seconds))
     for what, measured in rows.items():
         for size, num_items, seconds in measured:
@@ -85,13 +89,13 @@ def _chain(num_stages: int) -> SegmentGraph:
     return build_graph(commands, roots=[num_commands - 1])
 
 
-def _partition_time(num_atoms: int, num_stages: int, heaviest: float) -> float:
+def _partition_time(num_atoms: int, num_stages: int, heaviest: float, *, contiguous: bool) -> float:
     numbers = random.Random(0)
     costs = [numbers.randint(1, 10**6) for _ in range(num_atoms)]
     if heaviest:
         costs[num_atoms // 2] = int(sum(costs) * heaviest)
     line = Line(tuple(costs), tuple(numbers.randint(1, 100) for _ in costs))
-    stages, seconds = _timed(lambda: balance(line, num_stages))
+    stages, seconds = _timed(lambda: balance(line, num_stages, contiguous=contiguous))
     assert score(line, stages, num_stages)[0] == 0
     return seconds
 

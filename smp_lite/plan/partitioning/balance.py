@@ -19,20 +19,20 @@ start from the contiguous answer, so that what need not be torn apart stays adja
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 from .line_split import best_split, smallest_bound
+from .local_search import Scattered
 
 __all__ = ["Group", "Line", "Score", "Slot", "balance", "score", "seatings", "spread"]
 
 _MAX_SEATINGS = 64
 _EXACT_SLOTS = 12
 _MAX_STATES = 20_000
-_MOST_STEPS = 3_000_000  # of local search: of thousands of atoms only the first ones, which gain most
+_MOST_STEPS = 16  # of local search, for each stage: the first ones gain most, and each tears the line
 
 Score = tuple[int, ...]
 """Empty stages, cost of the largest, bytes cut, sum of squared stage costs; less is better."""
@@ -187,46 +187,15 @@ def _search(slots: Sequence[Slot], num_stages: int, *, bound: int) -> tuple[int,
 
 def _descend(line: Line, slots: Sequence[Slot], start: Sequence[int], num_stages: int) -> list[int]:
     """Local search: move a slot off the largest stage, or swap it with another, while that lowers
-    the larger of the two stages; among equally good steps the one with the fewest bytes cut.
+    the larger of the two stages.
     """
-    stages = list(start)
-    looked_at = 0
-    for _ in range(4 * len(slots)):
-        steps = list(_steps(slots, stages, num_stages))
-        looked_at += max(Counter(stages).values()) * len(slots)
-        if not steps or looked_at > _MOST_STEPS:
+    search = Scattered(
+        [slot.atoms for slot in slots], [slot.cost for slot in slots], line.entry_bytes, start, num_stages
+    )
+    for _ in range(min(4 * len(slots), _MOST_STEPS * num_stages)):
+        if not search.step():
             break
-        smallest = min(peak for peak, _ in steps)
-        trials = []
-        for changes in (changes for peak, changes in steps if peak == smallest):
-            trial = list(stages)
-            for slot, stage in changes:
-                trial[slot] = stage
-            trials.append(trial)
-        stages = min(trials, key=lambda t: score(line, spread(slots, t, len(line.costs)), num_stages)[2])
-    return stages
-
-
-def _steps(
-    slots: Sequence[Slot], stages: Sequence[int], num_stages: int
-) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
-    """Every move and swap that relieves the largest stage and empties none: the larger load of the
-    two stages afterwards, and the changes as (slot, new stage).
-    """
-    loads = _loads([slot.cost for slot in slots], stages, num_stages)
-    largest = loads.index(max(loads))
-    mine = [slot for slot, stage in enumerate(stages) if stage == largest]
-    for slot in mine:
-        cost = slots[slot].cost
-        for stage in range(num_stages):
-            peak = max(loads[largest] - cost, loads[stage] + cost)
-            if stage != largest and peak < loads[largest]:
-                yield peak, ((slot, stage),)
-        for other, stage in enumerate(stages):
-            gain = cost - slots[other].cost
-            peak = max(loads[largest] - gain, loads[stage] + gain)
-            if stage != largest and peak < loads[largest]:
-                yield peak, ((slot, stage), (other, largest))
+    return search.stages
 
 
 def _loads(costs: Sequence[int], stages: Sequence[int], num_stages: int) -> list[int]:
