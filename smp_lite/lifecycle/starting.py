@@ -24,6 +24,7 @@ from ..nn.guarding import close_all as close_guards
 from ..optim.checked_settings import other_optimizers_checked
 from ..optim.norms.whole_model import norms_of_the_whole_model
 from ..plan.topology import Topology
+from ..record.backward.engine import start_threads
 from ..record.interception import start_intercepting, stop_intercepting
 from ..record.parameters.away import forget_all
 from ..session import Session, current, is_initialized, set_current
@@ -242,6 +243,8 @@ def _checked(config: Config, world_size: int | None) -> Config:
 
 def _open(session: Session) -> Session:
     """Makes what looks at all parameters at once, in torch's own functions, mean the whole model."""
+    if devices.is_host(session.device):
+        start_threads()
     start_intercepting()
     session.overrides.enter_context(norms_of_the_whole_model(session))
     session.overrides.enter_context(overflows_of_the_whole_model(session))

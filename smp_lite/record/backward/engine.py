@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 
 from ...errors import SMPError
 
-__all__ = ["WANTED_DTYPES", "edge_of", "run_backward"]
+__all__ = ["WANTED_DTYPES", "edge_of", "run_backward", "start_threads"]
 
 _python_node = torch._C._FunctionBase
 _EDGES_OWN = "ownership_token" in GradientEdge._fields
@@ -37,6 +37,17 @@ def run_backward(starts: Sequence[Any], gradients: Sequence[Tensor]) -> None:
     _engine_run_backward(
         tuple(starts), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def start_threads() -> None:
+    """Lets autograd start its threads, one for each device that there is.
+
+    It does so in the first backward of the process. Where a CUDA build of torch finds no GPU, a fake mode
+    makes it believe in eight; were the first backward after that, the process would have eight idle threads,
+    and no process that it forks could run a backward.
+    """
+    with torch.enable_grad():
+        run_backward((torch.zeros((), device="cpu", requires_grad=True),), (torch.zeros((), device="cpu"),))
 
 
 def edge_of(tensor: Tensor) -> Any:
