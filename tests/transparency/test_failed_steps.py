@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 
 import smp_lite as smp
 from tests.harness import run_distributed
+from tests.models.layers import WIDTH
 from tests.transparency.conftest import OpenSession
 from tests.transparency.failing import FAILING_STEPS, FailingReuse, plain_states, train
 
@@ -103,3 +107,49 @@ def test_a_replica_fails_in_the_last_backward() -> None:
     )
     assert [equal for equal, _ in found] == [True] * 4
     assert [len(texts) for _, texts in found] == [len(FAILING_STEPS)] * 4
+
+
+class Choosy(nn.Module):
+    """Refuses what is negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x < 0).all():
+            raise FloatingPointError("all is negative")
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("is_evaluation", [True, False])
+def test_gradients_stay_where_no_backward_has_begun(is_evaluation: bool, open_session: OpenSession) -> None:
+    """As one process keeps what earlier steps have accumulated; the error says which of the two it is."""
+    open_session(2, microbatches=2, auto_partition=False, default_partition=0)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Choosy())
+    smp.set_partition(net[1], 1)
+    with torch.no_grad():
+        net[0].weight.copy_(torch.eye(WIDTH))
+        net[0].bias.zero_()
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    @smp.step
+    def evaluate(model: Any, x: Tensor) -> Tensor:
+        return model(x)
+
+    train(model, torch.ones(4, WIDTH))
+    kept = {name: parameter.grad.clone() for name, parameter in net.named_parameters()}
+    with pytest.raises(FloatingPointError, match=r"gradients are .* and buffers are as before it") as caught:
+        (evaluate if is_evaluation else train)(
+            model, torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]).expand(4, WIDTH)
+        )
+    stays = is_evaluation
+    assert ("gradients are as before it" in str(caught.value)) == stays
+    for name, parameter in net.named_parameters():
+        assert torch.equal(parameter.grad, kept[name]) if stays else parameter.grad is None, name

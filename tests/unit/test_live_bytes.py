@@ -53,7 +53,8 @@ def test_changes_in_place_allocate_nothing() -> None:
         x = torch.zeros(100)
         x.add_(1).mul_(2)
         x[3:] = 7
-        assert (live.alive, live.peak) == (400, 404)
+        assert live.alive == 400
+    assert live.peak in (400, 404)  # before torch 2.15 the 7 is a tensor
 
 
 def test_lists_of_results_count() -> None:

@@ -46,8 +46,8 @@ def start_threads() -> None:
     makes it believe in eight; were the first backward after that, the process would have eight idle threads,
     and no process that it forks could run a backward.
     """
-    with torch.enable_grad():
-        run_backward((torch.zeros((), device="cpu", requires_grad=True),), (torch.zeros((), device="cpu"),))
+    with torch.inference_mode(False), torch.enable_grad():
+        run_backward((torch.zeros((), requires_grad=True),), (torch.zeros(()),))
 
 
 def edge_of(tensor: Tensor) -> Any:

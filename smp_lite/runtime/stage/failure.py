@@ -57,8 +57,8 @@ class StepFailed(SMPError):
     """An action of a step failed on some rank; also an instance of that error's own class."""
 
 
-def step_failure(failures: Sequence[Failure]) -> SMPError:
-    """The error that all ranks raise: the earliest failure, and how many others there were.
+def step_failure(failures: Sequence[Failure], *, touched_gradients: bool) -> SMPError:
+    """The error that all ranks raise: the earliest failure, and whether gradients are dropped.
 
     It is an instance of the class of the original error too, so that ``except torch.OutOfMemoryError`` works
     on every rank.
@@ -67,9 +67,10 @@ def step_failure(failures: Sequence[Failure]) -> SMPError:
     where = (
         f"rank {first.rank} (stage {first.stage_index})" if first.rank >= 0 else f"stage {first.stage_index}"
     )
+    gradients = "are None, those of earlier steps too," if touched_gradients else "are as before it,"
     text = (
         f"the step failed on {where} in action {first.action}: {first.text}. Nothing of the step has stayed: "
-        "gradients are None, those of earlier steps too, and buffers are as before it. The next step can run"
+        f"gradients {gradients} and buffers are as before it. The next step can run"
     )
     return error_like(first.kind, f"{text}\n{first.held}" if first.held else text)
 

@@ -478,7 +478,7 @@ class StepRunner:
             if self._stage_peers is not None:
                 self._stage_peers.start_anew()
             self._touched_gradients |= any(work.pending_backwards() for work in batch.works)
-            self._has_failed = step_failure(failures)
+            self._has_failed = step_failure(failures, touched_gradients=self._has_touched_gradients())
             raise self._has_failed from next((e.error for e in own if e.failure is mine), None)
         self._trained.learn(key, outcomes)
 
@@ -487,10 +487,14 @@ class StepRunner:
         recorder = self._recorder
         assert recorder is not None
         recorder.buffers.restore()
-        dropped = self._touched_gradients or any(p.backward_done for p in self._progress.values())
+        dropped = self._has_touched_gradients()
         if dropped:
             self.drop_gradients_of(recorder.placement)
         return dropped
+
+    def _has_touched_gradients(self) -> bool:
+        """Whether a backward of the step has run on any rank, or may have."""
+        return self._touched_gradients or any(p.backward_done for p in self._progress.values())
 
     @staticmethod
     def drop_gradients_of(placement: Placement) -> None:
