@@ -19,7 +19,6 @@ from smp_lite.record.values.placed import TensorMeta
 from smp_lite.session import current
 from tests.models.layers import Chain, regression_batch
 from tests.pretended_device import order
-from tests.pretended_device.groups import offered
 from tests.transparency.strides import layouts
 
 __all__ = ["choice", "choice_after_a_trial", "freed_early", "grouped", "host_waits", "mapped", "spans"]
@@ -139,6 +138,8 @@ def host_waits(own: bool, wire: str, looks: bool) -> tuple[list[int], list[float
         looks: the step function looks at a number.
     """
     os.environ["SMP_LITE_WIRE"] = wire
+    from tests.pretended_device.groups import offered  # older torch has no backends in Python
+
     with offered(own=own):
         smp.init()
         torch.manual_seed(0)
