@@ -61,8 +61,18 @@ def job_variables(script: Path | None, folder: str, *, num_cpus: int, num_gpus: 
 
 
 def _read_without_asking(script: Path) -> set[str]:
-    texts = (path.read_bytes().decode(errors="replace") for path in {script, *script.parent.glob("*.py")})
+    texts = map(_text_of, {script, *script.parent.glob("*.py")})
     return {name for text in texts for name in _SUBSCRIPT.findall(text)}
+
+
+def _text_of(path: Path) -> str:
+    """Empty where nothing can be imported from: a folder of such a name, an editor's lock (a link to
+    nowhere), a file of somebody else's.
+    """
+    try:
+        return path.read_bytes().decode(errors="replace") if path.is_file() else ""
+    except OSError:
+        return ""
 
 
 @contextlib.contextmanager

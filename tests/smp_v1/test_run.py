@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from smp_lite.smp_v1.before_script import prepared_here
+from smp_lite.smp_v1.before_script import job_variables, prepared_here
 from tests.launch.launching import launch, write
 
 pytestmark = pytest.mark.sampled(3)
@@ -42,6 +42,17 @@ def test_a_script_that_asks_whether_it_is_in_a_job_is_told_that_it_is_not(tmp_pa
     text = "print(os.environ.get('SM_CHANNEL_TRAIN', 'here'), 'SM_MODEL_DIR' in os.environ)\n"
     script = write(tmp_path, "train.py", text)
     assert launch(tmp_path, "--processes", "1", str(script)).stdout == "[0] here False\n"
+
+
+def test_what_lies_beside_a_script_and_is_no_module_does_not_count(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os\nos.environ['SM_MODEL_DIR']\n")
+    (tmp_path / ".#train.py").symlink_to("me@host.123:1")  # as an editor marks what it has open
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / "secret.py").touch(mode=0)
+    os.mkfifo(tmp_path / "pipe.py")
+    found = job_variables(script, "/here", num_cpus=1, num_gpus=0)
+    assert found.keys() == {"SM_FRAMEWORK_PARAMS", "SM_MODEL_DIR"}
 
 
 @pytest.mark.slow
