@@ -157,7 +157,9 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dialect", metavar="SYSTEM", help="whose configuration it is, where the file does not tell"
     )
-    _add_script_arguments(parser)
+    _add_script_arguments(
+        parser, "[KEY=VALUE ...] script", "; before it, changes to --config in its system's words"
+    )
 
 
 def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -183,10 +185,11 @@ def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--partition", help="Slurm: the partition to queue in (default: the cluster's own)")
     parser.add_argument("--image", help="Kubernetes: the container image, which holds the script")
-    _add_script_arguments(parser)
+    _add_script_arguments(parser, "script", "")
 
 
-def _add_script_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_script_arguments(parser: argparse.ArgumentParser, shown: str, more: str) -> None:
+    """The parameters, the script and its arguments; `shown` and `more` say what may stand before it."""
     parser.add_argument(
         "--parameters",
         metavar="JSON",
@@ -195,11 +198,7 @@ def _add_script_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", "--module", action="store_true", help="SCRIPT is a module name, as in python -m"
     )
-    parser.add_argument(
-        "script",
-        metavar="[KEY=VALUE ...] script",
-        help="the Python script that every rank runs; before it, changes to --config in its system's words",
-    )
+    parser.add_argument("script", metavar=shown, help=f"the Python script that every rank runs{more}")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments for the script")
 
 
@@ -281,6 +280,11 @@ def _launch(args: argparse.Namespace) -> str:
     """The text that the cluster wants."""
     from smp_lite.entrypoints.clusters.cluster_job import ClusterJob, job_name
 
+    if "=" in args.script and args.args and not Path(args.script).is_file():
+        raise ValueError(
+            f"{args.script} stands where the script is named, and a cluster's job takes no --config: "
+            "give --parameters, or the configuration to smp.init in the script"
+        )
     job = ClusterJob(
         name=args.name if args.name is not None else job_name(args.script),
         hosts=args.hosts,

@@ -221,6 +221,10 @@ def test_every_text_of_the_user_is_quoted_in_yaml() -> None:
             ["--on", "slurm", "--processes-per-host", "1", "--share-gpus", "t.py"],
             "--share-gpus, but gpus_per_host is 0",
         ),
+        (
+            ["--on", "slurm", "--processes-per-host", "1", "parallel.pipeline=2", "t.py"],
+            "parallel.pipeline=2 stands where the script is named, and a cluster's job takes no --config",
+        ),
         (["--on", "kubernetes", "--processes-per-host", "1", "t.py"], "--image is missing"),
         (
             ["--on", "kubernetes", "--processes-per-host", "1", "--image", "a b", "t.py"],
@@ -266,6 +270,13 @@ def test_a_missing_or_unreadable_option_is_named(
     with pytest.raises(SystemExit, match="2"):
         main(["launch", *arguments])
     assert told in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_help_offers_only_what_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["launch", "--help"])
+    shown = capsys.readouterr().out
+    assert "--config" not in shown and "KEY=VALUE" not in shown
 
 
 def test_a_script_that_looks_like_an_option_of_python_is_refused() -> None:
