@@ -18,7 +18,7 @@ from sagemaker.estimator import EstimatorBase
 from sagemaker.model import DIR_PARAM_NAME, SCRIPT_PARAM_NAME
 from sagemaker.workflow import is_pipeline_variable
 
-from smp_lite.config import ConfigError
+from smp_lite.config import PARAMETERS_VARIABLE, ConfigError
 from smp_lite.config.errors import complaint
 from smp_lite.entrypoints.container.gpus import (
     DEVICE_VARIABLE,
@@ -177,9 +177,15 @@ class StrictJob(EstimatorBase):
             warnings.warn(checked.idle_gpus, stacklevel=2)
         check_mapping("hyperparameters", self._hyperparameters, "{'epochs': 3}")
         _check_json(self._hyperparameters)
-        if checked.config is not None and "mp_parameters" in self._hyperparameters:
+        twice = [name for name in checked.hyperparameters if name in self._hyperparameters]
+        if twice:  # the SDK drops the user's in silence, and the container what the environment says
             raise ConfigError(
-                "mp_parameters are given twice, as a hyperparameter and by distribution: leave one out"
+                f"{', '.join(twice)} are given twice, as a hyperparameter and by distribution: leave one out"
+            )
+        if checked.config is not None and PARAMETERS_VARIABLE in (self.environment or {}):
+            raise ConfigError(
+                f"environment gives {PARAMETERS_VARIABLE}, and the container puts the parameters of distribution "
+                "in its place: leave one out"
             )
         hyperparameters = {k: v for k, v in self.hyperparameters().items() if not is_pipeline_variable(v)}
         if not self.sagemaker_session.local_mode:

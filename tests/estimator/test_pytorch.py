@@ -128,6 +128,8 @@ def test_hyperparameters_that_were_changed_are_checked_again(tmp_path: Path, sea
         ("_hyperparameters", {"text": "x" * 2501}, "hyperparameter 'text' is 250[0-9] characters long"),
         ("_hyperparameters", {"sep": "\0"}, "NUL character"),
         ("_hyperparameters", {"mp_parameters": {}}, "mp_parameters are given twice"),
+        ("_hyperparameters", {"sagemaker_mpi_enabled": False}, "sagemaker_mpi_enabled are given twice"),
+        ("environment", {"SM_HP_MP_PARAMETERS": "{}"}, "environment gives SM_HP_MP_PARAMETERS"),
     ],
 )
 def test_what_was_changed_since_is_checked_at_fit(
