@@ -184,8 +184,8 @@ class StrictJob(EstimatorBase):
             )
         if checked.config is not None and PARAMETERS_VARIABLE in (self.environment or {}):
             raise ConfigError(
-                f"environment gives {PARAMETERS_VARIABLE}, and the container puts the parameters of distribution "
-                "in its place: leave one out"
+                f"environment gives {PARAMETERS_VARIABLE}, but the parameters of distribution take its place "
+                "in the container: leave one out"
             )
         hyperparameters = {k: v for k, v in self.hyperparameters().items() if not is_pipeline_variable(v)}
         if not self.sagemaker_session.local_mode:
