@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from smp_lite import __version__
 from smp_lite.errors import SMPError
 from smp_lite.smp_v1.before_script import add_cuda_argument, job_variables
 
@@ -62,6 +63,7 @@ def _main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="smp-lite", description="Run, launch and plan SMP training scripts."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     names = "{run,launch,plan,explain,check,port}"
     commands = parser.add_subparsers(dest="command", required=True, metavar=names)
     run = commands.add_parser("run", help="run a script on several processes of this machine")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import re
 import sys
 import traceback
@@ -60,12 +61,32 @@ def build_model(target: str) -> tuple[nn.Module, Any]:
     function = getattr(module_of_function, name, None)
     if function is None:
         raise ValueError(f"{package!r} has no {name!r}")
+    if reason := _why_not_called(function):
+        raise ValueError(
+            f"{target} cannot be called without arguments ({reason}): name a function that makes the model "
+            "by itself, def build(): return Model(...)"
+        )
     with own_traceback():
         built = function()
     module, inputs = built if isinstance(built, tuple) else (built, None)
     if not isinstance(module, nn.Module):
         raise ValueError(f"{target} returned {type(module).__name__}: it must return an nn.Module")
     return module, inputs
+
+
+def _why_not_called(function: Any) -> str:
+    """What a call without arguments would lack; empty if nothing, or if nobody can tell before."""
+    if not callable(function):
+        return f"it is a {type(function).__name__}"
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin that does not say
+        return ""
+    try:
+        signature.bind()
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -190,3 +191,9 @@ def test_names_that_the_terminal_has_no_letters_for(module: str) -> None:
     result = shell(f"CLI plan --parameters '{TWO}' given:named", PYTHONIOENCODING="ascii")
     assert result.returncode == 0, result.stderr
     assert r"\u0431\u043b\u043e\u043a" in result.stdout
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"smp-lite {importlib.metadata.version('smp-lite')}\n"

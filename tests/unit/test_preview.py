@@ -176,6 +176,8 @@ def test_the_losss_share_of_memory_is_shown(
         ("planned:number", "must return an nn.Module"),
         ("planned:missing", "has no 'missing'"),
         ("planned:huge", "--input"),
+        ("json:loads", "cannot be called without arguments (missing a required argument: 's')"),
+        ("math:pi", "cannot be called without arguments (it is a float)"),
         ("no_such_package:f", "cannot be imported"),
         ("no_such_script.py", "is not a file"),
     ],
