@@ -129,7 +129,8 @@ class DistributedModel(ModelWithState):
         self._session = session
         self._runtime: ModelRuntime | None = None
         in_stages = session.world is not None and session.num_stages > 1
-        self._meeting = FirstMeeting(session.world) if in_stages else None
+        share = "PP" if session.has_own_batches else "MP"
+        self._meeting = FirstMeeting(session.world, share) if in_stages else None
         self._has_met = False  # in the step that runs, if the model is not cut yet
         self._parts_checked = False  # once, at the first call
         self._outside: OutsideStep | None = None  # a step; with one partition

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -162,3 +164,68 @@ def train_on_one_replica(where: str, fail_at: int = 1) -> tuple[bool, list[str]]
         assert not parameter._post_accumulate_grad_hooks  # none of ours has stayed
     plain = plain_states(FAILING_STEPS)
     return all(torch.equal(value, plain[key]) for key, value in state.items()), texts
+
+
+FAILING_DRAWS = {0: 0, 5: 2}
+"""In which microbatch of which steps rank 1's function fails: before the model is cut, and after."""
+
+
+def _draws() -> Tensor:
+    return torch.rand(()) + random.random() + float(numpy.random.rand())
+
+
+def _seed_all() -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    numpy.random.seed(1)
+
+
+def draw_on_after_a_failure() -> list[float]:
+    """The losses of steps whose function draws, where that of rank 1 alone fails now and then."""
+    smp.init()
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Chain())
+    counted = {"microbatch": 0}
+
+    @smp.step
+    def step(model: Any, x: Tensor, target: Tensor, fail_at: int) -> Tensor:
+        noise = _draws()
+        if smp.rank() == 1 and fail_at == counted["microbatch"]:
+            raise ValueError("the user's own")
+        counted["microbatch"] += 1
+        loss = F.mse_loss(model(x + noise), target)
+        model.backward(loss)
+        return loss
+
+    _seed_all()
+    losses = []
+    for number in range(7):
+        batch = regression_batch(8)
+        counted["microbatch"] = 0
+        try:
+            loss = step(model, batch["x"], batch["target"], FAILING_DRAWS.get(number, -1))
+            losses.append(loss.reduce_mean().item())
+        except (ValueError, smp.SMPError):
+            assert number in FAILING_DRAWS
+        losses.append(_draws().item())  # between steps
+    return losses
+
+
+def losses_of_draws() -> list[float]:
+    """What plain torch makes of :func:`draw_on_after_a_failure`."""
+    torch.manual_seed(0)
+    model = Chain()
+    _seed_all()
+    losses = []
+    for number in range(7):
+        batch = regression_batch(8)
+        total = torch.zeros(())
+        for m, (x, target) in enumerate(zip(batch["x"].chunk(4), batch["target"].chunk(4))):
+            noise = _draws()
+            if FAILING_DRAWS.get(number) == m:
+                break
+            total += F.mse_loss(model(x + noise), target).detach()
+        else:
+            losses.append((total / 4).item())
+        losses.append(_draws().item())
+    return losses

@@ -12,7 +12,7 @@ import smp_lite as smp
 from tests.harness import run_distributed
 from tests.models.layers import WIDTH
 from tests.transparency.conftest import OpenSession
-from tests.transparency.failing import FAILING_STEPS, FailingReuse, plain_states, train
+from tests.transparency.failing import FAILING_STEPS, FailingReuse, losses_of_draws, plain_states, train
 
 
 @pytest.mark.parametrize("pipeline", ["interleaved", "simple"])
@@ -69,6 +69,16 @@ def test_on_ranks(where: str, failing_rank: int) -> None:
             for text in texts[1 - failing_rank]
         )
     assert [len(own) for own in texts] == [len(FAILING_STEPS)] * 2
+
+
+def test_random_numbers_go_on_from_the_rank_that_failed() -> None:
+    """The others have drawn for other microbatches by then; one process would go on from where it failed."""
+    found = run_distributed(
+        "tests.transparency.failing:draw_on_after_a_failure",
+        2,
+        parameters={"partitions": 2, "microbatches": 4},
+    )
+    assert found[0] == found[1] == losses_of_draws()
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -19,6 +19,7 @@ import torch
 
 from ...devices import CPU, is_host
 from ...errors import PeerFailed, SMPError, SMPMismatch
+from ...record.state.random_state import put_back_states
 from ...record.values.placed import TensorMeta
 from ..layout import arrival, as_bytes, departure
 from ..unawaited import keep, let_go_of_ended
@@ -78,11 +79,14 @@ class Peers(Protocol):
 
         Raises:
             SMPMismatch: the ranks do not agree on a check.
-            SMPError: a rank has failed instead of coming.
+            PeerFailed: a rank has failed instead of coming; random streams are where it has left them.
         """
 
     def fail(self, text: str) -> None:
-        """This rank will not come to the next :meth:`compare`: tells the others, and does not wait."""
+        """This rank will not come to the next :meth:`compare`: tells the others, and does not wait.
+
+        Those that get the same batch have its random streams from then on.
+        """
 
     def outcomes(
         self, mine: Any, what: str, keeps: Sequence[tuple[int, int]] = ()
@@ -338,12 +342,13 @@ class RankPeers:
         theirs = self._gather(row, "the end of recording a step").tolist()
         failed = {rank: row[1] for rank, row in zip(self.ranks, theirs, strict=True) if row[0] == _FAILED}
         if failed:
-            texts = [self.world.receive_failure(rank, number) for rank, number in failed.items()]
+            heard = {rank: self.world.receive_failure(rank, number) for rank, number in failed.items()}
+            self._go_on_alike({rank: streams for rank, (_, streams) in heard.items()})
+            first, (text, _) = next(iter(heard.items()))
             raise peer_failed(
-                f"rank {next(iter(failed))} failed while it recorded a step, so the step cannot run: "
-                f"{texts[0]}. "
+                f"rank {first} failed while it recorded a step, so the step cannot run: {text}. "
                 "The next step can, if that rank goes on",
-                texts[0],
+                text,
             )
         *columns, are_ahead = zip(*theirs, strict=True)
         if len(set(are_ahead)) > 1:
@@ -359,6 +364,15 @@ class RankPeers:
                     found = _first_difference(check.what, [lines[i] for i in members], ranks)
                     raise SMPMismatch(f"{found}. {advice}")
         return True
+
+    def _go_on_alike(self, streams: Mapping[int, Any]) -> None:
+        """What is drawn next is what the rank that has failed draws, as in one process: others have recorded
+        other parts of the step by then. ``streams`` are of those that have failed."""
+        for members in self._with_one_batch:
+            ranks = [self.ranks[i] for i in members]
+            found = [streams[rank] for rank in ranks if rank in streams]
+            if self.rank in ranks and found:
+                put_back_states(found[0])
 
     def fail(self, text: str) -> None:
         self._num_failures += 1

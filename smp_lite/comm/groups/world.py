@@ -19,6 +19,7 @@ from typing import Any
 from ...devices import home, is_host
 from ...errors import SMPError
 from ...plan.topology import Topology
+from ...record.state.random_state import taken_states
 from ..collectives import C10dCollectives, Collectives, Pending
 from ..objects.roll_call import RollCall
 from ..objects.roll_calls import RollCalls
@@ -253,20 +254,22 @@ class World:
         )
 
     def post_failure(self, number: int, text: str, ranks: Sequence[int]) -> list[Pending]:
-        """Says why this rank has failed, without waiting for anybody to hear it."""
-        data = pickle.dumps((number, text), protocol=pickle.HIGHEST_PROTOCOL)
+        """Says why this rank has failed, and where its random streams are, without waiting for anybody to
+        hear it."""
+        data = pickle.dumps((number, text, taken_states()), protocol=pickle.HIGHEST_PROTOCOL)
         return [self.transport.send(data, rank, Tag.FAILURE) for rank in ranks]
 
-    def receive_failure(self, source: int, number: int) -> str:
-        """Why ``source`` has failed for the ``number``-th time; earlier words of it are passed over."""
-        found: list[str] = []
+    def receive_failure(self, source: int, number: int) -> tuple[str, Any]:
+        """Why ``source`` has failed for the ``number``-th time, and where its random streams were then;
+        earlier words of it are passed over."""
+        found: list[tuple[str, Any]] = []
 
         def receive() -> bool:
             message = self.transport.receive(source, Tag.FAILURE)
             if message is not None:
-                their_number, text = pickle.loads(message)
+                their_number, text, streams = pickle.loads(message)
                 if their_number == number:
-                    found.append(text)
+                    found.append((text, streams))
             return bool(found)
 
         wait_until(receive, lambda: f"rank {source} has failed and does not say why", lambda: [source])

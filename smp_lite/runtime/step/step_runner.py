@@ -19,7 +19,7 @@ from ...alike_between import BetweenSteps
 from ...comm.groups.peers import Peers
 from ...comm.groups.stage_peers import StagePeers
 from ...devices import home
-from ...errors import SMPError, SMPTimeout
+from ...errors import PeerFailed, SMPError, SMPTimeout
 from ...plan.order.schedules import Policy
 from ...record.commands.recording import Command, Recording
 from ...record.describe.metadata import describe_result
@@ -88,6 +88,7 @@ class StepRunner:
         self._modes_around: list[Any] = []
         self._has_failed: SMPError | None = None  # in this step, whatever the script did about it
         self._touched_gradients = False  # by a list of actions that failed
+        self._has_moved_on = False  # what the script draws next, past what calls of this step draw
         self.all_know = False  # whether an error that is on its way is raised on all mp ranks
         self._kept_by_all: frozenset[tuple[int, int]] = frozenset()  # (microbatch, value)
         self.may_run_ahead = False
@@ -116,7 +117,7 @@ class StepRunner:
         self._inputs = inputs
         self._results.forget()
         self._modes_around = users_modes()
-        self.all_know = self._touched_gradients = False
+        self.all_know = self._touched_gradients = self._has_moved_on = False
         self._has_failed = None
         shared = (
             self._stage_peers if self._stage_peers is not None and self._stage_peers.share_batch else None
@@ -180,6 +181,7 @@ class StepRunner:
             finally:
                 recorder.suspended = False
             if isinstance(error, Exception) and not self.all_know and not isinstance(error, SMPTimeout):
+                self._move_streams_on()  # those that hear of it draw on from here
                 self.peers.fail(f"{type(error).__name__}: {error}")
             if self._undo() and isinstance(error, Exception) and not isinstance(error, SMPError):
                 error.add_note(
@@ -190,8 +192,7 @@ class StepRunner:
             self._end(recorder)
 
     def _end(self, recorder: Recorder) -> None:
-        if any(progress.recording.draws for progress in self._progress.values()):
-            self.streams.move_on()
+        self._move_streams_on()
         recorder.end_step()
         self._recorder = None
         self._running = None
@@ -201,6 +202,14 @@ class StepRunner:
             books.end_step()
         self._progress.clear()
         self._inputs = (0, list)  # it holds the batch
+
+    def _move_streams_on(self) -> None:
+        """Once a step, where calls of it draw."""
+        if self._has_moved_on:
+            return
+        self._has_moved_on = True
+        if any(progress.recording.draws for progress in self._progress.values()):
+            self.streams.move_on()
 
     # Host of the recorder -----------------------------------------------------------------------------------
 
@@ -512,17 +521,19 @@ class StepRunner:
         assert self._recorder is not None
         is_last = where == ALL
         self.all_know = True  # who is not alike raises, and so do the others
-        are_alike = self.peers.compare(
-            checks(
-                recordings,
-                where,
-                self._recorder.ordinary.contents,
-                self._inputs if is_last else (0, list),
-                self._start_state if is_last and self.drew() else 0,
-                (self._between.digest(), self._between.lines),
-            ),
-            ahead=ahead,
+        compared = checks(
+            recordings,
+            where,
+            self._recorder.ordinary.contents,
+            self._inputs if is_last else (0, list),
+            self._start_state if is_last and self.drew() else 0,
+            (self._between.digest(), self._between.lines),
         )
+        try:
+            are_alike = self.peers.compare(compared, ahead=ahead)
+        except PeerFailed:
+            self._has_moved_on = True  # with the rank that has failed
+            raise
         self.all_know = False
         return are_alike
 

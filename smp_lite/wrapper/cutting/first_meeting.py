@@ -16,6 +16,7 @@ from ...comm.unawaited import keep
 from ...comm.waiting import wait_until
 from ...devices import CPU
 from ...errors import SMPTimeout
+from ...record.state.random_state import put_back_states
 
 __all__ = ["FirstMeeting"]
 
@@ -28,10 +29,12 @@ class FirstMeeting:
 
     Args:
         world: the job.
+        share: the kind of group of ranks that get the same batch.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, share: str) -> None:
         self._world = world
+        self._alike = world.group(share)
         self._ranks = world.group("WORLD")
         self._others = [rank for rank in self._ranks if rank != world.rank]
         self._collectives = world.collectives("WORLD")
@@ -41,7 +44,8 @@ class FirstMeeting:
         """Collective.
 
         Raises:
-            PeerFailed: a rank has failed instead of coming.
+            PeerFailed: a rank has failed instead of coming; where it gets the same batch, random streams are
+                where it has left them.
             SMPTimeout: one has not come.
         """
         pending, *memory = self._begin(0)
@@ -57,11 +61,14 @@ class FirstMeeting:
         _, theirs = memory
         failed = {rank: n for rank, n in zip(self._ranks, theirs.flatten().tolist(), strict=True) if n}
         if failed:
-            texts = [self._world.receive_failure(rank, number) for rank, number in failed.items()]
+            heard = {rank: self._world.receive_failure(rank, number) for rank, number in failed.items()}
+            if alike := [streams for rank, (_, streams) in heard.items() if rank in self._alike]:
+                put_back_states(alike[0])
+            first, (text, _) = next(iter(heard.items()))
             raise peer_failed(
-                f"rank {next(iter(failed))} failed in the first step, before the model was cut, so the step "
-                f"cannot run: {texts[0]}. The next step can, if that rank goes on",
-                texts[0],
+                f"rank {first} failed in the first step, before the model was cut, so the step "
+                f"cannot run: {text}. The next step can, if that rank goes on",
+                text,
             )
 
     def fail(self, error: BaseException) -> None:
