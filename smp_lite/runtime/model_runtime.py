@@ -369,18 +369,21 @@ class ModelRuntime:
 
     def _reduce(self, error: Exception | None) -> None:
         """Averages gradients over the replicas, unless the step has failed on one of them."""
-        if self.reducer is None or not self._reduce_now:
+        if self.reducer is None:
             return
-        said = None if self._between is None else self._between.digest()
-        failed = self.reducer.finish(failed=error is not None, said=said)
-        if self.reducer.differs:
-            self._refuse_drift()
-        if not failed:
-            return
-        self.reducer.put_back(failed=True)
+        if self._reduce_now:
+            said = None if self._between is None else self._between.digest()
+            failed = self.reducer.finish(failed=error is not None, said=said)
+            if self.reducer.differs:
+                self._refuse_drift()
+            if not failed:
+                return
+            self.reducer.put_back(failed=True)
         assert self._exchange is not None
         texts = self._exchange(None if error is None else (self.peers.rank, str(error), failure_kind(error)))
-        self.runner.drop_gradients_of(self.placement)
+        if all(text is None for text in texts):
+            return  # a pass of several, which gradients are added up in
+        self._undo_step()
         if error is None:
             rank, text, kind = next(item for item in texts if item is not None)
             raise error_like(
@@ -399,8 +402,15 @@ class ModelRuntime:
         values = [(names[id(p)], bits) for p, bits in self.reducer.few_values()]
         mine = (self.peers.rank, self._between.lines(), values)
         heard = self._exchange(mine)
-        self.runner.drop_gradients_of(self.placement)
+        self._undo_step()
         raise drift_between(heard)
+
+    def _undo_step(self) -> None:
+        """The step has gone well here and failed on another replica, or the other way round: nothing of it
+        stays on any, and passes whose gradients are added up begin anew."""
+        self.runner.drop_gradients_of(self.placement)
+        self.recorder.buffers.restore()
+        self._passes -= self._passes % self._passes_per_reduction
 
     # Backwards outside a step count like those of steps; see .plain_backward.
 

@@ -79,8 +79,11 @@ class FailingReuse(nn.Module):
 
 
 def batches() -> list[dict[str, Tensor]]:
-    batch = regression_batch(8)
-    return [{name: tensor.roll(step, 0) for name, tensor in batch.items()} for step in range(NUM_STEPS)]
+    return [_rolled(step) for step in range(NUM_STEPS)]
+
+
+def _rolled(number: int) -> dict[str, Tensor]:
+    return {name: tensor.roll(number, 0) for name, tensor in regression_batch(8).items()}
 
 
 def plain_states(
@@ -156,10 +159,10 @@ def train_on_rank(where: str, failing_rank: int, wire: str = "mpi") -> tuple[boo
     return all(torch.equal(value.to(device), plain[key]) for key, value in state.items()), texts
 
 
-def train_on_one_replica(where: str, fail_at: int = 1) -> tuple[bool, list[str]]:
-    """As :func:`train_on_rank`, with two replicas of which the first fails."""
+def train_on_one_replica(where: str, fail_at: int = 1, replica: int = 0) -> tuple[bool, list[str]]:
+    """As :func:`train_on_rank`, with two replicas of which one fails."""
     smp.init()
-    state, texts = train(where, 0 if smp.dp_rank() == 0 else -1, fail_at=fail_at)
+    state, texts = train(where, 0 if smp.dp_rank() == replica else -1, fail_at=fail_at)
     for parameter in smp.state.model.local_parameters():
         assert not parameter._post_accumulate_grad_hooks  # none of ours has stayed
     plain = plain_states(FAILING_STEPS)
@@ -229,3 +232,54 @@ def losses_of_draws() -> list[float]:
             losses.append((total / 4).item())
         losses.append(_draws().item())
     return losses
+
+
+FAILING_PASSES = (1, 4)
+"""The second of two whose gradients are added up, and the first."""
+
+
+def accumulate_after_failures() -> tuple[bool, list[str]]:
+    """Two replicas add up the gradients of two passes; the second one fails in some; all begin anew then."""
+    smp.init()
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Failing(), backward_passes_per_step=2)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @smp.step
+    def step(model: Any, x: Tensor, target: Tensor) -> None:
+        model.backward(F.mse_loss(model(x), target))
+
+    texts, added = [], 0
+    for number in range(9):
+        batch = _rolled(number)
+        if smp.rank() == 1 and number in FAILING_PASSES:
+            os.environ["FAIL_NEXT"] = "forward"
+        try:
+            step(model, batch["x"], batch["target"])
+        except (torch.OutOfMemoryError, smp.SMPError) as error:
+            texts.append(str(error))
+            added = 0
+            continue
+        added += 1
+        if added == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            added = 0
+    state, plain = model.state_dict(), _accumulated()
+    return all(torch.equal(value, plain[key]) for key, value in state.items()), texts
+
+
+def _accumulated() -> dict[str, Tensor]:
+    """Where plain torch ends that takes the passes in pairs which do not fail."""
+    torch.manual_seed(0)
+    model = Failing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for numbers in ((0,), (2, 3), (5, 6), (7, 8)):
+        for number in numbers:
+            batch = _rolled(number)
+            for x, target in zip(batch["x"].chunk(4), batch["target"].chunk(4)):
+                (F.mse_loss(model(x), target) / 4).backward()
+        if len(numbers) == 2:
+            optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()

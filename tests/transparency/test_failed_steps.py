@@ -107,6 +107,30 @@ def test_another_replica_hears_of_it(where: str) -> None:
     assert all("another replica failed" in text for text in healthy)
 
 
+@pytest.mark.parametrize("where", ["forward", "recording"])
+def test_buffers_of_other_replicas_are_as_before_the_step_too(where: str) -> None:
+    """All begin the next step with those of the first replica, which has not failed itself."""
+    found = run_distributed(
+        "tests.transparency.failing:train_on_one_replica",
+        2,
+        kwargs={"where": where, "replica": 1},
+        parameters={"partitions": 1, "microbatches": 4, "ddp": True},
+    )
+    assert [equal for equal, _ in found] == [True] * 2
+    assert all("another replica failed" in text for text in found[0][1])
+
+
+def test_replicas_begin_accumulation_anew_together() -> None:
+    """All hear of a failure in the pass that fails, not only in that whose gradients are averaged."""
+    found = run_distributed(
+        "tests.transparency.failing:accumulate_after_failures",
+        2,
+        parameters={"partitions": 1, "microbatches": 4, "ddp": True},
+    )
+    assert [equal for equal, _ in found] == [True] * 2
+    assert [len(texts) for _, texts in found] == [2, 2]
+
+
 def test_a_replica_fails_in_the_last_backward() -> None:
     """When parameters are listened to, since their gradients are about to be whole."""
     found = run_distributed(
