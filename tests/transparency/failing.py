@@ -266,7 +266,7 @@ def accumulate_after_failures() -> tuple[bool, list[str]]:
             optimizer.zero_grad()
             added = 0
     state, plain = model.state_dict(), _accumulated()
-    return all(torch.equal(value, plain[key]) for key, value in state.items()), texts
+    return all(torch.equal(value.cpu(), plain[key].cpu()) for key, value in state.items()), texts
 
 
 def _accumulated() -> dict[str, Tensor]:
