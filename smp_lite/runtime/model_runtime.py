@@ -135,7 +135,7 @@ class ModelRuntime:
         self._passes = 0
         # Gradients of sharded parameters do not stay whole from one pass to the next.
         self._passes_per_reduction = 1 if sharding is not None else options.backward_passes_per_step
-        self._reduce_now = False
+        self._reduce_now = self._trains = False
         self.scaling: Scaling | None = None  # in fp16, the optimizer's
         placement.free_other_stages(peers.stages)
         parameters = self._parameters = self.local_parameters()
@@ -253,9 +253,20 @@ class ModelRuntime:
         return [buffer for _, buffer in self.placement.local_buffers(self.peers.stages)]
 
     def begin_step(
-        self, num_microbatches: int, inputs: tuple[int, Callable[[], list[str]]] = (0, list)
+        self,
+        num_microbatches: int,
+        inputs: tuple[int, Callable[[], list[str]]] = (0, list),
+        *,
+        trains: bool = True,
     ) -> None:
-        """Starts a step; ``inputs`` as in :meth:`StepRunner.begin_step`."""
+        """Starts a step.
+
+        Args:
+            num_microbatches: as in :meth:`StepRunner.begin_step`, like ``inputs``.
+            inputs: see there.
+            trains: whether it is going to have a backward, as far as is known.
+        """
+        self._trains = trains
         self._checks = inputs[0] != 0
         if self.reducer is not None:
             if self.options.broadcast_buffers:
@@ -277,6 +288,7 @@ class ModelRuntime:
         scale = loss_scale / num_microbatches if average else loss_scale
         if self._chooser is not None:
             self.runner.planner.use(self._chooser.policy)
+        self.runner.drops_with_replicas = self.reducer is not None and trains
         self.runner.may_run_ahead = self._may_run_ahead and self._chooser is None and self.scaling is None
         self.runner.begin_step(self.recorder, num_microbatches, scale, inputs)
 
@@ -357,9 +369,10 @@ class ModelRuntime:
     def abandon(self, error: BaseException) -> None:
         """The step failed before it could be executed to its end."""
         if self.runner.is_open:
+            trains = self._trains or self.runner.has_backward
             self.runner.abandon(error)
-            # Whether the other replicas come to a backward in this step is not known here.
-            self._join_reduction(error, expected=torch.is_grad_enabled() and self.placement.root.training)
+            # Whether the other replicas come to a backward in this step is not known better.
+            self._join_reduction(error, expected=trains)
 
     def _join_reduction(self, error: BaseException, *, expected: bool) -> None:
         if self.reducer is not None:
@@ -384,6 +397,8 @@ class ModelRuntime:
         if all(text is None for text in texts):
             return  # a pass of several, which gradients are added up in
         self._undo_step()
+        if error is not None and not isinstance(error, SMPError) and not getattr(error, "__notes__", ()):
+            error.add_note("smp: gradients are None on all replicas, those of earlier steps too")
         if error is None:
             rank, text, kind = next(item for item in texts if item is not None)
             raise error_like(

@@ -86,14 +86,19 @@ class StaticStep:
         """Whether a replay could differ from recording the step anew."""
         return self._surroundings is None or self._surroundings.have_changed()
 
-    def made_again(self, all_leaves: Sequence[list[Any]]) -> list[dict[int, Any]] | None:
+    def made_again(
+        self, all_leaves: Sequence[list[Any]], before_change: Callable[[torch.Tensor], None]
+    ) -> list[dict[int, Any]] | None:
         """What the tapes make of this step's inputs; None: the step must be recorded, nothing has changed.
 
         Args:
             all_leaves: of the arguments, microbatch by microbatch.
+            before_change: hears of the tensors that were there before and change.
         """
         pairs = list(zip(self.tapes, all_leaves, strict=True))
         changed = {id(tensor): tensor for tape, leaves in pairs for tensor in tape.changed(leaves)}
+        for tensor in changed.values():
+            before_change(tensor)
         with torch.no_grad():
             copies = [(tensor, tensor.clone()) for tensor in changed.values()]
         try:

@@ -37,17 +37,32 @@ CHECK_EVERY_STEPS = 100
 
 
 class StepContext:
-    """The step that is running now."""
+    """The step that is running now.
+
+    Args:
+        session: the open one.
+        inputs: (args, kwargs) of each microbatch.
+        step_index: how many there have been before.
+        is_handed_over: all ranks have one rank's batch: it need not be compared.
+        trains: whether the function is going to call model.backward, as far as is known.
+    """
 
     runs_plainly = False
 
     def __init__(
-        self, session: Session, inputs: list[Any], step_index: int, *, is_handed_over: bool = False
+        self,
+        session: Session,
+        inputs: list[Any],
+        step_index: int,
+        *,
+        is_handed_over: bool,
+        trains: bool,
     ) -> None:
         self.session = session
         self.inputs = inputs
         self.step_index = step_index
-        self._is_handed_over = is_handed_over  # all ranks have one rank's batch: it need not be compared
+        self._is_handed_over = is_handed_over
+        self._trains = trains
         self.runtime: ModelRuntime | None = None
         self.microbatch_index = 0
         self.has_backward = False
@@ -71,7 +86,7 @@ class StepContext:
         runtime.recorder.backward_state.effects.step_function = self._function
         checked = self._checked_inputs()
         if not has_begun:
-            runtime.begin_step(len(self.inputs), checked)
+            runtime.begin_step(len(self.inputs), checked, trains=self._trains)
         tensors = (tensor for _, _, tensor in input_tensors(self.inputs))
         compared = not runtime.peers.are_alone
         runtime.recorder.ordinary.begin_step(tensors, strict=checked[0] != 0, compared=compared)
@@ -113,8 +128,8 @@ class StepContext:
             static[key] = kept
             return result
         self.runtime = model.runtime
-        self.runtime.begin_step(len(self.inputs), self._checked_inputs())
-        slots = found.made_again(leaves)
+        self.runtime.begin_step(len(self.inputs), self._checked_inputs(), trains=found.has_backward)
+        slots = found.made_again(leaves, self.recorder.buffers.kept.before_change)
         if slots is None:
             return self._record(function, detach_outputs, None, has_begun=True)
         for recording in found.recordings:
@@ -277,6 +292,7 @@ class StepContext:
         )
 
     def abandon(self, error: BaseException) -> None:
+        """The step has failed."""
         if self.runtime is not None:
             self.runtime.recorder.tape = None
             self.runtime.abandon(error)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from numbers import Integral
 from typing import Any
 
+import torch
+
 from .. import session as session_module
 from ..errors import SMPError
 from ..record.values.inputs import inputs_here
@@ -41,6 +43,7 @@ class StepFunction:
         self.__doc__ = function.__doc__
         self.__wrapped__ = function
         self._static: StaticSteps = {}
+        self._trains: dict[tuple[bool, bool], bool] = {}  # whether its last call of that mode had a backward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session = session_module.current()
@@ -59,7 +62,9 @@ class StepFunction:
         bound.arguments = inputs_here(bound.arguments)
         inputs = self._splitter.split(bound, session.cfg.microbatches)
         is_handed = session.batch_owner is not None and session.batch_owner.hands_over
-        context = StepContext(session, inputs, session.steps_run, is_handed_over=is_handed)
+        mode = torch.is_grad_enabled(), session.model is None or session.model.training
+        trains = self._trains.get(mode, all(mode))
+        context = StepContext(session, inputs, session.steps_run, is_handed_over=is_handed, trains=trains)
         session.step = context
         try:
             if session.checker is None:
@@ -76,6 +81,7 @@ class StepFunction:
             raise
         finally:
             session.step = None
+        self._trains[mode] = context.has_backward
         session.steps_run += 1
         if session.model is not None:
             session.model.after_step(context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import random
 from collections.abc import Callable
@@ -55,9 +56,21 @@ class Failing(nn.Module):
 
 
 class FailingChain(Chain):
+    """Its own forward, which every rank runs, changes buffers in three ways."""
+
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Failing() for _ in range(4))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("factor", torch.ones(()))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.factor = self.factor * 0.9
+        first = self.blocks[0](x / self.calls)
+        self.mean.mul_(0.5).add_(first.detach().mean(0), alpha=0.5)
+        return super().forward(first * self.factor - self.mean)
 
 
 class FailingBlock(MLPBlock):
@@ -112,7 +125,8 @@ def train(
     """Trains in the open session; returns the whole state and the texts of the errors that were caught.
 
     Args:
-        where: "forward", "backward", "recording" (on the failing rank), "everywhere" (in recording, on all).
+        where: "forward", "backward", "recording" (on the failing rank), "everywhere" (in recording, on all),
+            "exchanging" (what is refused when all has been recorded).
         failing_rank: of the mp group; in memory any.
         build: makes the model.
         fail_at: which of the calls there that could fail does.
@@ -122,6 +136,7 @@ def train(
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     fails_here = smp.state.world is None or smp.mp_rank() == failing_rank
+    calls = itertools.count()
 
     @smp.step
     def step(model: Any, x: Tensor, target: Tensor, fail: bool) -> Tensor:
@@ -130,6 +145,8 @@ def train(
             raise ValueError("the user's own")
         loss = F.mse_loss(output, target)
         model.backward(loss)
+        if fail and where == "exchanging" and fails_here and next(calls) % 4 == 3:
+            module.head.bias = nn.Parameter(torch.zeros(WIDTH))
         return loss
 
     texts = []
@@ -283,3 +300,98 @@ def _accumulated() -> dict[str, Tensor]:
             optimizer.step()
         optimizer.zero_grad()
     return model.state_dict()
+
+
+def evaluate_and_fail_on_one_replica() -> tuple[bool, list[str]]:
+    """A step without a backward fails on one of two replicas, in training mode; then both train."""
+    smp.init()
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Failing())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @smp.step
+    def look(model: Any, x: Tensor, fail: bool) -> Tensor:
+        output = model(x)
+        if fail:
+            raise ValueError("the user's own")
+        return output
+
+    @smp.step
+    def step(model: Any, x: Tensor, target: Tensor) -> None:
+        model.backward(F.mse_loss(model(x), target))
+
+    texts: list[str] = []
+    for number in range(4):
+        batch = _rolled(number)
+        try:
+            look(model, batch["x"], smp.rank() == 1 and number in FAILING_STEPS)
+        except ValueError as error:
+            texts.append(str(error))
+        optimizer.zero_grad()
+        step(model, batch["x"], batch["target"])
+        optimizer.step()
+    return all(value.isfinite().all() for value in model.state_dict().values()), texts
+
+
+class Counting(MLPBlock):
+    """Changes a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x + super().forward(x / self.count)
+
+
+class Tagging(nn.Module):
+    """From some step on its second block is given a tensor with an attribute, so all ranks run its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Counting() for _ in range(2))
+        self.tags = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        if self.tags:
+            x.tag = "mine"
+        return self.blocks[1](x)
+
+
+def fail_in_the_step_that_opens_a_block() -> list[float]:
+    """What the blocks have counted, and the loss after that."""
+    smp.init()
+    torch.manual_seed(0)
+    module = Tagging()
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def step(model: Any, x: Tensor, target: Tensor, fail: bool) -> Tensor:
+        loss = F.mse_loss(model(x), target)
+        model.backward(loss)
+        if fail:
+            raise ValueError("the user's own")
+        return loss
+
+    batch = _rolled(0)
+    step(model, batch["x"], batch["target"], False)
+    module.tags = True
+    try:
+        step(model, batch["x"], batch["target"], True)
+    except ValueError:
+        loss = step(model, batch["x"], batch["target"], False).reduce_mean()
+    state = model.state_dict()
+    return [state["blocks.0.count"].item(), state["blocks.1.count"].item(), loss.item()]
+
+
+def counted_without_the_failure() -> list[float]:
+    """What plain torch makes of the other two steps."""
+    torch.manual_seed(0)
+    module = Tagging()
+    batch = _rolled(0)
+    for _ in range(2):
+        losses = [F.mse_loss(module(x), t) for x, t in zip(batch["x"].chunk(4), batch["target"].chunk(4))]
+    loss = torch.stack(losses).mean()
+    return [module.blocks[0].count.item(), module.blocks[1].count.item(), loss.item()]

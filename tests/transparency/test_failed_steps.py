@@ -12,7 +12,14 @@ import smp_lite as smp
 from tests.harness import run_distributed
 from tests.models.layers import WIDTH
 from tests.transparency.conftest import OpenSession
-from tests.transparency.failing import FAILING_STEPS, FailingReuse, losses_of_draws, plain_states, train
+from tests.transparency.failing import (
+    FAILING_STEPS,
+    FailingReuse,
+    counted_without_the_failure,
+    losses_of_draws,
+    plain_states,
+    train,
+)
 
 
 @pytest.mark.parametrize("pipeline", ["interleaved", "simple"])
@@ -71,6 +78,19 @@ def test_on_ranks(where: str, failing_rank: int) -> None:
     assert [len(own) for own in texts] == [len(FAILING_STEPS)] * 2
 
 
+def test_what_one_rank_alone_is_refused_when_all_is_recorded() -> None:
+    """The others do not wait for it until their limit."""
+    found = run_distributed(
+        "tests.transparency.failing:train_on_rank",
+        2,
+        kwargs={"where": "exchanging", "failing_rank": 1},
+        parameters={"partitions": 2, "microbatches": 4},
+    )
+    assert [equal for equal, _ in found] == [True, True]
+    assert all("parameters of head were exchanged" in text for _, texts in found for text in texts)
+    assert all(text.startswith("SMPError: rank 1 failed while it recorded") for text in found[0][1])
+
+
 def test_random_numbers_go_on_from_the_rank_that_failed() -> None:
     """The others have drawn for other microbatches by then; one process would go on from where it failed."""
     found = run_distributed(
@@ -79,6 +99,16 @@ def test_random_numbers_go_on_from_the_rank_that_failed() -> None:
         parameters={"partitions": 2, "microbatches": 4},
     )
     assert found[0] == found[1] == losses_of_draws()
+
+
+def test_a_step_fails_that_has_opened_a_module() -> None:
+    """Until then only the owner knew its buffers; from then on all ranks change them."""
+    found = run_distributed(
+        "tests.transparency.failing:fail_in_the_step_that_opens_a_block",
+        2,
+        parameters={"partitions": 2, "microbatches": 4},
+    )
+    assert found == [counted_without_the_failure()] * 2
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -103,7 +133,9 @@ def test_another_replica_hears_of_it(where: str) -> None:
     )
     assert [equal for equal, _ in found] == [True] * 4
     assert [len(texts) for _, texts in found] == [len(FAILING_STEPS)] * 4
-    healthy = found[3][1]
+    failing, healthy = found[0][1], found[3][1]
+    if where == "forward":  # dropped with those of the others, though no backward had begun here
+        assert all("gradients are None" in text for text in failing)
     assert all("another replica failed" in text for text in healthy)
 
 
@@ -129,6 +161,17 @@ def test_replicas_begin_accumulation_anew_together() -> None:
     )
     assert [equal for equal, _ in found] == [True] * 2
     assert [len(texts) for _, texts in found] == [2, 2]
+
+
+def test_a_step_without_a_backward_fails_on_one_replica() -> None:
+    """The others hear nothing of it: they do not average anything in such a step."""
+    found = run_distributed(
+        "tests.transparency.failing:evaluate_and_fail_on_one_replica",
+        2,
+        parameters={"partitions": 1, "microbatches": 4, "ddp": True},
+    )
+    assert [equal for equal, _ in found] == [True] * 2
+    assert [len(texts) for _, texts in found] == [0, 2]
 
 
 def test_a_replica_fails_in_the_last_backward() -> None:

@@ -399,3 +399,16 @@ def test_a_backward_hook_may_be_taken_off_before_anything_or_by_itself() -> None
         body(plain, x, target, first, True)
     assert not handles
     assert same([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])
+
+
+@FIRST_OR_LATER
+def test_a_tensor_changed_where_nobody_sees_it_after_a_call_has_read_it(model: Any, first: bool) -> None:
+    def body(model: Any, x: Tensor, target: Tensor) -> None:
+        weight = torch.ones(3)
+        loss = F.mse_loss(model(x) + weight, target)
+        with torch._C.DisableTorchFunction():
+            weight.mul_(2)
+        model.backward(loss)
+
+    with pytest.raises(smp.SMPError, match=r"of shape \(3,\) was changed in place after a call had read it"):
+        attempt(model, body, first=first)

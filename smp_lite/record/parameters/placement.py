@@ -12,7 +12,7 @@ forward, for one), so :meth:`Placement.swap_in` puts other tables into the modul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -173,6 +173,13 @@ class Placement:
                     seen.add(id(buffer))
                     found.append((f"{name}.{own}" if name else own, buffer))
         return found
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """All that have their values here, of every stage; one that several modules hold comes again."""
+        for _, module in self._modules:
+            for buffer in plain_table(module._buffers).values():
+                if buffer is not None and not is_away(buffer):
+                    yield buffer
 
     def holders(self, full: str) -> list[nn.Module]:
         """The modules that hold the parameter of that name directly."""

@@ -19,6 +19,7 @@ from ..commands.replay import refuse
 from ..parameters.tables import plain_table
 from ..values.memory import storage_of
 from ..values.placed import PlacedTensor
+from .kept_buffers import KeptBuffers
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -34,12 +35,14 @@ class ModuleBuffers:
 
     Attributes:
         rebound: buffers that placed values stand for.
+        kept: what Python code changes on every rank, as it was before the step.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.placement = recorder.placement
         self.rebound: dict[_Key, nn.Module] = {}
+        self.kept = KeptBuffers(recorder.placement)
         self._changing: dict[_Key, nn.Module] = {}  # those that closed calls change
         self._changing_now: dict[_Key, nn.Module] = {}  # those of this step
         self._exposed: dict[int | None, nn.Module] = {}  # whose buffers Python code has seen, by memory
@@ -67,6 +70,7 @@ class ModuleBuffers:
         self._changing_now.clear()
         self._exposed.clear()
         self._saved.clear()
+        self.kept.begin_step()
         for (_, name), module in self._changing.items():
             self._save(module, name)
 
@@ -122,6 +126,7 @@ class ModuleBuffers:
         for (_, name), (module, buffer, value) in self._saved.items():
             with torch.no_grad():
                 plain_table(module._buffers)[name] = buffer.copy_(value)
+        self.kept.restore()
 
     def read(self, module: nn.Module, name: str, value: Any) -> Any:
         """Python code is about to see a buffer: it must be what it is after all calls before this line."""
@@ -152,13 +157,18 @@ class ModuleBuffers:
         is_bound = value is plain_table(module._buffers).get(name)  # by an operator that works in place
         if self.recorder.tape is not None and not is_bound:
             raise refuse(f"binds the buffer {name} of {self.placement.name(module)} anew")
+        if not is_bound:
+            self.kept.before_binding(module, name)
         if type(value) is PlacedTensor:
             self.rebound[id(module), name] = module
 
     def before_change(self, target: Any) -> None:
         """An ordinary tensor is about to change in place, which closed calls may still have to read."""
+        if not isinstance(target, torch.Tensor):
+            return
+        self.kept.before_change(target)
         modules = self.recorder.modules
-        if not modules.are_pending or not isinstance(target, torch.Tensor):
+        if not modules.are_pending:
             return
         memory = storage_of(target)
         module = self._exposed.get(memory)
@@ -171,8 +181,17 @@ class ModuleBuffers:
         """From now on the module's own code runs on every rank, so every rank needs its buffers' values."""
         table = plain_table(module._buffers)
         for name, value in list(table.items()):
-            table[name] = self.read(module, name, value)
-            self._changing.pop((id(module), name), None)
+            table[name] = value = self.read(module, name, value)
+            if self._changing.pop((id(module), name), None) is not None:
+                self._share_saved(module, name, value)
+
+    def _share_saved(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
+        """What a buffer was before the step was known to its owner alone; ``value`` is what it is now."""
+        saved = self._saved.get((id(module), name))
+        stage = self.placement.stage_of[self.placement.names[id(module)]]
+        before = self.recorder.host.share(value if saved is None else saved[2], stage)
+        if saved is None and not self.placement.is_here(module):
+            self.kept.keep(value, before)
 
     def write(self, module: nn.Module, ids: frozenset[int]) -> None:
         """Before a closed call of it: placed values that stand for its buffers are written into them.

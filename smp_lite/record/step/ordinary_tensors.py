@@ -42,6 +42,8 @@ class OrdinaryTensors:
         self.twins = Twins()
         # Of this step, by memory: arguments, which, the microbatch, and whether its backward reads it.
         self._captured: dict[int, list[tuple[Arguments, int, int, bool]]] = {}
+        # Of commands that have not run: arguments, which, the tensor and its version.
+        self._unread: list[tuple[Arguments, int, torch.Tensor, int]] = []
         self._kept: list[tuple[torch.Tensor, int, torch.Tensor]] = []  # of this microbatch: version, copy
         # Of the batch, what numpy may change; storage, version, digest. Copying it would double its memory.
         self._watched: dict[int, tuple[torch.Tensor, int, int]] = {}
@@ -129,6 +131,7 @@ class OrdinaryTensors:
 
     def add_twin(self, target: torch.Tensor, stage: int) -> None:
         """From now on a placed copy stands in for an ordinary tensor."""
+        self.recorder.buffers.kept.before_change(target)
         with self.recorder.modules.at(stage):
             start = Arguments.of((target.detach().clone(),), {})
             count = len(self.contents)
@@ -195,6 +198,7 @@ class OrdinaryTensors:
     def forget_captured(self) -> None:
         """All commands so far have run, or never will."""
         self._captured.clear()
+        self._unread.clear()
         self._kept.clear()
         self._watched.clear()
 
@@ -202,8 +206,17 @@ class OrdinaryTensors:
         """The commands are about to read what they have captured.
 
         Raises:
-            SMPError: the batch has changed, and torch did not hear of it; or a tensor has other memory.
+            SMPError: a tensor has changed where no torch function was seen, or has other memory; or the batch
+                has changed, and torch did not hear of it.
         """
+        for arguments, i, tensor, version in self._unread:
+            if version_of(tensor) != version and arguments.tensors[i] is tensor:
+                raise SMPError(
+                    f"a tensor of shape {tuple(tensor.shape)} was changed in place after a call had read it, "
+                    "and before the call could run, by code whose torch functions are not seen (a scripted "
+                    "function, an extension): give the call a clone()"
+                )
+        self._unread.clear()
         for tensor, version, digest in self._watched.values():
             if version_of(tensor) == version and digest_of(tensor) != digest:
                 raise _changed_unheard(tensor)
@@ -236,6 +249,8 @@ class OrdinaryTensors:
             if source < 0 and (storage := storage_of(tensor)) is not None:
                 is_saved = i in saved and torch.is_grad_enabled()
                 self._captured.setdefault(storage, []).append((arguments, i, self.recorder.serial, is_saved))
+                if i not in written:
+                    self._unread.append((arguments, i, tensor, version_of(tensor)))
                 if self.recorder.tape is None and is_shared(tensor):
                     self._guard(tensor, storage)
                 if self._is_compared and storage not in self._batch and i not in written:

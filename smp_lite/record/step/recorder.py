@@ -38,6 +38,7 @@ from ..values.torch_functions import (
     LOOKS_AT_DATA,
     REFUSED,
     SHARES_MEMORY,
+    changed_by,
     changes_first,
     function_name,
 )
@@ -269,8 +270,11 @@ class Recorder:
             return self.forced.call(func, args, kwargs)
         if name == "__set__" and type(args[1]) is PlacedTensor:
             return set_attribute(self, func, args)
-        if changes_first(name, kwargs) or name in SHARES_MEMORY or _sets_data(func, name):
-            target = kwargs.get("out", args[0] if args else None)
+        if name in SHARES_MEMORY or _sets_data(func, name):
+            changed = [args[0]] if args else []
+        else:
+            changed = changed_by(func, name, args, kwargs)
+        for target in changed:
             self.buffers.before_change(target)
             self.ordinary.keep_captured(target)
         if self.tape is not None:

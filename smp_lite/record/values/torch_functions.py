@@ -6,10 +6,11 @@ the face that was called.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 
 def _words(text: str) -> frozenset[str]:
@@ -101,6 +102,40 @@ def changes_first(name: str, kwargs: dict[str, Any]) -> bool:
         or bool(kwargs.get("inplace"))
         or isinstance(kwargs.get("out"), torch.Tensor)
     )
+
+
+def changed_by(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
+    """The tensors among the arguments that a call changes in place, or may change."""
+    if isinstance(func, OpOverload):
+        declared = func._schema.arguments
+        known = dict(zip([argument.name for argument in declared], args), **kwargs)
+        return _tensors_in([known.get(each.name) for each in declared if _is_written(each)])
+    if kwargs.get("out") is not None:
+        return _tensors_in([kwargs["out"]])
+    if changes_first(name, kwargs):
+        # Of several lists (torch._foreach_add_, torch._fused_adamw_) it may be any.
+        return _tensors_in([each for each in args if type(each) in (list, tuple)] or args[:1])
+    if "batch_norm" in name or "instance_norm" in name:  # of running statistics
+        return _tensors_in([*args[1:], *kwargs.values()])
+    if name in ("embedding", "embedding_bag") and kwargs.get("max_norm") is not None:
+        return _tensors_in(args[:2])
+    return []
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif type(value) in (list, tuple):
+            found += _tensors_in(value)
+    return found
 
 
 def function_name(function: Callable[..., Any]) -> str:

@@ -92,6 +92,8 @@ class StepRunner:
         self.all_know = False  # whether an error that is on its way is raised on all mp ranks
         self._kept_by_all: frozenset[tuple[int, int]] = frozenset()  # (microbatch, value)
         self.may_run_ahead = False
+        self.drops_with_replicas = False  # gradients, if this step fails, whether a backward has run or not
+        self._is_awaited = False  # by ranks that have come to the next comparison, or will
         self._running: RunningList | None = None  # the list of this step that runs while it is recorded
 
     # The life of a step -----------------------------------------------------------------------------------
@@ -119,6 +121,7 @@ class StepRunner:
         self._modes_around = users_modes()
         self.all_know = self._touched_gradients = self._has_moved_on = False
         self._has_failed = None
+        self._is_awaited = True
         shared = (
             self._stage_peers if self._stage_peers is not None and self._stage_peers.share_batch else None
         )
@@ -150,12 +153,14 @@ class StepRunner:
         try:
             recorder.placement.end_recording()
             self._execute_last()
+            self._is_awaited = False
             self.losses = self._losses()
             # What the script keeps on some of the ranks only has no data: those that do not could not know.
             survivors = [(m, p) for m, p in recorder.survivors if (m, p.smp_value) in self._kept_by_all]
             return self._results.share(outputs, survivors, self._progress, keep_graph=keep_graph)
         except Exception as error:
             self._give_up(error)
+            self._tell(error)
             self._undo()
             raise
         finally:
@@ -180,9 +185,7 @@ class StepRunner:
                     self._give_up(error)
             finally:
                 recorder.suspended = False
-            if isinstance(error, Exception) and not self.all_know and not isinstance(error, SMPTimeout):
-                self._move_streams_on()  # those that hear of it draw on from here
-                self.peers.fail(f"{type(error).__name__}: {error}")
+            self._tell(error)
             if self._undo() and isinstance(error, Exception) and not isinstance(error, SMPError):
                 error.add_note(
                     "smp: the step had begun to run, so gradients are None, those of earlier steps too"
@@ -190,6 +193,15 @@ class StepRunner:
             self._in_transit += [executor.transfers.under_way() for executor in self.executors.values()]
             recorder.placement.strange.clear()
             self._end(recorder)
+
+    def _tell(self, error: BaseException | None) -> None:
+        """Other ranks wait for this one where all compare what they have recorded: it does not come."""
+        if not self._is_awaited or self.all_know:
+            return
+        if isinstance(error, Exception) and not isinstance(error, SMPTimeout):
+            self._is_awaited = False
+            self._move_streams_on()  # those that hear of it draw on from here
+            self.peers.fail(f"{type(error).__name__}: {error}")
 
     def _end(self, recorder: Recorder) -> None:
         self._move_streams_on()
@@ -464,6 +476,7 @@ class StepRunner:
         self.planner.note(batch, self._progress)
         placement.note_gradients(trained - self._trained.lacking(key))
         self.last_batch = batch
+        self._is_awaited = True
 
     def _agree_on_outcome(self, batch: Batch, key: Any, trained: frozenset[str]) -> None:
         """Raises the same error on all ranks if an action has failed on any.
@@ -487,7 +500,8 @@ class StepRunner:
             if self._stage_peers is not None:
                 self._stage_peers.start_anew()
             self._touched_gradients |= any(work.pending_backwards() for work in batch.works)
-            self._has_failed = step_failure(failures, touched_gradients=self._has_touched_gradients())
+            dropped = self._has_touched_gradients() or self.drops_with_replicas
+            self._has_failed = step_failure(failures, touched_gradients=dropped)
             raise self._has_failed from next((e.error for e in own if e.failure is mine), None)
         self._trained.learn(key, outcomes)
 
@@ -510,6 +524,11 @@ class StepRunner:
         """What a failed step has added to gradients cannot be taken out of them again."""
         for parameter in placement.root.parameters():
             parameter.grad = None
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether one has been recorded in this step."""
+        return any(progress.recording.backwards for progress in self._progress.values())
 
     @property
     def is_open(self) -> bool:
@@ -535,6 +554,7 @@ class StepRunner:
             self._has_moved_on = True  # with the rank that has failed
             raise
         self.all_know = False
+        self._is_awaited = ahead or not are_alike
         return are_alike
 
     def drew(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -591,3 +592,58 @@ def steps_that_do_not_use_the_model(smp: Any, out: Any) -> None:
             out.value("loss", train_step(model, x, y).reduce_mean())
             optimizer.step()
     out.model(model)
+
+
+class Changing(Stack):
+    """After a placed call has read ``scale``, which is made anew each time, a function changes it."""
+
+    def __init__(self, change: Callable[[Tensor], object]) -> None:
+        super().__init__(Block)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.linspace(0.5, 1.5, 8)
+        x = self.blocks[0](x) + scale
+        self.change(scale)
+        return super().forward(x * scale)
+
+
+def _sorts(scale: Tensor) -> None:
+    torch.sort(torch.cos(scale), out=(scale, torch.empty(8, dtype=torch.long)))
+
+
+def _normalizes(scale: Tensor) -> None:
+    F.batch_norm(torch.ones(4, 8).cumsum(0), scale, torch.ones(8), training=True)
+
+
+def _normalizes_instances(scale: Tensor) -> None:
+    values = torch.ones(4, 8, 3).cumsum(0)
+    F.instance_norm(values, running_mean=scale, running_var=torch.ones(8), use_input_stats=True)
+
+
+def _multiplies_lists(scale: Tensor) -> None:
+    torch._foreach_mul_([scale], 2.0)
+
+
+@program(stages=(2,), ranks=(2,))
+def sorted_into_what_was_read(smp: Any, out: Any) -> None:
+    """Several results by ``out``."""
+    fit(smp, out, Changing(_sorts))
+
+
+@program(stages=(2,), ranks=(2,))
+def normalized_into_what_was_read(smp: Any, out: Any) -> None:
+    """Running statistics that are an ordinary tensor."""
+    fit(smp, out, Changing(_normalizes))
+
+
+@program(stages=(2,), ranks=(2,))
+def instances_normalized_into_what_was_read(smp: Any, out: Any) -> None:
+    """The same of instance norm."""
+    fit(smp, out, Changing(_normalizes_instances))
+
+
+@program(stages=(2,), ranks=(2,))
+def lists_multiplied_in_place(smp: Any, out: Any) -> None:
+    """A function that takes lists of tensors, of which it changes the first."""
+    fit(smp, out, Changing(_multiplies_lists))
