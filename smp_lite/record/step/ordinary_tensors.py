@@ -202,21 +202,16 @@ class OrdinaryTensors:
         self._kept.clear()
         self._watched.clear()
 
-    def before_running(self) -> None:
+    def before_running(self, *, all_recorded: bool) -> None:
         """The commands are about to read what they have captured.
+
+        Args:
+            all_recorded: all of them run now.
 
         Raises:
             SMPError: a tensor has changed where no torch function was seen, or has other memory; or the batch
                 has changed, and torch did not hear of it.
         """
-        for arguments, i, tensor, version in self._unread:
-            if version_of(tensor) != version and arguments.tensors[i] is tensor:
-                raise SMPError(
-                    f"a tensor of shape {tuple(tensor.shape)} was changed in place after a call had read it, "
-                    "and before the call could run, by code whose torch functions are not seen (a scripted "
-                    "function, an extension): give the call a clone()"
-                )
-        self._unread.clear()
         for tensor, version, digest in self._watched.values():
             if version_of(tensor) == version and digest_of(tensor) != digest:
                 raise _changed_unheard(tensor)
@@ -228,6 +223,15 @@ class OrdinaryTensors:
                         "(set_) after a call had read it, and before the call could run: give it new numbers "
                         "by copy_, or use another tensor"
                     )
+        for arguments, i, tensor, version in self._unread:
+            if version_of(tensor) != version and arguments.tensors[i] is tensor:
+                raise SMPError(
+                    f"a tensor of shape {tuple(tensor.shape)} was changed in place after a call had read it, "
+                    "and before the call could run, by code whose torch functions are not seen (a scripted "
+                    "function, an extension): give the call a clone()"
+                )
+        if all_recorded:
+            self._unread.clear()
 
     def capture(
         self,

@@ -419,7 +419,7 @@ class StepRunner:
     def _before_running(self, *, all_recorded: bool = True) -> None:
         assert self._recorder is not None
         self._recorder.modules.before_running(all_recorded=all_recorded)
-        self._recorder.ordinary.before_running()
+        self._recorder.ordinary.before_running(all_recorded=all_recorded)
         self._recorder.backward_state.before_running()
 
     def _execute(self, *, last_batch: bool) -> None:
