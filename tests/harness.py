@@ -37,7 +37,7 @@ from smp_lite.errors_record import ERROR_DIR_VARIABLE, FailureRecord, read_failu
 __all__ = ["WorldPool", "run_distributed", "run_script"]
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
-_START_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 150.0
 _PEERS_GRACE_S = 0.5
 """How long to wait for an earlier failure of another rank once one rank has failed."""
 _STOP_GRACE_S = 5.0
@@ -72,15 +72,17 @@ def run_distributed(
     *,
     kwargs: Mapping[str, Any] | None = None,
     parameters: Mapping[str, Any] | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 150.0,
     fresh: bool = False,
     devices: int = 0,
+    fails: bool = False,
 ) -> list[Any]:
     """Call `function` ("package.module:name") in `world_size` ranks; their results, by rank.
 
     parameters: the SMP parameters, set in the environment for the time of the call.
     fresh: start new processes for this call alone.
     devices: how many pretended devices they find; 0: they use the CPU; `REAL`: what the machine has.
+    fails: that is what the test expects: processes that have all come back from it take the next call.
 
     Raises AssertionError with the first failing rank's traceback and the output of all ranks.
     """
@@ -91,7 +93,7 @@ def run_distributed(
     if fresh:
         pool = WorldPool(world_size, devices=devices)
         try:
-            return pool.run(function, kwargs, parameters, timeout_s)
+            return pool.run(function, kwargs, parameters, timeout_s, fails=fails)
         finally:
             pool.close()
     pool = _pools.pop((world_size, devices), None)
@@ -100,7 +102,7 @@ def run_distributed(
             _pools.pop(next(iter(_pools))).close()
         pool = WorldPool(world_size, devices=devices)
     _pools[world_size, devices] = pool
-    return pool.run(function, kwargs, parameters, timeout_s)
+    return pool.run(function, kwargs, parameters, timeout_s, fails=fails)
 
 
 class WorldPool:
@@ -134,11 +136,14 @@ class WorldPool:
         kwargs: Mapping[str, Any] | None,
         parameters: Mapping[str, Any] | None,
         timeout_s: float,
+        *,
+        fails: bool = False,
     ) -> list[Any]:
-        """As `run_distributed`, on these processes; any failure ends them."""
+        """As `run_distributed`, on these processes; a failure ends them, unless one is expected."""
         sizes = {path: path.stat().st_size for path in self._directory.glob("*.log")}
         try:
-            job = pickle.dumps((function, dict(kwargs or {}), parameters, self._keeps_sessions))
+            keeps = self._keeps_sessions
+            job = pickle.dumps((function, dict(kwargs or {}), parameters, keeps, fails))
             for connection in self._connections:
                 with suppress(BrokenPipeError):
                     connection.send_bytes(job)
@@ -149,9 +154,12 @@ class WorldPool:
         except BaseException:
             self.kill()
             raise
-        self.kill(keep_logs=True)
+        ends = not fails or bool(missing)
+        if ends:
+            self.kill(keep_logs=True)
         output = "".join(_tail(path, sizes.get(path, 0)) for path in sorted(self._logs()))
-        shutil.rmtree(self._directory)
+        if ends:
+            shutil.rmtree(self._directory)
         raise AssertionError(f"{function} on {self.world_size} processes: {text}\n{output}")
 
     def close(self) -> None:
@@ -260,7 +268,7 @@ def run_script(
     *,
     env: Mapping[str, str] | None = None,
     options: Sequence[str] = (),
-    timeout_s: float = 60.0,
+    timeout_s: float = 150.0,
 ) -> subprocess.CompletedProcess[str]:
     """Run plain `mpirun -np world_size python argv...` and return its exit code and output.
 

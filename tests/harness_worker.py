@@ -49,13 +49,16 @@ def _reply(job: bytes, rank: int) -> bytes:
     """A pickled 1-tuple of the result, or the pickled record of the failure."""
     environment = dict(os.environ)
     try:
-        function, kwargs, parameters, keeps_session = pickle.loads(job)
+        function, kwargs, parameters, keeps_session, fails = pickle.loads(job)
         _seed()
         reply = pickle.dumps((_call(function, kwargs, parameters),))
         if not keeps_session:
             _reset(environment)
     except BaseException:
-        return pickle.dumps(FailureRecord(rank, time.time_ns(), 1, traceback.format_exc()))
+        failure = FailureRecord(rank, time.time_ns(), 1, traceback.format_exc())
+        if fails:
+            _reset(environment)
+        return pickle.dumps(failure)
     return reply
 
 

@@ -18,7 +18,7 @@ def test_on_ranks(program: Program, stages: int, replicas: int) -> None:
     arguments = {"kwargs": {"name": program.name}, "parameters": parameters}
     if refused := program.refused or program.refused_on_ranks:
         with pytest.raises(AssertionError, match=refused):
-            run_distributed("tests.programs.running:run_on_ranks", stages * replicas, **arguments)
+            run_distributed("tests.programs.running:run_on_ranks", stages * replicas, **arguments, fails=True)
         return
     found = run_distributed("tests.programs.running:run_on_ranks", stages * replicas, **arguments)
     assert found == [[]] * len(found)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from smp_lite.entrypoints.hosts.connection import LONGEST_MESSAGE, StrangerError
-from tests.unit.strangers import HANDSHAKE_BYTES, LIMIT_S, House, Wire, let_in, wait_until
+from tests.unit.hosts.strangers import HANDSHAKE_BYTES, LIMIT_S, House, Wire, let_in, wait_until
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 DOCKERFILE = REPOSITORY / "entrypoints" / "Dockerfile"
 LIMIT_S = 100
 

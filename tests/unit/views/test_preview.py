@@ -13,7 +13,7 @@ from smp_lite.cli import main
 from smp_lite.record.step.recorder import Recorder
 from smp_lite.steps.step_context import StepContext
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 FOUR = json.dumps({"partitions": 4, "microbatches": 8})
 
 

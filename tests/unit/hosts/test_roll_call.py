@@ -13,7 +13,7 @@ import pytest
 from smp_lite.comm.transports.transport import Tag
 from smp_lite.comm.tree import RADIX, nearby, place, subtree
 from smp_lite.errors import SMPError, SMPMismatch, SMPTimeout
-from tests.unit.roll_call_network import Network
+from tests.unit.hosts.roll_call_network import Network
 
 SIZES = (1, 2, 7, RADIX, RADIX + 1, 16, 73, 1024)
 

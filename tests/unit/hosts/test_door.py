@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 
 from smp_lite.entrypoints.hosts.connection import StrangerError, connect
-from tests.unit.strangers import GREETING, HANDSHAKE_BYTES, KEY, LIMIT_S, House, Wire, let_in, wait_until
+from tests.unit.hosts.strangers import (
+    GREETING,
+    HANDSHAKE_BYTES,
+    KEY,
+    LIMIT_S,
+    House,
+    Wire,
+    let_in,
+    wait_until,
+)
 
 NONCE = bytes(32)
 
