@@ -46,7 +46,8 @@ test: $(VENV)/test.stamp
 
 test-ci: $(VENV)/test.stamp
 	$(PYTEST) tests --ignore=tests/benchmarks $(AT_ONCE)
-	$(ON_DEVICE) $(patsubst %,tests/transparency/test_%.py,hooks in_memory many_uses modes_around failed_steps)
+	$(ON_DEVICE) $(addprefix tests/transparency/,test_in_memory.py failing/test_failed_steps.py \
+	  values/test_many_uses.py users_code/test_hooks.py users_code/test_modes_around.py)
 
 test-all: $(VENV)/test.stamp
 	SMP_LITE_ALL_TESTS=1 $(PYTEST) tests --ignore=tests/benchmarks $(AT_ONCE)

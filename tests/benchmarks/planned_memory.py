@@ -9,7 +9,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from tests.harness import run_distributed
-from tests.transparency.planned_peaks import JOBS, planned_memory
+from tests.transparency.schedules.planned_peaks import JOBS, planned_memory
 
 __all__ = ["table"]
 
@@ -32,7 +32,7 @@ def table(quick: bool) -> Table:
                 planned = [stage.total for stage in planned_memory(name, parameters)]
                 measured = dict(
                     run_distributed(
-                        "tests.transparency.planned_peaks:measured_peaks",
+                        "tests.transparency.schedules.planned_peaks:measured_peaks",
                         num_stages,
                         kwargs={"name": name},
                         parameters=parameters,

@@ -17,7 +17,7 @@ from smp_lite.session import current
 from tests.benchmarks.workload import Workload, next_byte_loss
 from tests.models import CASES
 from tests.transparency.comparison import compare
-from tests.transparency.planned_peaks import JOBS, prepared
+from tests.transparency.schedules.planned_peaks import JOBS, prepared
 
 __all__ = [
     "collectives_between_replicas",

@@ -16,10 +16,10 @@ from tests.harness import REAL, run_distributed
 from tests.models import CASES
 from tests.tensor.sdp_cases import config
 from tests.tensor.test_runtime import BASE, dense
-from tests.transparency.planned_peaks import JOBS, planned_memory
-from tests.transparency.strides import layouts
-from tests.transparency.test_on_device import NOT_OF_A_DEVICE
-from tests.transparency.test_strides import CHANGED
+from tests.transparency.devices.test_on_device import NOT_OF_A_DEVICE
+from tests.transparency.schedules.planned_peaks import JOBS, planned_memory
+from tests.transparency.values.strides import layouts
+from tests.transparency.values.test_strides import CHANGED
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
@@ -98,7 +98,7 @@ def test_ranks_that_share_a_gpu_are_refused_by_name_where_nccl_is_demanded() -> 
 def test_every_collective_by_reading_memory(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All on one GPU."""
     monkeypatch.setenv(DEVICE_VARIABLE, "cuda:0")
-    function = "tests.transparency.groups_on_device:collectives_that_are_wrong"
+    function = "tests.transparency.devices.groups_on_device:collectives_that_are_wrong"
     for kind in ("own", "shared with scripts"):
         assert run(function, ranks, DATA_PARALLEL, fresh=True, kind=kind) == [[]] * ranks
 
@@ -118,7 +118,7 @@ def test_every_collective_over_nccl(ranks: int) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"{ranks} ranks need as many GPUs")
     for kind in ("own", "shared with scripts"):
-        function = "tests.transparency.groups_on_device:collectives_that_are_wrong"
+        function = "tests.transparency.devices.groups_on_device:collectives_that_are_wrong"
         assert run(function, ranks, DATA_PARALLEL, kind=kind) == [[]] * ranks
 
 
@@ -145,7 +145,7 @@ def test_split_layers() -> None:
 @EACH_HAS_ONE
 @pytest.mark.parametrize("failing", [0, 1])
 def test_what_waits_for_a_rank_that_has_failed_is_aborted(failing: int) -> None:
-    function = "tests.transparency.groups_on_device:failure_of_one_rank"
+    function = "tests.transparency.devices.groups_on_device:failure_of_one_rank"
     given = {"partitions": 1, "tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True}
     for text, losses in run(function, 2, given, failing=failing, has_joined=False):
         assert "ArithmeticError: the cause" in text
@@ -182,7 +182,7 @@ def test_models_in_half_precision(dtype: str) -> None:
 
 
 def test_every_layout_arrives() -> None:
-    _, found = run("tests.transparency.wires_on_device:mapped")
+    _, found = run("tests.transparency.devices.wires_on_device:mapped")
     for name, tensor in layouts().items():
         arrived, stride = found[name]
         assert torch.equal(arrived, tensor), name
@@ -191,12 +191,12 @@ def test_every_layout_arrives() -> None:
 
 
 def test_what_is_sent_stays_until_it_is_read() -> None:
-    found = run("tests.transparency.wires_on_device:freed_early")
+    found = run("tests.transparency.devices.wires_on_device:freed_early")
     assert found == [[0.0, 1.0, 2.0, 3.0]] * 2
 
 
 def test_spans_are_those_of_the_device() -> None:
-    for own in run("tests.transparency.wires_on_device:spans"):
+    for own in run("tests.transparency.devices.wires_on_device:spans"):
         ends = [0.0]
         for _, start_s, end_s in own:
             assert ends[-1] <= start_s < end_s
@@ -215,7 +215,7 @@ OFFLOADED = {**TWO, "pipeline": "simple", "offload_activations": True, "activati
 def test_offloaded_activations() -> None:
     """The same numbers, and less memory of the GPU."""
     kept, offloaded = (
-        run("tests.transparency.offload_on_device:trained", 2, parameters, microbatches=4)
+        run("tests.transparency.devices.offload_on_device:trained", 2, parameters, microbatches=4)
         for parameters in ({**TWO, "pipeline": "simple"}, OFFLOADED)
     )
     for theirs, ours in zip(kept, offloaded, strict=True):
@@ -227,7 +227,7 @@ def test_offloaded_activations() -> None:
 
 
 def test_copies_of_stores() -> None:
-    offload = "tests.transparency.offload_on_device"
+    offload = "tests.transparency.devices.offload_on_device"
     assert run(f"{offload}:store_alone", 1, {}) == [[True, True, True]]
     assert run(f"{offload}:layouts_come_back", 1, {}) == [[]]
 
@@ -241,7 +241,7 @@ def test_offloading_does_not_wait_for_the_gpu() -> None:
 def test_graphs_of_replayed_steps(name: str) -> None:
     """The same numbers as by their Python."""
     parameters = {**TWO, **ZIGZAG, "pipeline": "interleaved", "static_mode": True}
-    graphs = "tests.transparency.graphs_on_device"
+    graphs = "tests.transparency.devices.graphs_on_device"
     plain = run(f"{graphs}:train_case", 2, parameters, name=name, graphs=False)
     replayed = run(f"{graphs}:train_case", 2, parameters, name=name, graphs=True)
     for theirs, ours in zip(plain, replayed, strict=True):
@@ -256,7 +256,7 @@ def test_graphs_of_replayed_steps(name: str) -> None:
     "what", ["attribute", "global", "buffer filled", "buffer moved", "weight moved", "hook"]
 )
 def test_graphs_see_what_is_set_anew(what: str) -> None:
-    graphs = "tests.transparency.graphs_on_device"
+    graphs = "tests.transparency.devices.graphs_on_device"
     (plain,) = run(f"{graphs}:train_changing", 1, {}, what=what, graphs=False)
     (replayed,) = run(f"{graphs}:train_changing", 1, {}, what=what, graphs=True)
     assert replayed[2] > 0

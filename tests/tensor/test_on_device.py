@@ -19,7 +19,7 @@ from tests.tensor.test_sharded import RULES, mesh
 
 pytestmark = pytest.mark.pretended  # another device rounds otherwise; tests/gpu has what holds there
 
-ON_DEVICES = "tests.transparency.groups_on_device:between_devices"
+ON_DEVICES = "tests.transparency.devices.groups_on_device:between_devices"
 
 
 WAYS = pytest.mark.parametrize("by", ["groups", "memory", "the host"])

@@ -13,7 +13,7 @@ import smp_lite as smp
 if TYPE_CHECKING:  # pytest reads this file before it knows where tensors belong (--device)
     from tests.models import Batch
     from tests.transparency.rounds import Round
-    from tests.transparency.weight_gradients import Check
+    from tests.transparency.schedules.weight_gradients import Check
 
 OpenSession = Callable[..., None]
 
@@ -39,7 +39,7 @@ def check(open_session: OpenSession) -> Check:
     """Opens a session that gives gradients of parameters in actions of their own."""
 
     from tests.transparency.rounds import Round, assert_rounds_equal
-    from tests.transparency.weight_gradients import BATCH, split_names, train
+    from tests.transparency.schedules.weight_gradients import BATCH, split_names, train
 
     def run(
         build: Callable[[], nn.Module],

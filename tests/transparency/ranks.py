@@ -10,7 +10,7 @@ import torch
 import smp_lite as smp
 from tests.models import CASES
 from tests.transparency.comparison import NUM_SAMPLES, compare, differences, smp_run, too_large
-from tests.transparency.replicas import half, replica_runs
+from tests.transparency.training.replicas import half, replica_runs
 
 __all__ = ["compare_case", "compare_replicas", "keep_values"]
 

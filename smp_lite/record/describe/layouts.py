@@ -3,7 +3,7 @@
 Later kernels choose their algorithm by strides, which changes the last bits of what they compute; so what is
 recorded must have the strides that one process gets. Fake tensors are right nearly everywhere. What they get
 wrong in torch 2.13 on the CPU, found by comparing both over many operators and layouts
-(``tests/transparency/test_layouts.py``), is put right here.
+(``tests/transparency/values/test_layouts.py``), is put right here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which wire a job on the host takes, and what is wrong with the variable that names one.
 
-Jobs on devices, which ask each other, are in :mod:`tests.transparency.test_wires_on_device`.
+Jobs on devices, which ask each other, are in :mod:`tests.transparency.devices.test_wires_on_device`.
 """
 
 from __future__ import annotations
