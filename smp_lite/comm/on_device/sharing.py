@@ -93,8 +93,8 @@ def why_not_between(group_rank: int, local_size: int, exchange: Callable[[Any], 
 
 
 def _try(sharing: Sharing, group_rank: int, exchange: Callable[[Any], list[Any]]) -> str:
-    """Each reads a row of each other's."""
-    row = torch.full((_TRIED_BYTES,), group_rank % 251, dtype=torch.uint8, device=home())
+    """Each reads a row of each other's into one of zeros, which is nobody's."""
+    row = torch.full((_TRIED_BYTES,), 1 + group_rank % 251, dtype=torch.uint8, device=home())
     event, problem = None, ""
     mine: tuple[bytes, bytes, str] = b"", b"", ""
     try:
@@ -110,10 +110,10 @@ def _try(sharing: Sharing, group_rank: int, exchange: Callable[[Any], list[Any]]
         for other, (name, handle, _) in enumerate(offered):
             if other == group_rank:
                 continue
-            into = torch.empty_like(row)
+            into = torch.zeros_like(row)
             sharing.wait(handle)
             sharing.copy(name, into)
-            if into.tolist() != [other % 251] * _TRIED_BYTES:
+            if into.tolist() != [1 + other % 251] * _TRIED_BYTES:
                 problem = f"it was tried, and the memory of rank {other} of the group held other numbers"
     except (SMPError, RuntimeError) as error:
         problem = f"it was tried, and {error}"
