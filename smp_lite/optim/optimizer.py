@@ -314,7 +314,15 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         any.
         """
         refuse_inside_step(self._session, "optimizer.step()")
-        self._session.between_steps.note("optimizer.step()")
+        between_steps = self._session.between_steps
+        between_steps.note("optimizer.step()")
+        try:
+            return self._step(closure)
+        except BaseException:  # out of memory, say: this rank's part of the model is not what the others' is
+            between_steps.note("an optimizer.step() that failed")
+            raise
+
+    def _step(self, closure: Callable[[], float] | None) -> Any:
         if self._checked is not None:
             self._checked.before_step(self._torchs)
         if not self._features.may_step(self._state, closure):

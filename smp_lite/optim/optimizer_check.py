@@ -3,7 +3,8 @@
 ``DistributedOptimizer`` lets each rank step the parameters of its stage. That equals one process for
 optimizers that treat every parameter by itself, as all of ``torch.optim`` do but LBFGS. One that clips by the
 norm of all gradients, or estimates one step size for the whole model (D-Adaptation, Prodigy, SAM, LAMB with
-``max_grad_norm``), would compute something else on every stage, and nobody would see it.
+``max_grad_norm``), would compute something else on every stage, and nobody would see it. So would one that
+draws random numbers (Langevin dynamics), which each rank would draw for its own parameters alone.
 
 Nothing in a class says which kind it is, so an unknown one is tried out: a copy of it steps a few small
 tensors together, and more copies step each of them alone, from the same starts and along the same losses,
@@ -90,6 +91,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         with _no_trace(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             looks_across = _looks_across(optimizer)
+    except _Draws:
+        raise SMPError(
+            f"{kind.__name__} over several partitions: its step() draws random numbers, which each rank "
+            "would draw for its own parameters only, and so others than one process. Draw them in the script "
+            "between step and optimizer.step(), for instance into the gradients; or use partitions=1"
+        ) from None
     except _CannotTell as reason:
         if kind not in _warned:
             _warned.add(kind)
@@ -143,6 +150,10 @@ class _CannotTell(Exception):
     """The trial did not run, or its result says nothing; the text says why."""
 
 
+class _Draws(Exception):
+    """It has drawn random numbers."""
+
+
 @dataclass(frozen=True)
 class _Chosen:
     """A parameter that is tried out, and where the tensor that takes its place begins."""
@@ -174,7 +185,7 @@ def _looks_across(optimizer: torch.optim.Optimizer) -> bool:
         try:
             together = _run(optimizer, chosen, range(len(chosen)), with_closure)
             alone = [_run(optimizer, chosen, [i], with_closure) for i in range(len(chosen))]
-        except _CannotTell:
+        except (_CannotTell, _Draws):
             raise
         except Exception as error:  # whatever a foreign class raises
             failure = error
@@ -183,8 +194,8 @@ def _looks_across(optimizer: torch.optim.Optimizer) -> bool:
             one.evaluations == together.evaluations and _same(one.ends[0], together.ends[i], chosen[i].start)
             for i, one in enumerate(alone)
         )
-        if not same and _random_state() != before:
-            raise _CannotTell("it draws random numbers")
+        if _random_state() != before:
+            raise _Draws
         return not same
     raise _CannotTell(f"{type(failure).__name__}: {failure}")
 

@@ -61,6 +61,10 @@ def _error(run: Callable[[], Any]) -> str:
     return ""
 
 
+def _out_of_memory(*args: Any) -> None:
+    raise torch.OutOfMemoryError("the state of the first step")
+
+
 def at_a_rate(what: str) -> str:
     """One rank of a replica does this alone after the second step."""
     model, optimizer, step = _start(partitions=2)
@@ -74,7 +78,12 @@ def at_a_rate(what: str) -> str:
             alone = number == 1 and smp.rank() == 0
             if what == "skips" and alone:
                 continue
-            optimizer.step()
+            if what == "fails" and alone:
+                hook = optimizer.optimizer.register_step_pre_hook(_out_of_memory)
+            with contextlib.suppress(torch.OutOfMemoryError):
+                optimizer.step()
+            if what == "fails" and alone:
+                hook.remove()
             if what == "all" or (what == "scheduler" and alone):
                 scheduler.step()
             elif what == "weight decay" and alone:
@@ -97,7 +106,12 @@ def replicas(what: str) -> str:
             alone = number == 1 and smp.dp_rank() == 1
             if what == "skips" and alone:
                 continue
-            optimizer.step()
+            if what == "fails" and alone:
+                hook = optimizer.optimizer.register_step_pre_hook(_out_of_memory)
+            with contextlib.suppress(torch.OutOfMemoryError):
+                optimizer.step()
+            if what == "fails" and alone:
+                hook.remove()
             if what == "rate" and alone:
                 optimizer.param_groups[0]["lr"] = 0.01
             elif what == "mode" and alone:

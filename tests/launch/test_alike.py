@@ -19,6 +19,7 @@ def run(function: str, num_ranks: int, **kwargs: Any) -> list[Any]:
     ("what", "text"),
     [
         ("skips", r"called optimizer.step() 1 times"),
+        ("fails", "rank 0 has called an optimizer.step() that failed 1 times"),
         ("scheduler", "setting lr of parameter group 0 at 0.05"),
         ("weight decay", "setting weight_decay of parameter group 0 at 0.1"),
         ("clears", "called optimizer.zero_grad() "),

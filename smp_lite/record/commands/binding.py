@@ -16,6 +16,7 @@ from ...errors import SMPError
 from ..values.calls import ChangedArgument, Constant, NewTensor, Repeated, ResultMeta, SameTensor
 from ..values.placed import Listener, PlacedTensor
 from ..values.structure import LEAF, rebuild
+from ..values.torch_functions import DETACHES
 from .recording import Command, Recording, Value
 
 Links = tuple[tuple[int, ...], ...]
@@ -96,21 +97,22 @@ class Binder:
         placed = PlacedTensor.of_value(meta, self.listener, stage_index, self.serial, value)
         self.made.append(weakref.ref(placed))
         if leaf.aliases is not None:
-            _note_view(placed, command.arguments.tensors[leaf.aliases])
+            _note_view(placed, command.arguments.tensors[leaf.aliases], is_detached(command, leaf))
         return placed
 
-    def place_again(self, value: Value, base: Any) -> PlacedTensor:
+    def place_again(self, value: Value, base: Any, *, detached: bool) -> PlacedTensor:
         """The same for the value that an earlier microbatch has made at this place.
 
         Args:
             base: what it is a view of, if anything.
+            detached: see :func:`is_detached`.
         """
         assert value.index == len(self.recording.values)
         self.recording.values.append(value)
         placed = PlacedTensor.of_value(value.meta, self.listener, value.stage_index, self.serial, value.index)
         self.made.append(weakref.ref(placed))
         if base is not None:
-            _note_view(placed, base)
+            _note_view(placed, base, detached)
         return placed
 
     def _change(
@@ -136,34 +138,58 @@ class Binder:
             raise SMPError(f"{command.label} changes the shape of a tensor in place: use its plain form")
         reached = tuple(command.sources[i] for i in changed.links if command.sources[i] >= 0)
         found = []
+        family = _family(target)
         for member in sharing_memory(target):
             if member.smp_parameter is not None:
                 continue
             old = member.smp_value
             if old in known or any(member is result for result in results):
                 continue
-            member.smp_meta = member.smp_meta._replace(requires_grad=changed.meta.requires_grad)
-            with torch._C.DisableTorchFunction():
-                member.requires_grad_(changed.meta.requires_grad)
+            links: tuple[int, ...] = ()
+            if _family(member) == family:
+                member.smp_meta = member.smp_meta._replace(requires_grad=changed.meta.requires_grad)
+                with torch._C.DisableTorchFunction():
+                    member.requires_grad_(changed.meta.requires_grad)
+                links = reached
             member.smp_stage = command.stage_index
             member.smp_value = self.recording.new_value(command.stage_index, member.smp_meta)
             # A buffer of zeros gets no gradient, even if what was written into it does.
             before = (old,) if self.recording.values[old].meta.requires_grad else ()
-            found.append((old, member.smp_value, tuple(dict.fromkeys((*reached, *before)))))
+            found.append((old, member.smp_value, tuple(dict.fromkeys((*links, *before)))))
+        command.changes_views |= len(found) > 1
         return found
 
 
-def _note_view(placed: PlacedTensor, base: Any) -> None:
+def is_detached(command: Command, leaf: NewTensor) -> bool:
+    """Whether a view is one through which no gradient flows, so that what is written into it has none for
+    those that share its memory: of ``detach()``, ``.data`` or under ``no_grad()``."""
+    assert leaf.aliases is not None
+    function, viewed = command.function, command.arguments.tensors[leaf.aliases]
+    return (
+        not command.ambient.grad
+        or getattr(function, "__name__", "") in DETACHES
+        or getattr(function, "__self__", None) is torch.Tensor.data
+        or (type(viewed) is PlacedTensor and viewed.smp_meta.requires_grad and not leaf.meta.requires_grad)
+    )
+
+
+def _note_view(placed: PlacedTensor, base: Any, detached: bool) -> None:
     if type(base) is PlacedTensor:
         if base.smp_aliases is None:
-            base.smp_aliases = [weakref.ref(base)]
-        placed.smp_aliases = base.smp_aliases
-        placed.smp_aliases.append(weakref.ref(placed))
+            base.smp_aliases = [(weakref.ref(base), 0)]
+        aliases = placed.smp_aliases = base.smp_aliases
+        family = 1 + max(other for _, other in aliases) if detached else _family(base)
+        aliases.append((weakref.ref(placed), family))
+
+
+def _family(placed: PlacedTensor) -> int:
+    """Those that share a gradient too, among the tensors that share memory."""
+    return next((family for reference, family in placed.smp_aliases or () if reference() is placed), 0)
 
 
 def sharing_memory(placed: PlacedTensor) -> list[PlacedTensor]:
     """The placed tensors that share its memory, itself included, and that somebody still holds."""
     if placed.smp_aliases is None:
         return [placed]
-    members = [reference() for reference in placed.smp_aliases]
+    members = [reference() for reference, _ in placed.smp_aliases]
     return [member for member in members if member is not None]

@@ -49,14 +49,14 @@ class Command:
 
     ``sources`` gives for each tensor argument its value, or -1 for an ordinary tensor, which is kept in
     ``arguments``. ``bare`` calls run without the module's forward hooks, which have run around the
-    recording. ``touches`` numbers the modules whose buffers the call changes. ``carried`` is Python state to
-    run it with. ``changes`` pairs each value that the call changes in place with its new version; the first
-    ``num_targets`` of them are the arguments themselves, the rest views that share their memory. ``on_made``
-    calls get the tensors that were made, where others get leaves of those of earlier segments. ``must_stay``
-    names parameters and buffers that the call must not really change. ``seeds`` takes the place of
-    ``seed_key`` where several modules are called in one go. ``unit`` is that of the module, where parameters
-    are sharded; a call without one belongs to that of the call before it on its stage. ``looks_at_gradients``
-    tells of code that may read ``grad`` of parameters.
+    recording. ``touches`` numbers the modules whose buffers the call changes. ``carried`` is Python state
+    to run it with. ``changes`` pairs each value that the call changes in place with its new version,
+    views that share the memory of an argument too; if there are any, it ``changes_views``. ``on_made``
+    calls get the tensors that were made, where others get leaves of those of earlier segments.
+    ``must_stay`` names parameters and buffers that the call must not really change. ``seeds`` takes the
+    place of ``seed_key`` where several modules are called in one go. ``unit`` is that of the module,
+    where parameters are sharded; a call without one belongs to that of the call before it on its stage.
+    ``looks_at_gradients`` tells of code that may read ``grad`` of parameters.
     """
 
     index: int
@@ -81,6 +81,7 @@ class Command:
     meta: ResultMeta | None = None
     outputs: tuple[int, ...] = ()
     changes: tuple[tuple[int, int], ...] = ()
+    changes_views: bool = False
     unit: int | None = None
     looks_at_gradients: bool = False
 
@@ -253,7 +254,7 @@ class Recording:
         it on its stage.
         """
         reached = [0] * len(self.commands)
-        if not self._keeps_apart() or any(len(command.changes) > 1 for command in self.commands):
+        if not self._keeps_apart() or any(command.changes_views for command in self.commands):
             return reached
         wanted: dict[int, int] = {}
         for bit, backward in enumerate(self.backwards):

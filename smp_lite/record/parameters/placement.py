@@ -22,6 +22,7 @@ from ...deferred import is_deferred
 from ...devices import home
 from ...errors import SMPError
 from ..state.flat_weights import lists_of, renew_lists
+from ..values.memory import storage_of
 from ..values.placed import PlacedTensor, TensorMeta
 from .away import LOCAL, away_buffer, forget_memory, is_away, note_gradient, send_away
 from .moving import moved
@@ -60,6 +61,7 @@ class Placement:
         self.strange: set[int] = set()  # ids of modules whose parameters somebody has exchanged
         self._homes: dict[int, int] = {}
         # With the objects themselves, so that their ids stay theirs. (Weak references would forbid swapping.)
+        self.changes_parameters = False  # whether code of steps changes some in place
         self._aliases: dict[int, tuple[torch.Tensor, str]] = {}
         self._modules = list(root.named_modules())  # keeps them alive, so ids stay valid
         self._units, opened = _units_of(self._modules, units or {})
@@ -195,6 +197,19 @@ class Placement:
         found = table[own]
         assert found is not None
         return found
+
+    def owns_memory_of(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a parameter that is here, or shares its memory: ``weight.data`` does."""
+        memory = storage_of(tensor)
+        if memory is None:
+            return False
+        parameters = [table[own] for table, own in self._slots.values()]
+        here = [each for each in parameters if each is not None and not is_away(each)]
+        return memory in map(storage_of, here)
+
+    def may_change(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in the memory of a parameter that a later call of the step may change."""
+        return self.changes_parameters and self.owns_memory_of(tensor)
 
     def owners_of_parameter(self, full: str) -> frozenset[int | str]:
         """Its name, and the ids of the modules whose calls use the parameter."""

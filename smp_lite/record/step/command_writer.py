@@ -34,7 +34,7 @@ from ..describe.signature import structure_token, token
 from ..parameters.placement import STATELESS
 from ..state.ambient import Ambient
 from ..state.draws import Draw
-from ..values.calls import Arguments, ResultMeta
+from ..values.calls import Arguments, NewTensor, ResultMeta
 from ..values.placed import PlacedTensor
 from ..values.torch_functions import function_name
 from .module_calls import DRAWS, UNDER_A_MODE
@@ -89,6 +89,7 @@ class CommandWriter:
         """A command that has no arguments and makes one value."""
         recording = self.recorder.recording
         assert recording is not None
+        parameter = what.get("parameter")
         command = Command(
             index=len(recording.commands),
             stage_index=stage,
@@ -98,6 +99,7 @@ class CommandWriter:
             ambient=Ambient.current(),
             epoch=recording.epoch,
             outputs=(value,),
+            touches=self.recorder.buffers.touched_parameter(parameter) if parameter is not None else (),
             **what,
         )
         mark = token(label)
@@ -189,6 +191,7 @@ class CommandWriter:
                 return self._run_for_real(command, NotDescribed(None))[1]
         if described.meta.changed:
             self._note_changed_parameters(command, described, arguments)
+        command.touches = self.recorder.buffers.touched_by(arguments)
         if type(func) is ApplyFunction:
             self.recorder.modules.note_function(command, func.cls)
         return self._append(command, described)
@@ -202,22 +205,26 @@ class CommandWriter:
         command.function, command.on_made = func, True
         self._append(command, described)
 
-    def touch_earlier(self, part: nn.Module, number: int) -> None:
-        """Calls of this microbatch that use the module come before what is about to change it."""
-        assert self.recorder.recording is not None
-        for command in self.recorder.recording.commands:
-            if command.module is not None and any(inner is part for inner in command.module.modules()):
+    def touch_earlier(self, part: nn.Module, full: str, number: int) -> None:
+        """Calls of this microbatch that use the module, or functions that read its parameter of that name,
+        come before what is about to change it."""
+        recording = self.recorder.recording
+        assert recording is not None
+        views = {recording.parameters[full]} if full in recording.parameters else set()
+        for command in recording.commands:
+            if command.module is not None:
+                uses = any(inner is part for inner in command.module.modules())
+            elif uses := not views.isdisjoint(command.sources):
+                views.update(_views(command))
+            if uses:
                 command.touches = (*command.touches, number)
-                self.recorder.recording.structure_digest = hash(
-                    (self.recorder.recording.structure_digest, command.index, number)
-                )
+                recording.structure_digest = hash((recording.structure_digest, command.index, number))
 
     def _note_changed_parameters(self, command: Command, described: Any, arguments: Arguments) -> None:
         """A torch function changes parameters in place: calls of modules that use them keep their order.
 
         Other microbatches' backwards still need a parameter that is trained as it was for the first.
         """
-        touched: dict[int, None] = {}
         recording = self.recorder.recording
         assert recording is not None
         for changed in described.meta.changed:
@@ -228,8 +235,8 @@ class CommandWriter:
                     continue
                 if member.smp_meta.requires_grad and recording.microbatch_index > 0:
                     command.must_stay = (full,)  # to clip it again is no change
-                touched.update(dict.fromkeys(self.recorder.buffers.note_parameter(full)))
-        command.touches = tuple(touched)
+                self.recorder.buffers.note_parameter(full)
+                recording.parameters.pop(full, None)  # who reads it from here on reads other numbers
 
     def _command(
         self, label: str, arguments: Arguments, described: Any, ambient: Ambient, home: int
@@ -329,6 +336,13 @@ class CommandWriter:
         recording.structure_digest = hash((recording.structure_digest, structure_token(found)))
         recording.epoch += 1
         return None, returned
+
+
+def _views(command: Command) -> list[int]:
+    """The values that share memory with an argument, and the new versions of those that change."""
+    made = [leaf for leaf in command.meta.leaves if type(leaf) is NewTensor] if command.meta else []
+    views = [value for value, leaf in zip(command.outputs, made) if leaf.aliases is not None]
+    return [*views, *(new for _, new in command.changes)]
 
 
 def _weight(placed: PlacedTensor) -> tuple[int, int]:

@@ -54,6 +54,11 @@ class KeptBuffers:
                     value = buffer.clone()
             self._values[id(buffer)] = (buffer, storage_of(buffer), value)
 
+    def value_of(self, buffer: torch.Tensor) -> torch.Tensor | None:
+        """What a buffer was before the step, if it has been copied."""
+        found = self._values.get(id(buffer))
+        return found[2] if found is not None else None
+
     def before_binding(self, module: nn.Module, name: str) -> None:
         """Another tensor, or nothing, is about to be bound as the module's buffer of that name."""
         table = plain_table(module._buffers)

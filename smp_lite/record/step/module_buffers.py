@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from ..backward.checkpoints import refuse_effect
+from ..commands.binding import sharing_memory
 from ..commands.replay import refuse
 from ..parameters.tables import plain_table
+from ..values.calls import Arguments
 from ..values.memory import storage_of
 from ..values.placed import PlacedTensor
 from .kept_buffers import KeptBuffers
@@ -107,9 +109,25 @@ class ModuleBuffers:
         for part in self.placement.holders(full):
             if id(part) not in self._stateful:
                 self._stateful[id(part)] = part
-                self.recorder.writer.touch_earlier(part, self._number(part))
+                self.placement.changes_parameters = True
+                self.recorder.writer.touch_earlier(part, full, self._number(part))
             found.append(self._number(part))
         return found
+
+    def touched_by(self, arguments: Arguments) -> tuple[int, ...]:
+        """A torch function reads or changes these: numbers for modules whose parameters, as they are or by a
+        view, are among them and are changed in place between calls."""
+        touched: dict[int, None] = {}
+        for tensor in arguments.tensors if self._stateful else ():
+            for member in sharing_memory(tensor) if type(tensor) is PlacedTensor else ():
+                if member.smp_parameter is not None:
+                    touched.update(dict.fromkeys(self.touched_parameter(member.smp_parameter)))
+        return tuple(touched)
+
+    def touched_parameter(self, full: str) -> tuple[int, ...]:
+        """The same for a parameter by its name."""
+        holders = self.placement.holders(full) if self._stateful else ()
+        return tuple([self._number(part) for part in holders if id(part) in self._stateful])
 
     def _number(self, part: nn.Module) -> int:
         return self._numbers.setdefault(id(part), len(self._numbers))
@@ -118,15 +136,18 @@ class ModuleBuffers:
         """Copies a buffer that closed calls change here, in case the step fails."""
         buffer = plain_table(module._buffers).get(name)
         if type(buffer) is torch.Tensor and self.placement.is_here(module):
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                self._saved[id(module), name] = (module, buffer, buffer.clone())
+            value = self.kept.value_of(buffer)  # code has changed it already
+            if value is None:
+                with torch.no_grad(), torch._C.DisableTorchFunction():
+                    value = buffer.clone()
+            self._saved[id(module), name] = (module, buffer, value)
 
     def restore(self) -> None:
         """The step has failed: buffers are as they were before it."""
+        self.kept.restore()  # first: what closed calls change may have changed before code came to it
         for (_, name), (module, buffer, value) in self._saved.items():
             with torch.no_grad():
                 plain_table(module._buffers)[name] = buffer.copy_(value)
-        self.kept.restore()
 
     def read(self, module: nn.Module, name: str, value: Any) -> Any:
         """Python code is about to see a buffer: it must be what it is after all calls before this line."""

@@ -121,6 +121,13 @@ class OrdinaryTensors:
         """Another view of memory that a twin stands for must see what is in it by now."""
         if not self.twins.overlap(tensors):
             return
+        for tensor in tensors:
+            if type(tensor) is not PlacedTensor and self.twins.get(tensor) is None:
+                base = base_of(tensor)
+                if base is not None and self.twins.get(base) is not None:
+                    self._add_view(tensor, base)
+        if not self.twins.overlap(tensors):
+            return
         if self.twins.need_gradients():
             raise SMPError(
                 "a view of a tensor was used after that tensor had been changed in place with a result of "
@@ -130,13 +137,25 @@ class OrdinaryTensors:
         self.write_back()
 
     def add_twin(self, target: torch.Tensor, stage: int) -> None:
-        """From now on a placed copy stands in for an ordinary tensor."""
+        """From now on a placed copy stands in for an ordinary tensor, or what is a view of its base's."""
         self.recorder.buffers.kept.before_change(target)
+        base = base_of(target)
+        whole = target if base is None else base
         with self.recorder.modules.at(stage):
-            start = Arguments.of((target.detach().clone(),), {})
+            start = Arguments.of((whole.detach().clone(),), {})
             count = len(self.contents)
-            self.twins.add(target, self.recorder.writer.function(torch.clone, start))
+            twin = self.recorder.writer.function(torch.clone, start)
+            self.twins.add(whole, twin, users=1 if base is None else 2)
             del self.contents[count:]  # it may be memory that is about to be written for the first time
+        if base is not None:
+            self._add_view(target, base)
+
+    def _add_view(self, view: torch.Tensor, base: torch.Tensor) -> None:
+        """From now on the same view of the base's twin stands in for a view."""
+        place = tuple(view.shape), view.stride(), view.storage_offset() - base.storage_offset()
+        arguments = Arguments.of((self.twins.get(base), *place), {})
+        with torch.enable_grad():  # as the view was made; or else torch itself has no gradient through it
+            self.twins.add_view(view, self.recorder.writer.function(torch.as_strided, arguments))
 
     def change_replicated(
         self, func: Callable[..., Any], target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -144,7 +163,9 @@ class OrdinaryTensors:
         """``total += loss`` with an ordinary ``total``: goes on with its placed twin."""
         self.recorder.buffers.before_change(target)
         if self.twins.get(target) is None:
-            self.add_twin(target, self.recorder.writer.stage(self.recorder.arguments(args, kwargs), None))
+            arguments = self.recorder.arguments(args, kwargs)
+            if self.twins.get(target) is None:  # it has become a view of its base's twin otherwise
+                self.add_twin(target, self.recorder.writer.stage(arguments, None))
         result = self.recorder.torch_function(func, *self.twins.substitute(args, kwargs))
         return None if result is None else target
 
@@ -298,6 +319,19 @@ class OrdinaryTensors:
                 is_changed = version_of(tensor) == version and digest_of(tensor) != digest_of(copy)
             if is_changed:
                 raise _changed_unheard(tensor)
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What an ordinary tensor is a part of, if autograd knows, and a copy of that has the same part at the
+    same place; None: it is taken for itself."""
+    with torch._C.DisableTorchFunction():
+        base = tensor._base if tensor._is_view() else None
+        if base is None or type(base) is not torch.Tensor or base.layout is not torch.strided:
+            return None
+        same_kind = base.dtype is tensor.dtype and base.is_conj() == tensor.is_conj()
+        if not same_kind or base.is_neg() != tensor.is_neg():
+            return None
+        return base if torch.empty_like(base, device="meta").stride() == base.stride() else None
 
 
 def _changed_unheard(tensor: torch.Tensor) -> SMPError:

@@ -25,6 +25,7 @@ from torch import nn
 
 from ..backward.checkpoints import is_inside_reentrant
 from ..commands.apply_function import ApplyFunction
+from ..commands.binding import is_detached
 from ..commands.recording import Command, Value
 from ..describe.checkpointed_calls import CheckpointedRun
 from ..describe.descriptions import Description
@@ -76,6 +77,7 @@ class _Known:
     """Of a call that returns one new tensor and gets no ordinary one; its commands share their arguments."""
     viewed: int | None
     """Which of the leaves ``only`` is a view of."""
+    is_detached: bool
     signature: int = -1
     places: PlacesRead | None = None
     seen: Seen | None = None
@@ -117,6 +119,7 @@ class RepeatedCalls:
             or recorder.modules.home != known.home
             or recorder.ordinary.twins.by_id
             or recorder.buffers.rebound
+            or recorder.buffers.num_stateful
             or recorder.tape is not None
             or _saved_tensors_hooks(True) is not None
             or is_inside_reentrant()
@@ -176,7 +179,8 @@ class RepeatedCalls:
             command = template.again(template.arguments)
             command.outputs = (known.only.index,)
             base = None if known.viewed is None else leaves[known.viewed]
-            returned = recorder.writer.binder.place_again(known.only, base)
+            place_again = recorder.writer.binder.place_again
+            returned = place_again(known.only, base, detached=known.is_detached)
             recording.links.append(known.links)
         else:
             command = template.again(Arguments(list(leaves), spec))
@@ -262,6 +266,7 @@ class RepeatedCalls:
             home=recorder.modules.home,
             only=recording.values[command.outputs[0]] if is_shared else None,
             viewed=command.arguments.positions[only.aliases] if is_view else None,
+            is_detached=is_view and is_detached(command, only),
         )
         if command.module is not None:
             descriptions = recorder.descriptions

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...devices import is_host
 
-__all__ = ["digest_of", "is_given_back", "is_shared", "place_of", "storage_of", "version_of"]
+__all__ = ["digest_of", "is_given_back", "is_shared", "num_users", "place_of", "storage_of", "version_of"]
 
 _NOTHING = contextlib.nullcontext()
 
@@ -39,6 +39,13 @@ def is_shared(tensor: torch.Tensor) -> bool:
         return False
     with torch._C.DisableTorchFunction():
         return not tensor.untyped_storage().resizable()
+
+
+def num_users(tensor: torch.Tensor) -> int:
+    """How many tensors hold its memory, itself included; also those that Python has no object of."""
+    with torch._C.DisableTorchFunction():
+        storage = tensor.untyped_storage()  # holds it too
+        return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
 
 
 def is_given_back(tensor: torch.Tensor) -> bool:

@@ -84,7 +84,7 @@ class PlacedTensor(torch.Tensor):
     smp_stage: int
     smp_meta: TensorMeta
     smp_parameter: str | None = None  # its name, if it stands for one
-    smp_aliases: list[Any] | None = None
+    smp_aliases: list[Any] | None = None  # who shares its memory, itself too: see ..commands.binding
     smp_microbatch: int = -1
     smp_data: torch.Tensor | None = None  # set after the step, if somebody still holds the value
     smp_is_late: bool = False  # the data stays on its stage until somebody asks

@@ -153,8 +153,9 @@ class CommandRunner:
     ) -> dict[int, torch.Tensor]:
         """For each value that changes in place, the tensor to change.
 
-        A cut value is copied first: its memory belongs to whoever made it. A value that others still
-        want as it was is copied for them; the original changes, together with the views of it.
+        A cut value is copied first: its memory belongs to whoever made it, unless it is a parameter's, which
+        is what changes. A value that others still want as it was is copied for them; the original changes,
+        together with the views of it.
         """
         changed: dict[int, torch.Tensor] = {}
         cut, wanted = frozenset(segment.imports), frozenset((*segment.exports, *segment.roots))
@@ -166,21 +167,21 @@ class CommandRunner:
                     f"{command.label} changes a parameter in place that is sharded over replicas, inside an "
                     "smp.step, where it is a gathered copy: change it when the step has returned"
                 )
-            if old in cut:
-                if len(command.changes) > 1:
+            if old in cut and not self.placement.owns_memory_of(tensor):
+                if command.changes_views:
                     raise SMPError(
                         f"{command.label} changes a tensor in place of which a view was made on another "
                         "stage, or before a value was fetched: clone() the tensor before changing it"
                     )
-                changed[old] = tensor.clone()
+                changed[old] = _copied(tensor)
                 continue
             changed[old] = tensor
             if old in wanted or not recording.complete:
-                local[old] = tensor.clone()
+                local[old] = _copied(tensor)
         return changed
 
-    @staticmethod
     def _copy_forgotten(
+        self,
         recording: Recording,
         command: Command,
         local: dict[int, torch.Tensor],
@@ -193,15 +194,15 @@ class CommandRunner:
         for value, tensor in list(local.items()):
             if value in olds or storage_of(tensor) not in memories:
                 continue
-            if value in cut:  # its memory belongs to whoever made it
-                if len(olds) > 1:
+            if value in cut and not self.placement.owns_memory_of(tensor):
+                if command.changes_views:  # its memory belongs to whoever made it
                     raise SMPError(
                         f"{command.label} changes a tensor in place that is a view of what another stage, or "
                         "an earlier part of the step, has made: clone() the tensor before changing it"
                     )
-                local[olds[0]] = local[olds[0]].clone()
+                local[olds[0]] = _copied(local[olds[0]])
             elif value in wanted or not recording.complete:
-                local[value] = tensor.clone()
+                local[value] = _copied(tensor)
 
     @staticmethod
     def _store(command: Command, result: Any, local: dict[int, torch.Tensor]) -> None:
@@ -350,6 +351,12 @@ def without_forward_hooks(module: nn.Module) -> Iterator[None]:
     finally:
         for table, own in zip(hooks, kept, strict=True):
             table.update(own)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same gradient, though what changes it may stand under ``no_grad()``."""
+    with torch.enable_grad():
+        return tensor.clone()
 
 
 def _checked(command: Command, tensor: Any, described: NewTensor) -> torch.Tensor:

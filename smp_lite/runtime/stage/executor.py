@@ -81,7 +81,7 @@ class StageExecutor:
     ) -> None:
         self.stage_index = stage_index
         self.states: dict[int, MicrobatchState] = {}
-        self.transfers = Transfers(stage_index, wire, self.states)
+        self.transfers = Transfers(stage_index, wire, self.states, placement.may_change)
         self.spans = Spans()
         self.gradient_scale = 1.0
         self.failure: Failure | None = None  # of the last list

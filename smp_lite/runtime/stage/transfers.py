@@ -7,7 +7,7 @@ stages have posted their ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -28,9 +28,17 @@ class Transfers:
         stage_index: which stage.
         wire: to the other stages.
         states: of the microbatches of the step.
+        may_change: whether a value's memory may change before it has been sent, so that a copy is.
     """
 
-    def __init__(self, stage_index: int, wire: Wire, states: Mapping[int, MicrobatchState]) -> None:
+    def __init__(
+        self,
+        stage_index: int,
+        wire: Wire,
+        states: Mapping[int, MicrobatchState],
+        may_change: Callable[[torch.Tensor], bool],
+    ) -> None:
+        self._may_change = may_change
         self.stage_index = stage_index
         self.wire = wire
         self._states = states
@@ -41,7 +49,10 @@ class Transfers:
     def send_forward(self, action: Action, state: MicrobatchState) -> None:
         value, peer = action.value, action.peer
         assert value is not None and peer is not None
-        self._send(action, state.data[value], state.recording.values[value].meta, peer)
+        tensor = state.data[value]
+        if self._may_change(tensor):
+            tensor = tensor.detach().clone()
+        self._send(action, tensor, state.recording.values[value].meta, peer)
         state.sent.add((value, peer))
         state.used(value)
 

@@ -395,3 +395,44 @@ def counted_without_the_failure() -> list[float]:
         losses = [F.mse_loss(module(x), t) for x, t in zip(batch["x"].chunk(4), batch["target"].chunk(4))]
     loss = torch.stack(losses).mean()
     return [module.blocks[0].count.item(), module.blocks[1].count.item(), loss.item()]
+
+
+class CountsTwice(nn.Module):
+    """Buffers of blocks, changed by these and, before or after them, by the code around them."""
+
+    def __init__(self, root_first: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Counting() for _ in range(2))
+        self.root_first = root_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.root_first:
+            self.blocks[0].count += 10
+        x = self.blocks[1](self.blocks[0](x))
+        if not self.root_first:
+            self.blocks[0].count += 10
+        return x
+
+
+def counts_after_a_failure(root_first: bool, fail_at: int) -> list[list[float]]:
+    """The counts of both blocks after each of three steps, of which one fails."""
+    smp.init()
+    model = smp.DistributedModel(CountsTwice(root_first))
+
+    @smp.step
+    def step(model: Any, x: Tensor, fail: bool) -> Tensor:
+        loss = model(x).square().mean()
+        if fail:
+            raise ValueError("the user's own")
+        model.backward(loss)
+        return loss
+
+    found = []
+    for number in range(3):
+        try:
+            step(model, _rolled(number)["x"], number == fail_at)
+        except ValueError:
+            assert number == fail_at
+        state = model.state_dict()
+        found.append([state[f"blocks.{i}.count"].item() for i in (0, 1)])
+    return found

@@ -230,3 +230,16 @@ def test_gradients_stay_where_no_backward_has_begun(is_evaluation: bool, open_se
     assert ("gradients are as before it" in str(caught.value)) == stays
     for name, parameter in net.named_parameters():
         assert torch.equal(parameter.grad, kept[name]) if stays else parameter.grad is None, name
+
+
+@pytest.mark.parametrize("fail_at", [0, 2])
+@pytest.mark.parametrize("root_first", [True, False])
+def test_a_buffer_that_its_block_changes_and_others_too(root_first: bool, fail_at: int) -> None:
+    found = run_distributed(
+        "tests.transparency.failing.failing:counts_after_a_failure",
+        2,
+        kwargs={"root_first": root_first, "fail_at": fail_at},
+        parameters={"partitions": 2, "microbatches": 2},
+    )
+    done = [sum(number != fail_at for number in range(end + 1)) for end in range(3)]
+    assert found == [[[22.0 * count, 2.0 * count] for count in done]] * 2

@@ -341,6 +341,26 @@ def test_an_object_around_an_optimizer_is_read_and_set_through() -> None:
     assert around.fp32_from_fp16 == "set by the script"  # type: ignore[attr-defined]
 
 
+class Noisy(torch.optim.SGD):
+    """Langevin dynamics."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad + torch.randn_like(parameter), alpha=-group["lr"])
+
+
+def test_an_optimizer_that_draws_is_refused() -> None:
+    model = smp.DistributedModel(build())
+    before = torch.get_rng_state()
+    with pytest.raises(
+        smp.SMPError, match=r"Noisy over several partitions: its step\(\) draws random numbers"
+    ):
+        smp.DistributedOptimizer(Noisy(model.parameters(), lr=0.1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("before", [0, 2])
 def test_the_state_of_an_object_around_an_optimizer_is_its_own(before: int) -> None:
     model = smp.DistributedModel(build())
