@@ -9,6 +9,7 @@ buffers are as they were before it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +50,7 @@ class ModuleBuffers:
         self._changing_now: dict[_Key, nn.Module] = {}  # those of this step
         self._exposed: dict[int | None, nn.Module] = {}  # whose buffers Python code has seen, by memory
         self._saved: dict[_Key, tuple[nn.Module, torch.Tensor, torch.Tensor]] = {}
+        self._changed_before: frozenset[_Key] = frozenset()  # this step: of those that closed calls change
         self._numbers: dict[int, int] = {}
         self._stateful: dict[int, nn.Module] = {}  # modules with parameters that are changed between calls
 
@@ -73,6 +75,7 @@ class ModuleBuffers:
         self._exposed.clear()
         self._saved.clear()
         self.kept.begin_step()
+        self._changed_before = frozenset(self._changing)
         for (_, name), module in self._changing.items():
             self._save(module, name)
 
@@ -148,6 +151,8 @@ class ModuleBuffers:
         for (_, name), (module, buffer, value) in self._saved.items():
             with torch.no_grad():
                 plain_table(module._buffers)[name] = buffer.copy_(value)
+        for key in self._changing.keys() - self._changed_before:  # another rank may not have met those calls
+            del self._changing[key]
 
     def read(self, module: nn.Module, name: str, value: Any) -> Any:
         """Python code is about to see a buffer: it must be what it is after all calls before this line."""
@@ -221,5 +226,13 @@ class ModuleBuffers:
             ids: of it and the modules in it.
         """
         rebound = any(part in ids for part, _ in self.rebound)
-        if rebound or self.recorder.ordinary.twins.of_any(module.buffers()):
+        if rebound or ((twins := self.recorder.ordinary.twins) and twins.of_any(_buffers_of(module))):
             self.recorder.ordinary.write_back()
+
+
+def _buffers_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """All of them, as they lie there: to ask for them would be to read them."""
+    for part in module.modules():
+        for buffer in plain_table(part._buffers).values():
+            if type(buffer) is torch.Tensor:
+                yield buffer

@@ -436,3 +436,48 @@ def counts_after_a_failure(root_first: bool, fail_at: int) -> list[list[float]]:
         state = model.state_dict()
         found.append([state[f"blocks.{i}.count"].item() for i in (0, 1)])
     return found
+
+
+class Open(nn.Module):
+    """Lies on two stages, so all ranks run its code, which changes a buffer with a placed value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        smp.set_partition(self.second, 1)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.second(self.first(x)))
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(y.mean(0), alpha=0.5)
+        return x + y
+
+
+def meet_blocks_after_a_failure() -> list[str]:
+    """What three steps end with: rank 1 fails in the first one, before it has met the last block."""
+    smp.init()
+    module = nn.Sequential(Open(), Counting(), Counting())
+    fails = [smp.rank() == 1]
+
+    def hook(block: nn.Module, inputs: Any) -> None:
+        if fails.pop() if fails else False:
+            raise ValueError("the user's own")
+
+    module[1].register_forward_pre_hook(hook)
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    found = []
+    for number in range(3):
+        try:
+            step(model, _rolled(number)["x"])
+            found.append("")
+        except (ValueError, smp.SMPError) as error:
+            found.append(str(error))
+    return found

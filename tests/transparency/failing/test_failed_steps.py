@@ -243,3 +243,14 @@ def test_a_buffer_that_its_block_changes_and_others_too(root_first: bool, fail_a
     )
     done = [sum(number != fail_at for number in range(end + 1)) for end in range(3)]
     assert found == [[[22.0 * count, 2.0 * count] for count in done]] * 2
+
+
+def test_a_rank_fails_before_it_has_met_a_block_that_changes_buffers() -> None:
+    found = run_distributed(
+        "tests.transparency.failing.failing:meet_blocks_after_a_failure",
+        2,
+        parameters={"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0},
+    )
+    for first, *others in found:
+        assert "the user's own" in first
+        assert others == ["", ""]
