@@ -300,7 +300,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         if self._session.model.partitioned:
             raise SMPError(
                 "add_param_group after partition: give every group to the optimizer before "
-                "smp.DistributedOptimizer wraps it; one that is to learn later can have lr=0 until then"
+                "smp.DistributedOptimizer wraps it, also what is frozen (requires_grad=False) till later"
             )
         if isinstance(param_group.get("params"), list | tuple):
             refuse_replaced("optimizer.add_param_group", [param_group])

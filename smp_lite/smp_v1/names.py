@@ -129,7 +129,12 @@ def _all() -> Iterable[Name]:
         "DistributedOptimizer.state DistributedOptimizer.optimizer DistributedOptimizer.state_dict "
         "DistributedOptimizer.local_state_dict DistributedOptimizer.load_state_dict "
         "DistributedOptimizer.orig_state_dict DistributedOptimizer.save_optimizer_backcompat "
-        "DistributedOptimizer.load_optimizer_backcompat DistributedOptimizer.add_param_group"
+        "DistributedOptimizer.load_optimizer_backcompat"
+    )
+    yield Name(
+        "DistributedOptimizer.add_param_group",
+        "runs",
+        "before the first step, over several partitions; give the optimizer what is frozen till later, too",
     )
     yield Name(
         "DistributedOptimizer.clip_master_grads",
