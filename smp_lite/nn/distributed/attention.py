@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...record.values.parts import mark_part
 from .base import DistributedModule, check_known
 from .dropout import dropout_alike, dropout_of_part
 from .norm import DistributedLayerNorm
@@ -188,16 +189,24 @@ class DistributedAttentionLayer(DistributedModule):
         self, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, batch_size: int
     ) -> torch.Tensor | None:
         """To add to the scores of this rank's heads."""
-        axis, heads = self.region.axis, self.num_attention_heads
+        heads = self.num_attention_heads
         bias = self.region.enter_bias(additive(mask, query.dtype), query, batch_size)
         if bias is not None and bias.dim() == 4 and bias.shape[1] == heads > 1:
-            bias = axis.part(bias, 1)
+            bias = self._of_my_heads(bias, query)
         if self.use_alibi:
-            here = heads // axis.size
-            mine = range(here * axis.index, here * (axis.index + 1))
-            alibi = alibi_bias(mine, heads, key.shape[-2], self.alibi_bias_max, query)
+            alibi = alibi_bias(heads, key.shape[-2], self.alibi_bias_max, query)
+            alibi = self._of_my_heads(alibi, query)
             bias = alibi if bias is None else bias + alibi
         return bias
+
+    def _of_my_heads(self, bias: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a bias of all heads. If the layer lies on several stages, whose ranks compare
+        what they read, it is marked as that, and what is made of it is a value of the step's."""
+        axis = self.region.axis
+        part = mark_part(
+            axis.part(bias, 1), bias, f"heads over {axis.name}", lambda whole: axis.part(whole, 1)
+        )
+        return part + query.new_zeros(())
 
     def extra_repr(self) -> str:
         return f"heads={self.num_attention_heads}, ranks={self.region.axis.size}"

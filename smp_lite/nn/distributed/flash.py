@@ -78,7 +78,7 @@ class FlashAttentionLayer(nn.Module):
         bias = additive(attn_mask, qkv.dtype)
         if self.use_alibi:
             heads = qkv.shape[3]
-            alibi = alibi_bias(range(heads), heads, qkv.shape[1], 8.0, qkv)
+            alibi = alibi_bias(heads, qkv.shape[1], 8.0, qkv)
             bias = alibi if bias is None else bias + alibi
         scores = Scores(self.scale, self.attention_dropout_prob, causal=causal, uses_sdpa=True)
         return scores.attend(query, key, value, bias, training=self.training, axis=ONE_RANK)

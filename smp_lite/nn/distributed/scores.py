@@ -95,20 +95,17 @@ def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
     )
 
 
-def alibi_bias(
-    heads: range, num_heads: int, length: int, max_bias: float, like: torch.Tensor
-) -> torch.Tensor:
-    """``(1, heads, 1, length)``: of key j, slope times (j - length + 1) (Press et al. 2022, "ALiBi").
+def alibi_bias(num_heads: int, length: int, max_bias: float, like: torch.Tensor) -> torch.Tensor:
+    """``(1, num_heads, 1, length)``: of key j, slope times (j - length + 1) (Press et al. 2022, "ALiBi").
 
     Args:
-        heads: those wanted, counted from 0, of ``num_heads``.
         max_bias: head h, counted from 1, has the slope 2 ** (-h * max_bias / num_heads).
         like: gives dtype and device.
     """
-    numbers = torch.arange(heads.start + 1, heads.stop + 1, dtype=torch.float64, device=like.device)
+    numbers = torch.arange(1, num_heads + 1, dtype=torch.float64, device=like.device)
     slopes = 2.0 ** (-numbers * max_bias / num_heads)
     distance = torch.arange(1 - length, 1, dtype=torch.float64, device=like.device)
-    return (slopes.unsqueeze(-1) * distance).to(like.dtype).reshape(1, len(heads), 1, length)
+    return (slopes.unsqueeze(-1) * distance).to(like.dtype).reshape(1, num_heads, 1, length)
 
 
 def rotated(x: torch.Tensor, rotary_dim: int) -> torch.Tensor:

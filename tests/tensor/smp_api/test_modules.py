@@ -113,3 +113,9 @@ def test_over_two_stages(prescaled: bool, optimize: str) -> None:
 
 def test_in_single_precision() -> None:
     check("transformer", 2, parameters_of(2, True, "memory"), torch.float32)
+
+
+@pytest.mark.slow
+def test_biases_of_heads_over_stages() -> None:
+    """The cut goes through an attention layer, whose ranks add biases of their own heads."""
+    check("attention post", 4, parameters_of(2, True, "memory", partitions=2))
