@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import time
@@ -318,22 +319,28 @@ def _rehearsing(rehearsal: _Rehearsal) -> Iterator[None]:
 
 def reset() -> None:
     """Forgets the session, so that :func:`init` can be called again in this process (tests, notebooks)."""
-    if is_initialized():
-        session = current()
-        session.overrides.close()
-        if session.model is not None:
-            session.model.end_waiting()  # whoever goes on with the module has what was built
-        if session.process_groups:
-            from ..comm.transports.gloo import destroy_process_groups
-
-            destroy_process_groups()
-        if session.world is not None:
-            session.world.close()
+    had_groups = _end(current()) if is_initialized() else False
     stop_listening()
     stop_intercepting()
     close_guards()
     forget_all()
     set_current(None)
+    if had_groups:
+        gc.collect()  # groups are parts of cycles, and have threads that poll
+
+
+def _end(session: Session) -> bool:
+    """Lets go of what others know of the session; returns whether it had process groups."""
+    session.overrides.close()
+    if session.model is not None:
+        session.model.end_waiting()  # whoever goes on with the module has what was built
+    if session.process_groups:
+        from ..comm.transports.gloo import destroy_process_groups
+
+        destroy_process_groups()
+    if session.world is not None:
+        session.world.close()
+    return bool(session.process_groups)
 
 
 _PEER_HAS_S = 2.0
