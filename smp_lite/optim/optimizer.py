@@ -316,11 +316,21 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         refuse_inside_step(self._session, "optimizer.step()")
         between_steps = self._session.between_steps
         between_steps.note("optimizer.step()")
+        before = self._versions()
         try:
             return self._step(closure)
         except BaseException:  # out of memory, say: this rank's part of the model is not what the others' is
-            between_steps.note("an optimizer.step() that failed")
+            call = "an optimizer.step() that failed"
+            if self._versions() != before:  # nor are all ranks' together what one process would have left
+                stages = ", ".join(map(str, sorted(self._session.peers().stages)))
+                call += f" when it had changed parameters of stage {stages}"
+            between_steps.note(call)
             raise
+
+    def _versions(self) -> int:
+        """A number that grows when a parameter that is here changes."""
+        with torch._C.DisableTorchFunction():
+            return sum(p._version for group in self._torchs.param_groups for p in group["params"])
 
     def _step(self, closure: Callable[[], float] | None) -> Any:
         if self._checked is not None:

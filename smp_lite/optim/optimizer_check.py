@@ -185,7 +185,7 @@ def _looks_across(optimizer: torch.optim.Optimizer) -> bool:
         try:
             together = _run(optimizer, chosen, range(len(chosen)), with_closure)
             alone = [_run(optimizer, chosen, [i], with_closure) for i in range(len(chosen))]
-        except (_CannotTell, _Draws):
+        except _CannotTell:
             raise
         except Exception as error:  # whatever a foreign class raises
             failure = error

@@ -61,8 +61,21 @@ def _error(run: Callable[[], Any]) -> str:
     return ""
 
 
-def _out_of_memory(*args: Any) -> None:
-    raise torch.OutOfMemoryError("the state of the first step")
+def _step(optimizer: smp.DistributedOptimizer, *, fails: str = "") -> None:
+    """A step of the optimizer, which fails before or after it has changed parameters; the error is caught."""
+
+    def out_of_memory(*args: Any) -> None:
+        raise torch.OutOfMemoryError("the state of the first step")
+
+    register = {
+        "before": optimizer.optimizer.register_step_pre_hook,
+        "after": optimizer.optimizer.register_step_post_hook,
+    }
+    hook = register[fails](out_of_memory) if fails else None
+    with contextlib.suppress(torch.OutOfMemoryError):
+        optimizer.step()
+    if hook is not None:
+        hook.remove()
 
 
 def at_a_rate(what: str) -> str:
@@ -78,12 +91,10 @@ def at_a_rate(what: str) -> str:
             alone = number == 1 and smp.rank() == 0
             if what == "skips" and alone:
                 continue
-            if what == "fails" and alone:
-                hook = optimizer.optimizer.register_step_pre_hook(_out_of_memory)
-            with contextlib.suppress(torch.OutOfMemoryError):
-                optimizer.step()
-            if what == "fails" and alone:
-                hook.remove()
+            if number == 1 and what in ("all fail before", "all fail after"):
+                _step(optimizer, fails=what.removeprefix("all fail "))
+            else:
+                _step(optimizer, fails="before" if what == "fails" and alone else "")
             if what == "all" or (what == "scheduler" and alone):
                 scheduler.step()
             elif what == "weight decay" and alone:
@@ -106,12 +117,10 @@ def replicas(what: str) -> str:
             alone = number == 1 and smp.dp_rank() == 1
             if what == "skips" and alone:
                 continue
-            if what == "fails" and alone:
-                hook = optimizer.optimizer.register_step_pre_hook(_out_of_memory)
-            with contextlib.suppress(torch.OutOfMemoryError):
-                optimizer.step()
-            if what == "fails" and alone:
-                hook.remove()
+            if number == 1 and what in ("all fail before", "all fail after"):
+                _step(optimizer, fails=what.removeprefix("all fail "))
+            else:
+                _step(optimizer, fails="before" if what == "fails" and alone else "")
             if what == "rate" and alone:
                 optimizer.param_groups[0]["lr"] = 0.01
             elif what == "mode" and alone:

@@ -20,6 +20,11 @@ def run(function: str, num_ranks: int, **kwargs: Any) -> list[Any]:
     [
         ("skips", r"called optimizer.step() 1 times"),
         ("fails", "rank 0 has called an optimizer.step() that failed 1 times"),
+        (
+            "all fail after",
+            "rank 1 has called an optimizer.step() that failed when it had changed parameters of",
+        ),
+        ("all fail before", ""),
         ("scheduler", "setting lr of parameter group 0 at 0.05"),
         ("weight decay", "setting weight_decay of parameter group 0 at 0.1"),
         ("clears", "called optimizer.zero_grad() "),
@@ -36,6 +41,8 @@ def test_a_rank_of_a_replica_steps_otherwise(what: str, text: str) -> None:
     ("what", "text"),
     [
         ("skips", "rank 0 has called optimizer.step() 2 times, rank 1 has called optimizer.step() 1 times"),
+        ("fails", "rank 1 has called an optimizer.step() that failed 1 times"),
+        ("all fail after", ""),  # each has the whole model, as one process has
         ("rate", "setting lr of parameter group 0 at 0.01"),
         ("mode", "rank 0 has the model in training mode, rank 1 has the model in evaluation mode"),
         ("weights", "the parameter '2.bias' is not the same"),

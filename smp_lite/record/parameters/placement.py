@@ -60,8 +60,8 @@ class Placement:
         self.local_stages = frozenset(range(num_stages))
         self.strange: set[int] = set()  # ids of modules whose parameters somebody has exchanged
         self._homes: dict[int, int] = {}
-        # With the objects themselves, so that their ids stay theirs. (Weak references would forbid swapping.)
         self.changes_parameters = False  # whether code of steps changes some in place
+        # With the objects themselves, so that their ids stay theirs. (Weak references would forbid swapping.)
         self._aliases: dict[int, tuple[torch.Tensor, str]] = {}
         self._modules = list(root.named_modules())  # keeps them alive, so ids stay valid
         self._units, opened = _units_of(self._modules, units or {})

@@ -205,12 +205,13 @@ class CommandWriter:
         command.function, command.on_made = func, True
         self._append(command, described)
 
-    def touch_earlier(self, part: nn.Module, full: str, number: int) -> None:
-        """Calls of this microbatch that use the module, or functions that read its parameter of that name,
-        come before what is about to change it."""
+    def touch_earlier(self, part: nn.Module, number: int) -> None:
+        """Calls of this microbatch that use the module, and functions that read its own parameters, come
+        before what is about to change it."""
         recording = self.recorder.recording
         assert recording is not None
-        views = {recording.parameters[full]} if full in recording.parameters else set()
+        holders = self.recorder.placement.holders
+        views = {value for full, value in recording.parameters.items() if part in holders(full)}
         for command in recording.commands:
             if command.module is not None:
                 uses = any(inner is part for inner in command.module.modules())

@@ -106,16 +106,13 @@ class ModuleBuffers:
                     touched[self._number(part)] = None
         return tuple(touched)
 
-    def note_parameter(self, full: str) -> list[int]:
+    def note_parameter(self, full: str) -> None:
         """A parameter is changed in place between calls: from now on its modules' calls keep their order."""
-        found = []
         for part in self.placement.holders(full):
             if id(part) not in self._stateful:
                 self._stateful[id(part)] = part
                 self.placement.changes_parameters = True
-                self.recorder.writer.touch_earlier(part, full, self._number(part))
-            found.append(self._number(part))
-        return found
+                self.recorder.writer.touch_earlier(part, self._number(part))
 
     def touched_by(self, arguments: Arguments) -> tuple[int, ...]:
         """A torch function reads or changes these: numbers for modules whose parameters, as they are or by a

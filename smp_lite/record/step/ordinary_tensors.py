@@ -141,8 +141,9 @@ class OrdinaryTensors:
         self.recorder.buffers.kept.before_change(target)
         base = base_of(target)
         whole = target if base is None else base
-        with self.recorder.modules.at(stage):
-            start = Arguments.of((whole.detach().clone(),), {})
+        with self.recorder.modules.at(stage), torch.enable_grad():
+            # What wants a gradient, as a product of a parameter outside of the model, goes on wanting it.
+            start = Arguments.of((whole if _requires_grad(whole) else whole.detach().clone(),), {})
             count = len(self.contents)
             twin = self.recorder.writer.function(torch.clone, start)
             self.twins.add(whole, twin, users=1 if base is None else 2)

@@ -42,7 +42,10 @@ def is_shared(tensor: torch.Tensor) -> bool:
 
 
 def num_users(tensor: torch.Tensor) -> int:
-    """How many tensors hold its memory, itself included; also those that Python has no object of."""
+    """How many tensors hold its memory, itself included; also those that Python has no object of. 1 where it
+    has none of its own that can be told."""
+    if storage_of(tensor) is None:
+        return 1
     with torch._C.DisableTorchFunction():
         storage = tensor.untyped_storage()  # holds it too
         return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]

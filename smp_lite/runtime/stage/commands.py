@@ -200,7 +200,9 @@ class CommandRunner:
                         f"{command.label} changes a tensor in place that is a view of what another stage, or "
                         "an earlier part of the step, has made: clone() the tensor before changing it"
                     )
-                local[olds[0]] = _copied(local[olds[0]])
+                for old in olds:
+                    if storage_of(local[old]) == storage_of(tensor):
+                        local[old] = _copied(local[old])
             elif value in wanted or not recording.complete:
                 local[value] = _copied(tensor)
 

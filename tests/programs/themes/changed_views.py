@@ -203,3 +203,45 @@ def momentum_by_data(smp: Any, out: Any) -> None:
             return self.head(self.query(x)) - target
 
     trained(smp, out, Net())
+
+
+@program(**ON_RANKS)
+def made_by_weights_outside(smp: Any, out: Any) -> None:
+    """What weights outside of the model have made is changed, whole and in part, and keeps its gradient."""
+    first, second = (torch.linspace(0.5, 1.5, 12).view(2, 6).requires_grad_() for _ in range(2))
+
+    class Net(Chain):
+        def between(self, x: Tensor) -> Tensor:
+            whole, rows = first * 2, second * 3
+            whole.add_(x.mean(0))
+            rows[0].add_(x.mean(0))
+            with torch.no_grad():
+                rows[1].mul_(x.abs().mean())
+            return x + whole.sum(0) + rows.sum(0)
+
+    trained(smp, out, Net())
+    out.value("gradients of the weights", [first.grad, second.grad])
+
+
+@program(ranks=(2,), parameters={"auto_partition": False, "default_partition": 0})
+def bias_before_and_after(smp: Any, out: Any) -> None:
+    """A frozen bias that is added to values of another stage, before and after each of its changes."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(blocks(2))
+            self.shift = nn.Linear(6, 6).requires_grad_(False)
+            smp.set_partition(self.blocks[1], 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            bias = self.shift.bias
+            x = self.blocks[1](self.blocks[0](x)) + bias
+            with torch.no_grad():
+                bias.add_(1.0)
+            x = self.blocks[1](x) + bias
+            with torch.no_grad():
+                bias.data.mul_(0.5)
+            return x + bias
+
+    trained(smp, out, Net())
