@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .devices import home, is_host, module
+from .devices import current_stream, home, is_host, module
 
 __all__ = ["hand_to_current", "queue_behind", "side_stream", "within"]
 
@@ -30,7 +30,7 @@ def queue_behind(place: Any) -> None:
         place: an event; None: the device has none, and all is done at once.
     """
     if place is not None:
-        module(home()).current_stream().wait_event(place)
+        current_stream().wait_event(place)
 
 
 def hand_to_current(tensor: torch.Tensor, ready: Any) -> None:
@@ -42,4 +42,4 @@ def hand_to_current(tensor: torch.Tensor, ready: Any) -> None:
     """
     queue_behind(ready)
     if ready is not None:
-        tensor.record_stream(module(home()).current_stream())
+        tensor.record_stream(current_stream())

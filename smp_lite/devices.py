@@ -31,6 +31,7 @@ __all__ = [
     "check_current",
     "choose",
     "chosen_here",
+    "current_stream",
     "event",
     "generators",
     "here",
@@ -42,6 +43,7 @@ __all__ = [
     "module",
     "on_home",
     "physical",
+    "record",
     "set_home",
     "synchronize",
     "timed_event",
@@ -243,13 +245,28 @@ def host_memory(num_bytes: int) -> torch.Tensor:
         return row
 
 
+def current_stream() -> Any:
+    """What this thread queues goes there; None: the device has none to choose from.
+
+    The device is named to torch, which else looks for it each time: that takes as long as starting a kernel.
+    """
+    find = getattr(module(_home), "current_stream", None)
+    return None if find is None else find(_home)
+
+
+def record(event: Any) -> None:
+    """The event is where the device's current stream is now."""
+    stream = current_stream()
+    event.record() if stream is None else event.record(stream)
+
+
 def event() -> Event | None:
     """The place where the device's current stream is now; None: it has none, and all is done at once."""
     make = None if is_host(_home) else getattr(module(_home), "Event", None)
     if make is None:
         return None
     made: Any = make()
-    made.record()
+    record(made)
     return made  # type: ignore[no-any-return]
 
 
@@ -277,7 +294,7 @@ def memory_of_home() -> Memory | None:
 def timed_event() -> Any:
     """The place where the device's current stream is now, with the time when it comes there."""
     made = module(_home).Event(enable_timing=True)
-    made.record()
+    record(made)
     return made
 
 

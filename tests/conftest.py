@@ -18,6 +18,9 @@ from smp_lite.entrypoints.mpi.mpirun import own_session_folder
 # Before any test module imports torch, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+_TOLD_OF_A_FAILURE = 1000
+"""Characters; all of it is told at the end."""
+
 # For tests that start mpirun without the launcher, beside another process of pytest that does so too.
 _folders = [tempfile.TemporaryDirectory(prefix="smp-lite-tests-", ignore_cleanup_errors=True)]
 os.environ.update(own_session_folder(_folders[0].name, (), {}))
@@ -37,12 +40,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
+    if (reporter := config.pluginmanager.get_plugin("terminalreporter")) is not None:
+        config.pluginmanager.register(_AtOnce(reporter))
     if config.getoption("--device"):
         os.environ["SMP_LITE_TESTS_DEVICE"] = config.getoption("--device")  # see tests.harness
         from tests.default_device import put_all_there
 
         put_all_there()  # before test modules make tensors
+
+
+class _AtOnce:
+    """Says which tests fail as they do: a run that a limit of time ends has said it too."""
+
+    def __init__(self, reporter: pytest.TerminalReporter) -> None:
+        self._reporter = reporter
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            why = report.longreprtext if crash is None else crash.message
+            self._reporter.write_line(f"\nFAILED {report.nodeid} ({report.when}): {why[:_TOLD_OF_A_FAILURE]}")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -220,6 +220,16 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return row.view(torch.uint8)
 
 
+def row_of_bytes(data: bytes) -> torch.Tensor:
+    """Bytes of the host as a tensor, for a wire."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def bytes_of_row(row: torch.Tensor) -> bytes:
+    """What :func:`row_of_bytes` was given."""
+    return row.numpy().tobytes()
+
+
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

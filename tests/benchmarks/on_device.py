@@ -2,7 +2,8 @@
 
 Two ranks on one device can at best take what one process takes: what they take more the library costs.
 `host` is the time in which a rank's Python had queued the step; while that is shorter than the step, it is
-hidden behind the device's work. Messages: one way, each rank on its device, against a copy within the device.
+hidden behind the device's work. Messages: one way, there and back in turn, against a copy within the device,
+which one rank does while the other waits; and of many under way at the same time.
 """
 
 from __future__ import annotations
@@ -38,10 +39,14 @@ __all__ = ["messages", "set_up", "step_times", "table"]
 
 _NUM_STAGES = 2
 _ROUNDS = 10
-_WARM_UP_STEPS = 3
+_WARM_UP_STEPS = 6
+"""The fourth makes the graphs."""
 _TIMEOUT_S = 120.0
 _WIRES = ("ipc", "mpi")
-_REPEATED = 20
+_MOST_REPEATED = 20
+_REPEATED_BYTES = 1 << 26
+_MANY = 8
+"""Messages under way in one direction, as of a pipeline with so many microbatches."""
 
 #: Name, number of ranks, parameters.
 _CONTESTANTS: list[tuple[str, int, dict[str, Any]]] = [
@@ -154,7 +159,6 @@ def set_up(name: str, workload: Workload, parameters: dict[str, Any]) -> tuple[i
     """Runs in every rank; returns the number of actions of a step, and the device's peak in bytes."""
     global _step
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(False)  # the pool's tests want them
     runner: Any = None
     tokens, targets = workload.batch()
     if name == "one process":
@@ -186,6 +190,7 @@ def set_up(name: str, workload: Workload, parameters: dict[str, Any]) -> tuple[i
             step(wrapped, tokens, targets)
 
     _step = run
+    _as_users_have_it()
     run()
     torch.accelerator.synchronize()
     if not os.environ.get(DEVICES_VARIABLE):
@@ -200,9 +205,15 @@ def set_up(name: str, workload: Workload, parameters: dict[str, Any]) -> tuple[i
     return count, 0 if os.environ.get(DEVICES_VARIABLE) else peak()
 
 
+def _as_users_have_it() -> None:
+    """The pool's tests want deterministic algorithms, in each call; they fill all memory first."""
+    torch.use_deterministic_algorithms(False)
+
+
 def step_times() -> tuple[float, float]:
     """Seconds of a step, and until it was queued."""
     assert _step is not None
+    _as_users_have_it()
     MPI.COMM_WORLD.Barrier()
     torch.accelerator.synchronize()
     start = time.perf_counter()
@@ -213,10 +224,14 @@ def step_times() -> tuple[float, float]:
 
 
 def _message_table(devices: int, num_rounds: int) -> Table:
-    result = Table("bytes", *(f"{wire} us" for wire in _WIRES), "copy us", *(f"{w} / copy" for w in _WIRES))
+    kinds = [(wire, way) for wire in _WIRES for way in ("in turn", "of many")]
+    names = [f"{wire}, {way}" for wire, way in kinds]
+    result = Table(
+        "bytes", *(f"{name}, us" for name in names), "copy us", *(f"{name} / copy" for name in names)
+    )
     result.title = "Messages between two ranks on one device, one way: median"
     sizes = [64, 1 << 16, 1 << 20] + ([] if devices > 0 else [1 << 24, 1 << 28])
-    times: dict[str, list[dict[int, tuple[float, float]]]] = {wire: [] for wire in _WIRES}
+    times: dict[str, list[dict[int, dict[str, float]]]] = {wire: [] for wire in _WIRES}
     with ExitStack() as stack:
         pools = {}
         for wire in _WIRES:
@@ -228,16 +243,17 @@ def _message_table(devices: int, num_rounds: int) -> Table:
                 ranks = pools[wire].run(f"{__name__}:messages", kwargs, None, _TIMEOUT_S)
                 times[wire].append(ranks[0])
     for size in sizes:
-        took = [statistics.median([found[size][0] for found in times[wire]]) for wire in _WIRES]
-        copy = statistics.median([found[size][1] for wire in _WIRES for found in times[wire]])
+        took = [statistics.median([found[size][way] for found in times[wire]]) for wire, way in kinds]
+        copy = statistics.median([found[size]["copy"] for wire in _WIRES for found in times[wire]])
         texts = [f"{each * 1e6:.1f}" for each in (*took, copy)]
         result.add_row(str(size), *texts, *(f"{each / copy:.2f}" for each in took))
     return result
 
 
-def messages(kind: str, sizes: list[int]) -> dict[int, tuple[float, float]]:
-    """For each size: seconds one way, of many in a row, and of a copy within the device."""
+def messages(kind: str, sizes: list[int]) -> dict[int, dict[str, float]]:
+    """For each size the seconds one way, in turn and of many under way, and of a copy within the device."""
     os.environ["SMP_LITE_WIRE"] = kind
+    _as_users_have_it()
     if not smp.is_initialized():
         smp.init({"partitions": 2})
     session = current()
@@ -249,26 +265,40 @@ def messages(kind: str, sizes: list[int]) -> dict[int, tuple[float, float]]:
         tensor = torch.zeros(size, dtype=torch.uint8, device=session.device)
         meta, target = TensorMeta.of(tensor), torch.empty_like(tensor)
 
-        def there_and_back(meta: TensorMeta = meta, tensor: torch.Tensor = tensor) -> None:
-            for sender in (0, 1):
-                transfer = wire.send(tensor, meta, peer) if sender == mine else wire.receive(meta, peer)
-                wait_until(transfer.done, lambda: "the ping-pong")
-                if sender != mine:
+        def passed(count: int, sender: int, meta: TensorMeta = meta, tensor: torch.Tensor = tensor) -> None:
+            is_mine = sender == mine
+            under_way = [
+                wire.send(tensor, meta, peer) if is_mine else wire.receive(meta, peer) for _ in range(count)
+            ]
+            for transfer in under_way:
+                wait_until(transfer.done, lambda: "the other rank's message")
+                if not is_mine:
                     transfer.tensor()
 
-        found[size] = (
-            _each_s(there_and_back) / 2,
-            _each_s(lambda target=target, tensor=tensor: target.copy_(tensor)),
-        )
+        def there_and_back(count: int, passed: Callable[[int, int], None] = passed) -> None:
+            for sender in (0, 1):
+                passed(count, sender)
+
+        times = min(_MOST_REPEATED, max(1, _REPEATED_BYTES // size))
+        in_turn = _each_s(lambda run=there_and_back: run(1), times) / 2
+        of_many = _each_s(lambda run=there_and_back: run(_MANY), times) / (2 * _MANY)
+        copy = _each_s(lambda target=target, tensor=tensor: target.copy_(tensor), times, alone=mine == 0)
+        found[size] = {"in turn": in_turn, "of many": of_many, "copy": copy}
     return found
 
 
-def _each_s(run: Callable[[], Any]) -> float:
-    run()
-    MPI.COMM_WORLD.Barrier()
-    torch.accelerator.synchronize()
-    start = time.perf_counter()
-    for _ in range(_REPEATED):
+def _each_s(run: Callable[[], Any], times: int, *, alone: bool | None = None) -> float:
+    """Of both ranks at the same time; alone: of the one for which it is true, while the other waits."""
+    seconds = 0.0
+    if alone is not False:
         run()
     torch.accelerator.synchronize()
-    return (time.perf_counter() - start) / _REPEATED
+    MPI.COMM_WORLD.Barrier()
+    if alone is not False:
+        start = time.perf_counter()
+        for _ in range(times):
+            run()
+        torch.accelerator.synchronize()
+        seconds = (time.perf_counter() - start) / times
+    MPI.COMM_WORLD.Barrier()
+    return seconds

@@ -40,7 +40,7 @@ class _Event:
         self.number = self._count
         self.is_recorded = False
 
-    def record(self) -> None:
+    def record(self, stream: Any = None) -> None:
         self.is_recorded = True
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ...devices import home, module
+from ...devices import current_stream, home, module
 from ...errors import SMPError
 
 __all__ = ["TYPE", "CudaSharing", "cannot_share"]
@@ -78,8 +78,8 @@ class CudaSharing:
         address, base, size = row.data_ptr(), ctypes.c_uint64(), ctypes.c_size_t()
         if not row.numel():
             return bytes(self.name_bytes)
-        handle = _Handle()
         _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        handle = _Handle()
         _call(
             "cuIpcGetMemHandle",
             ctypes.byref(handle),
@@ -101,7 +101,7 @@ class CudaSharing:
             ctypes.c_uint64(row.data_ptr()),
             ctypes.c_uint64(source),
             ctypes.c_size_t(length),
-            ctypes.c_void_p(module(home()).current_stream().cuda_stream),
+            ctypes.c_void_p(current_stream().cuda_stream),
         )
 
     def _address(self, handle: bytes) -> int:
@@ -132,10 +132,9 @@ class CudaSharing:
         return bytes(event.ipc_handle())
 
     def wait(self, handle: bytes) -> None:
-        device = module(home())
         if handle not in self._events:
-            self._events[handle] = device.Event.from_ipc_handle(home(), handle)
-        device.current_stream().wait_event(self._events[handle])
+            self._events[handle] = module(home()).Event.from_ipc_handle(home(), handle)
+        current_stream().wait_event(self._events[handle])
 
 
 @functools.cache

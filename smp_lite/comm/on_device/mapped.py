@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ...device_streams import queue_behind, side_stream, within
-from ...devices import CPU, event
+from ...devices import CPU, event, record
 from ..collectives import Collectives, Pending
 from ..waiting import while_waiting
 from .sharing import Sharing
@@ -279,7 +279,7 @@ class _Turns:
         is_new = len(self._events) < _NUM_EVENTS
         found = self._sharing.event() if is_new else self._events.popleft()
         self._events.append(found)
-        found.record()  # type: ignore[attr-defined]
+        record(found)
         return self._sharing.handle(found)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...devices import home, synchronize
+from ...devices import home, record, synchronize
 from ...errors import SMPError
 
 __all__ = ["SHARED_BY", "Sharing", "cannot_share", "sharing_on", "why_not_between"]
@@ -45,7 +45,7 @@ class Sharing(Protocol):
         """
 
     def event(self) -> Any:
-        """One that other processes can wait for; it has ``record()``."""
+        """One that other processes can wait for, to be recorded in a stream."""
 
     def handle(self, event: Any) -> bytes:
         """Says to another process which event is meant."""
@@ -99,7 +99,7 @@ def _try(sharing: Sharing, group_rank: int, exchange: Callable[[Any], list[Any]]
     mine: tuple[bytes, bytes, str] = b"", b"", ""
     try:
         event = sharing.event()
-        event.record()
+        record(event)
         mine = sharing.name(row), sharing.handle(event), ""
     except (SMPError, RuntimeError) as error:
         mine = b"", b"", f"it was tried, and {error}"

@@ -17,6 +17,7 @@ groups that carry tensors of the device (NCCL).
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from typing import Protocol
 
@@ -25,7 +26,7 @@ import torch
 from ...device_streams import hand_to_current, side_stream, within
 from ...devices import CPU, event
 from ...record.values.placed import TensorMeta
-from ..layout import room_for, row_of, spread
+from ..layout import bytes_of_row, room_for, row_of, row_of_bytes, spread
 from .wire import Transfer, Wire
 
 __all__ = ["AnnouncedWire", "Carrier", "Leaving"]
@@ -71,8 +72,7 @@ class AnnouncedWire:
     def send(self, tensor: torch.Tensor, meta: TensorMeta, stage: int) -> Transfer:
         row, stride = row_of(tensor, meta)
         ticket, leaving = self.carrier.send(row, stage)
-        strides = torch.tensor(stride, dtype=torch.int64, device=CPU).view(torch.uint8)
-        message = torch.cat([strides, torch.tensor(list(ticket), dtype=torch.uint8, device=CPU)])
+        message = row_of_bytes(struct.pack(f"={len(stride)}q", *stride) + ticket)
         return _Sending(self.inner.send(message, self._form(meta), stage), leaving)
 
     def receive(self, meta: TensorMeta, stage: int) -> Transfer:
@@ -85,17 +85,16 @@ class AnnouncedWire:
         expected = self._expected[stage]
         while expected and expected[0].announced.done():
             receiving = expected.popleft()
-            receiving.taken = self._take(receiving.announced.tensor(), receiving.meta, stage)
+            message = bytes_of_row(receiving.announced.tensor())
+            receiving.taken = self._take(message, receiving.meta, stage)
 
-    def _take(
-        self, message: torch.Tensor, meta: TensorMeta, stage: int
-    ) -> tuple[torch.Tensor, object | None]:
+    def _take(self, message: bytes, meta: TensorMeta, stage: int) -> tuple[torch.Tensor, object | None]:
         """Queues one copy: the tensor, and the event after which it is there."""
         head = 8 * len(meta.shape)
-        stride = tuple(message[:head].clone().view(torch.int64).tolist())
+        stride = struct.unpack(f"={len(meta.shape)}q", message[:head])
         with within(self._stream):
             row = room_for(meta, stride)
-            self.carrier.receive(bytes(message[head:].tolist()), row, stage)
+            self.carrier.receive(message[head:], row, stage)
             return spread(row, meta, stride), event()
 
     def _form(self, meta: TensorMeta) -> TensorMeta:

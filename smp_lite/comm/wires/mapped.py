@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from ...devices import CPU
+from ...devices import CPU, record
 from ...record.values.placed import TensorMeta
+from ..layout import bytes_of_row, row_of_bytes
 from ..on_device.sharing import Sharing
 from .wire import Transfer, Wire
 
@@ -51,7 +52,7 @@ class MappedCarrier:
     def send(self, row: torch.Tensor, stage: int) -> tuple[bytes, _Leaving]:
         sharing = self._sharing
         computed = self._free.pop() if self._free else sharing.event()
-        computed.record()
+        record(computed)
         ticket = sharing.name(row) + sharing.handle(computed)
         answer = self._answers.receive(self._form, stage)
         return ticket, _Leaving(row, answer, partial(self._answered, computed))
@@ -69,9 +70,9 @@ class MappedCarrier:
             self._own.append(sharing.event())
         copied = self._own[self._next % _NUM_ANSWERS]
         self._next += 1
-        copied.record()
-        handle = torch.tensor(list(sharing.handle(copied)), dtype=torch.uint8, device=CPU)
+        record(copied)
         self._answering = [sent for sent in self._answering if not sent.done()]
+        handle = row_of_bytes(sharing.handle(copied))
         self._answering.append(self._answers.send(handle, self._form, stage))
 
 
@@ -82,6 +83,6 @@ class _Leaving:
 
     def done(self) -> bool:
         if self._row is not None and self._answer.done():
-            self._answered(bytes(self._answer.tensor().tolist()))
+            self._answered(bytes_of_row(self._answer.tensor()))
             self._row = None
         return self._row is None

@@ -102,9 +102,10 @@ def _rolled(number: int) -> dict[str, Tensor]:
 def plain_states(
     skipped: tuple[int, ...],
     build: Callable[[], nn.Module] = FailingChain,
-    device: torch.device = torch.device("cpu"),  # noqa: B008  (immutable)
+    device: torch.device | None = None,
 ) -> dict[str, Tensor]:
-    """Where plain torch ends that never sees the failing steps' batches."""
+    """Where plain torch ends that never sees the failing steps' batches; on torch's default device."""
+    device = device or torch.get_default_device()
     torch.manual_seed(0)
     model = build().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -15,6 +15,7 @@ from tests.transparency.schedules.planned_peaks import JOBS, planned_memory
 ALLOWED = 0.05
 
 
+@pytest.mark.host  # whose allocator is looked at; a GPU's: tests/gpu
 @pytest.mark.slow(keep=1)
 @pytest.mark.filterwarnings("ignore:Stage . .*is the largest")
 @pytest.mark.parametrize(
@@ -31,6 +32,7 @@ def test_peak_of_each_stage(name: str, num_stages: int, pipeline: str) -> None:
     check(name, num_stages, {"partitions": num_stages, "microbatches": 4, "pipeline": pipeline})
 
 
+@pytest.mark.host
 @pytest.mark.slow
 def test_peak_with_replicas() -> None:
     check("tied", 4, {"partitions": 2, "microbatches": 4, "ddp": True})

@@ -279,7 +279,6 @@ SINGLE: dict[str, Make] = {
     "Normed, never reached": lambda params: Normed(params, limit=1e30),
 }
 UNKNOWN: dict[str, tuple[Make, str]] = {
-    "Noisy": (Noisy, "draws random numbers"),
     "Demanding": (Demanding, r"ValueError: call prepare\(\) first"),
     "WithModel": (lambda params: WithModel(params, nn.Linear(1, 1)), "holds a model"),
 }
