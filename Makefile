@@ -1,6 +1,6 @@
 # make train   set up, then train a small GPT as a SageMaker job on this machine: 4 processes
 # make test    set up, then run the tests, but for those that take long (ten minutes)
-# make test-ci    with those: what CI runs (half an hour)
+# make test-ci    with a third of those, another one each day: what CI runs (half an hour); SHARE=0/1: with all
 # make test-all   with everything of which they run a sample
 # make bench   print the benchmark tables
 # make notebooks   run the notebooks, and write their pictures into them
@@ -31,6 +31,8 @@ PYTEST := $(BIN)/python -m pytest
 # Two files at a time: most tests start processes and wait for them, which leaves a core idle now and then.
 # One of the two that dies (out of memory) ends the run: with another in its place it would never end.
 AT_ONCE := --numprocesses 2 --dist loadfile --max-worker-restart 0
+# What takes long is run by thirds: all of it takes twice as long, on a busy machine longer than CI waits.
+SHARE ?= $(shell expr $$(date +%s) / 86400)/3
 # Tests that are written for the CPU, with all their tensors on a device.
 ON_DEVICE = $(PYTEST) --device pretended --quick $(AT_ONCE)
 
@@ -45,7 +47,7 @@ test: $(VENV)/test.stamp
 	$(PYTEST) tests --quick --ignore=tests/benchmarks $(AT_ONCE)
 
 test-ci: $(VENV)/test.stamp
-	$(PYTEST) tests --ignore=tests/benchmarks $(AT_ONCE)
+	$(PYTEST) tests --ignore=tests/benchmarks --share $(SHARE) $(AT_ONCE)
 	$(ON_DEVICE) $(addprefix tests/transparency/,test_in_memory.py failing/test_failed_steps.py \
 	  values/test_many_uses.py users_code/test_hooks.py users_code/test_modes_around.py)
 

@@ -34,6 +34,11 @@ if os.access("/dev/shm", os.W_OK):
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out what is marked slow")
     parser.addoption(
+        "--share",
+        metavar="K/N",
+        help="of what is marked slow only the K-th of N parts, from 0 (or K modulo N)",
+    )
+    parser.addoption(
         "--device",
         choices=["cuda", "pretended"],
         help="all tensors that tests make are on such a device, and what runs on a pretended one runs there",
@@ -72,7 +77,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what is marked ``thorough``, and all but each n-th case of what is marked ``sampled(n)``,
-    unless all is asked for (``make test-all``); with ``--quick`` (``make test``) what is ``slow`` too."""
+    unless all is asked for (``make test-all``); with ``--quick`` (``make test``) what is ``slow`` too, with
+    ``--share`` (CI) all but a part of that."""
     if config.getoption("--device"):
         for item in items:
             if item.get_closest_marker("pretended") and config.getoption("--device") != "pretended":
@@ -87,6 +93,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if os.environ.get("SMP_LITE_ALL_TESTS") == "1":
         return
     quick = config.getoption("--quick")
+    part, num_parts = _share(config.getoption("--share"))
+    num_slow = 0
     cases: dict[str, int] = {}
     kept, left_out = [], []
     for item in items:
@@ -98,12 +106,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         place = cases[name] = cases.get(name, -1) + 1
         chosen = sampled is None or place % sampled.args[0] == 0
         slow = item.get_closest_marker("slow")
-        if quick and slow is not None:
-            chosen = place < slow.kwargs.get("keep", 0)
+        if slow is not None and chosen:
+            has_its_turn = not quick and num_slow % num_parts == part
+            chosen = has_its_turn or place < slow.kwargs.get("keep", 0)
+            num_slow += 1
         (kept if chosen else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
+
+
+def _share(text: str | None) -> tuple[int, int]:
+    """Which part, of how many."""
+    if text is None:
+        return 0, 1
+    part, _, number = text.partition("/")
+    if not (part.isdecimal() and number.isdecimal() and int(number)):
+        raise pytest.UsageError(f"--share {text}: give K/N, two whole numbers")
+    return int(part) % int(number), int(number)
 
 
 @pytest.fixture(autouse=True)

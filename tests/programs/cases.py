@@ -1,6 +1,7 @@
 """With which settings each program is run, and which of that by ``make test`` too.
 
-CI runs all but what is ``slow``: a sample has hidden programs that had failed for days.
+CI runs a third of the others each day: a sample that stayed the same has hidden programs that had failed
+for days.
 """
 
 from __future__ import annotations
