@@ -199,6 +199,12 @@ class Session:
             return OneProcess(self.num_stages)
         return RankPeers(self.world, self._stages(), self.replica, self._with_one_batch())
 
+    def stages_here(self) -> list[int]:
+        """Of this process; asks nobody."""
+        if self.world is None:
+            return list(range(self.num_stages))
+        return [self.stage_of(self.world.rank)]
+
     def wire(self) -> Wire | None:
         if self.world is None:
             return None

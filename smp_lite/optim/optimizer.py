@@ -322,7 +322,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         except BaseException:  # out of memory, say: this rank's part of the model is not what the others' is
             call = "an optimizer.step() that failed"
             if self._versions() != before:  # nor are all ranks' together what one process would have left
-                stages = ", ".join(map(str, sorted(self._session.peers().stages)))
+                stages = ", ".join(map(str, self._session.stages_here()))
                 call += f" when it had changed parameters of stage {stages}"
             between_steps.note(call)
             raise
