@@ -1,6 +1,6 @@
 # make train   set up, then train a small GPT as a SageMaker job on this machine: 4 processes
 # make test    set up, then run the tests, but for those that take long (ten minutes)
-# make test-ci    with a third of those, another one each day: what CI runs (half an hour); SHARE=0/1: with all
+# make test-ci    with a fifth of those, another one each day: what CI runs (half an hour); SHARE=0/1: with all
 # make test-all   with everything of which they run a sample
 # make bench   print the benchmark tables
 # make notebooks   run the notebooks, and write their pictures into them
@@ -31,8 +31,8 @@ PYTEST := $(BIN)/python -m pytest
 # Two files at a time: most tests start processes and wait for them, which leaves a core idle now and then.
 # One of the two that dies (out of memory) ends the run: with another in its place it would never end.
 AT_ONCE := --numprocesses 2 --dist loadfile --max-worker-restart 0
-# What takes long is run by thirds: all of it takes twice as long, on a busy machine longer than CI waits.
-SHARE ?= $(shell expr $$(date +%s) / 86400)/3
+# What takes long is run by fifths: all of it takes three times as long, on a busy machine longer than CI waits.
+SHARE ?= $(shell expr $$(date +%s) / 86400)/5
 # Tests that are written for the CPU, with all their tensors on a device.
 ON_DEVICE = $(PYTEST) --device pretended --quick $(AT_ONCE)
 

@@ -1,6 +1,6 @@
 """With which settings each program is run, and which of that by ``make test`` too.
 
-CI runs a third of the others each day: a sample that stayed the same has hidden programs that had failed
+CI runs a fifth of the others each day: a sample that stayed the same has hidden programs that had failed
 for days.
 """
 
