@@ -11,14 +11,14 @@ from hypothesis import event, given, settings
 from smp_lite.plan.step.segments import Segment, SegmentGraph
 from tests.planning_strategies import RandomRecording, recordings
 
-# One gradient is the number of the command that adds it, and which of its own it is; a sum is a pair. That
-# with which a backward begins comes first.
+# One gradient is the number of the command that adds it, and which of its own it is; a sum is a pair, whose
+# first one gives it its strides. That with which a backward begins comes first.
 SEED = (-1, 0)
 Sum = Any
 
 
 def added(total: Sum | None, more: Sum) -> Sum:
-    return more if total is None else frozenset([total, more])
+    return more if total is None else (total, more)
 
 
 def own_gradients(recording: RandomRecording, commands: Sequence[int], value: int) -> list[Sum]:
@@ -57,9 +57,15 @@ def sum_by_segments(recording: RandomRecording, graph: SegmentGraph, value: int)
             assert start is None
             start = SEED
         sums[index] = reduce(added, own_gradients(recording, graph.segments[index].commands, value), start)
-    home = graph.producer[value]
+    home = graph.segments[graph.producer[value]]
     begun = SEED if value in recording.roots and value not in graph.summed_in_turn else None
-    return reduce(added, own_gradients(recording, graph.segments[home].commands, value), taken(home, begun))
+    late = [command for command, used in home.late_uses if used == value]
+    others = [command for command in home.commands if command not in late]
+    total = reduce(added, own_gradients(recording, late, value), None)
+    from_others = taken(home.index, begun)
+    if from_others is not None:
+        total = added(total, from_others)
+    return reduce(added, own_gradients(recording, others, value), total)
 
 
 @settings(max_examples=500, deadline=None)

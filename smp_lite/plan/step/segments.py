@@ -21,7 +21,10 @@ than the latest one may add several gradients, or a stage would add up its own f
 turn*: each segment's backward takes in what the later ones have found, adds its own to it, use by use, and
 hands the sum on to the segment before it, the first one to the producer. The gradient with which a backward
 begins comes before all of them, so the latest segment takes it in. Other gradients go to the producer at
-once, which adds them up. A stage's segments, which may share parameters, run backward in reverse too.
+once, which adds them up. Of two the bits do not depend on the order, but the strides of the sum do, by which
+kernels are chosen: where the segment that makes a value uses it itself after another one has (``f(x) + x``
+with ``f`` elsewhere), the other's gradient has to come second. A stage's segments, which may share
+parameters, run backward in reverse too.
 
 Legend: a *value* is an integer, numbered in recorded order within the microbatch.
 """
@@ -76,7 +79,8 @@ class Segment:
     ``exports`` are values that somebody outside needs (another segment, or the step's outputs);
     ``gradient_exports`` those of them for which a gradient comes back; ``gradient_imports`` the imports
     for which this segment's backward makes a gradient; ``roots`` the losses in it that
-    ``model.backward`` named.
+    ``model.backward`` named; ``late_uses`` pairs commands with the gradient exports that they use after
+    another segment has.
     """
 
     index: int
@@ -94,6 +98,7 @@ class Segment:
     backward_after: tuple[int, ...] = ()  # segments of its stage whose backward comes first in any case
     weight_cost: float = 0.0  # of its backward, what may run later
     backwards: int = 0  # as its commands'
+    late_uses: tuple[tuple[int, int], ...] = ()
 
     @property
     def has_backward(self) -> bool:
@@ -214,11 +219,16 @@ def build_graph(
                 consumers.setdefault(value, {})[group] = None
 
     returned: Counter[tuple[int, int]] = Counter()  # (value, consumer): how many gradients it adds up
+    used_elsewhere: set[int] = set()
+    late_uses: list[list[tuple[int, int]]] = [[] for _ in groups]
     for i, numbers in enumerate(added):
         group = group_of_command[i]
         for value, number in numbers.items():
             if producer[value] != group:
                 returned[value, group] += number
+                used_elsewhere.add(value)
+            elif value in used_elsewhere:
+                late_uses[group].append((i, value))
     cut = {value for value, _ in returned}
     visits: dict[int, int] = {}
     segments = []
@@ -242,6 +252,7 @@ def build_graph(
                 after=tuple(sorted({group_of_command[e] for i in members for e in earlier[i]} - {index})),
                 weight_cost=sum(commands[i].weight_cost for i in members),
                 backwards=commands[members[0]].backwards,
+                late_uses=() if may_grow else tuple(late_uses[index]),
             )
         )
     sizes = value_bytes or {}

@@ -93,7 +93,7 @@ class Binder:
                 f"{command.label} returns a sparse or nested tensor, which cannot go from one module to "
                 "another: make and use it within one module, or return to_dense() or to_padded_tensor(0.0)"
             )
-        value = self.recording.new_value(stage_index, meta)
+        value = self.recording.new_value(stage_index, meta, hides_base=leaf.hides_base)
         placed = PlacedTensor.of_value(meta, self.listener, stage_index, self.serial, value)
         self.made.append(weakref.ref(placed))
         if leaf.aliases is not None:
@@ -138,7 +138,12 @@ class Binder:
             raise SMPError(f"{command.label} changes the shape of a tensor in place: use its plain form")
         reached = tuple(command.sources[i] for i in changed.links if command.sources[i] >= 0)
         found = []
-        family = _family(target)
+        values = self.recording.values
+        family, base = _family(target), _base(target)
+        command.hides_base |= base is None or values[base.smp_value].hides_base
+        of_base = None if base is None else base.smp_value
+        if of_base is not None:  # autograd hangs the change, and the views anew, under what they are views of
+            reached = tuple([of_base if value == target.smp_value else value for value in reached])
         for member in sharing_memory(target):
             if member.smp_parameter is not None:
                 continue
@@ -152,9 +157,12 @@ class Binder:
                     member.requires_grad_(changed.meta.requires_grad)
                 links = reached
             member.smp_stage = command.stage_index
-            member.smp_value = self.recording.new_value(command.stage_index, member.smp_meta)
+            member.smp_value = self.recording.new_value(
+                command.stage_index, member.smp_meta, hides_base=values[old].hides_base
+            )
+            earlier = of_base if of_base is not None and _family(member) == family else old
             # A buffer of zeros gets no gradient, even if what was written into it does.
-            before = (old,) if self.recording.values[old].meta.requires_grad else ()
+            before = (earlier,) if values[earlier].meta.requires_grad else ()
             found.append((old, member.smp_value, tuple(dict.fromkeys((*links, *before)))))
         command.changes_views |= len(found) > 1
         return found
@@ -185,6 +193,15 @@ def _note_view(placed: PlacedTensor, base: Any, detached: bool) -> None:
 def _family(placed: PlacedTensor) -> int:
     """Those that share a gradient too, among the tensors that share memory."""
     return next((family for reference, family in placed.smp_aliases or () if reference() is placed), 0)
+
+
+def _base(placed: PlacedTensor) -> PlacedTensor | None:
+    """What it is a view of, as far as gradients go, or itself; None: nobody holds that any more."""
+    if placed.smp_aliases is None:
+        return placed
+    family = _family(placed)
+    base = next(reference() for reference, other in placed.smp_aliases if other == family)
+    return base if base is None or base.smp_parameter is None else placed
 
 
 def sharing_memory(placed: PlacedTensor) -> list[PlacedTensor]:

@@ -41,6 +41,8 @@ class Value:
     stage_index: int
     meta: TensorMeta
     is_parameter: bool = False
+    hides_base: bool = False
+    """It is a view of what nobody outside of the call that made it holds."""
 
 
 @dataclass(slots=True)
@@ -51,7 +53,8 @@ class Command:
     ``arguments``. ``bare`` calls run without the module's forward hooks, which have run around the
     recording. ``touches`` numbers the modules whose buffers the call changes. ``carried`` is Python state
     to run it with. ``changes`` pairs each value that the call changes in place with its new version,
-    views that share the memory of an argument too; if there are any, it ``changes_views``. ``on_made``
+    views that share the memory of an argument too; if there are any, it ``changes_views``; if nobody holds
+    what they are views of, it ``hides_base``. ``on_made``
     calls get the tensors that were made, where others get leaves of those of earlier segments.
     ``must_stay`` names parameters and buffers that the call must not really change. ``seeds`` takes the
     place of ``seed_key`` where several modules are called in one go. ``unit`` is that of the module,
@@ -82,6 +85,7 @@ class Command:
     outputs: tuple[int, ...] = ()
     changes: tuple[tuple[int, int], ...] = ()
     changes_views: bool = False
+    hides_base: bool = False
     unit: int | None = None
     looks_at_gradients: bool = False
 
@@ -149,9 +153,11 @@ class Recording:
     draws: bool = False
     _key: tuple[tuple[int, int, int, bool, int], tuple[int, ...]] | None = None  # the last, and what it is of
 
-    def new_value(self, stage_index: int, meta: TensorMeta, *, is_parameter: bool = False) -> int:
+    def new_value(
+        self, stage_index: int, meta: TensorMeta, *, is_parameter: bool = False, hides_base: bool = False
+    ) -> int:
         index = len(self.values)
-        self.values.append(Value(index, stage_index, meta, is_parameter))
+        self.values.append(Value(index, stage_index, meta, is_parameter, hides_base))
         return index
 
     def add(self, command: Command, links: tuple[tuple[int, ...], ...], tokens: tuple[int, int]) -> None:

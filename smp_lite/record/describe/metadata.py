@@ -333,7 +333,7 @@ class _Describer:
         aliases = None
         if leaf.layout is torch.strided:
             aliases = self.by_storage.get(leaf.untyped_storage()._cdata)
-        return NewTensor(TensorMeta.of(leaf), self.links(leaf), aliases)
+        return NewTensor(TensorMeta.of(leaf), self.links(leaf), aliases, aliases is None and leaf._is_view())
 
     def links(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """Tensor arguments that the autograd graph of ``tensor`` ends in, each as often as it adds to its

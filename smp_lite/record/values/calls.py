@@ -69,12 +69,13 @@ class NewTensor:
 
     ``links`` are the tensor arguments that a gradient of it would reach, each as often as it would be added
     to there; ``aliases`` one whose memory it shares (a view), or None. Arguments are numbered among the
-    tensor arguments.
+    tensor arguments. ``hides_base``: it is a view of something that the call has made and not returned.
     """
 
     meta: TensorMeta
     links: tuple[int, ...]
     aliases: int | None = None
+    hides_base: bool = False
 
 
 @dataclass(frozen=True)

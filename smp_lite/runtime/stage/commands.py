@@ -45,6 +45,10 @@ class CommandRunner:
         self.streams = streams
         self.undescribed: dict[int, RealRun] = {}  # by command
         self.copied: dict[int, Any] = {}  # values that the segment's calls got copies of: where those begin
+        # Where gradients of others come in, if not at the value itself; and the edges there, which are taken
+        # before anything changes in place.
+        self.starts: dict[int, torch.Tensor] = {}
+        self.edges: dict[int, Any] = {}
         self.doing = ""  # the command that runs, for errors
         self.observer: Any = None
         self.sharded: ShardedParameters | None = None
@@ -64,9 +68,13 @@ class CommandRunner:
         """
         ambient = Ambient.current()
         self.copied.clear()
+        self.starts.clear()
+        self.edges.clear()
         recorded, is_same = None, False
         for index in segment.commands:
             command = recording.commands[index]
+            if segment.late_uses:
+                self._begin_before(index, segment, local)
             self.doing = command.label
             if command.ambient is not recorded:
                 recorded = command.ambient
@@ -133,6 +141,14 @@ class CommandRunner:
         self._store(command, result, local)
         for old, new in command.changes:
             local[new] = changed[old]
+
+    def _begin_before(self, index: int, segment: Segment, local: Mapping[int, torch.Tensor]) -> None:
+        """Autograd comes to its nodes in reverse: to this one after what the command makes of the value."""
+        for command, value in segment.late_uses:
+            if command == index and local[value].requires_grad:
+                with torch.enable_grad():
+                    self.starts[value] = start = torch.ops.aten.alias.default(local[value])
+                self.edges[value] = edge_of(start)
 
     def _refuse_read(self, tensor: Any) -> None:
         """Code of a module looks at a gradient while it runs forward."""

@@ -286,6 +286,7 @@ class StageExecutor:
         replayed = None if self.graphs is None else self._replayed(recording, segment, leaves, state)
         if replayed is not None:
             local |= replayed
+            self._commands.edges.clear()
         elif self.offload is not None:
             local = {value: self.offload.leaf_for(leaf) for value, leaf in leaves.items()}
             begin.update({value: edge_of(tensor) for value, tensor in local.items() if tensor.requires_grad})
@@ -296,6 +297,7 @@ class StageExecutor:
         else:
             with self.weights.forward(action.microbatch_index, segment, state):
                 self._commands.run_segment(recording, segment, local, state.data)
+        self._commands.starts.clear()
         key = segment.commands[0]
         for value, _ in recording.inputs:
             if value in local and value not in segment.imports:
@@ -323,6 +325,7 @@ class StageExecutor:
 
         def run(local: dict[int, torch.Tensor]) -> None:
             self._commands.run_segment(recording, segment, local, state.data)
+            local |= self._commands.starts
 
         return self.graphs.forward(recording, segment, leaves, run)
 
@@ -330,12 +333,14 @@ class StageExecutor:
         """The segment's own leaf of a value made elsewhere."""
         if value in state.arriving:
             state.keep(value, state.arriving.pop(value).tensor())
-        meta = state.recording.values[value].meta
+        made = state.recording.values[value]
         leaf = state.data[value].detach()
-        if not meta.requires_grad:
+        if not made.meta.requires_grad:
             return leaf
-        if leaf.dtype is torch.float32 and leaf.layout is torch.strided:
+        if leaf.dtype is torch.float32 and leaf.layout is torch.strided and not made.is_parameter:
             # Autocast takes leaves for weights, of which it casts one once for all uses, unless it is a view.
+            # (A weight is no view either: under no_grad its own views would not want a gradient, as they do
+            # in one process, by which kernels are chosen.)
             leaf = leaf.view_as(leaf)
         return leaf.requires_grad_()
 
@@ -347,6 +352,8 @@ class StageExecutor:
                     if value in local:
                         state.keep(value, self._lasting(local[value]))
             return
+        state.edges.update(self._commands.edges)
+        self._commands.edges.clear()
         state.begin_backward_at(segment, local)
         for value in segment.exports:
             if state.remaining.get(value):

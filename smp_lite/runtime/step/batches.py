@@ -15,6 +15,7 @@ from ...plan.step.actions import ActionKind
 from ...plan.step.lowering import Schedule, lower
 from ...plan.step.segments import SegmentGraph
 from ...plan.step.work import Costs
+from ...record.commands.changed_views import refuse_views_summed_apart
 from ...record.commands.recording import Recording
 from ..stage.microbatch import StagePart
 
@@ -135,7 +136,8 @@ class BatchPlanner:
             for m, progress in all_progress.items():
                 plan_key = progress.recording.plan_key()
                 if plan_key not in graphs:
-                    graphs[plan_key] = progress.recording.graph()
+                    graph = graphs[plan_key] = progress.recording.graph()
+                    refuse_views_summed_apart(progress.recording, graph)
                 graph = graphs[plan_key]
                 works.append(
                     Work(

@@ -55,7 +55,7 @@ def split_forwards(
         if "forward" in module.__dict__ or own.isdisjoint(deferred):
             continue  # somebody else has put another forward there
         if _is_own_linear(module) and own <= deferred and module.weight.requires_grad:
-            found.append((module, types.MethodType(SplitLinear(module, took), module)))
+            found.append((module, types.MethodType(SplitLinear(module, took, mode), module)))
         else:
             found.append((module, types.MethodType(_within(mode, type(module).forward), module)))
     return found
@@ -114,14 +114,20 @@ class SplitLinear:
     Args:
         module: the layer.
         took: hears of each use to which autograd has come.
+        mode: splits the calls that this does not: of inputs without a gradient, which are not contiguous.
     """
 
-    __slots__ = ("_bias", "_module", "_took", "_weight", "parameters")
+    __slots__ = ("_bias", "_mode", "_module", "_took", "_weight", "parameters")
     __name__ = "forward"
 
-    def __init__(self, module: nn.Linear, took: Callable[[Any, Tensor, bool], None]) -> None:
+    def __init__(
+        self,
+        module: nn.Linear,
+        took: Callable[[Any, Tensor, bool], None],
+        mode: contextlib.AbstractContextManager[Any],
+    ) -> None:
         self._module = module
-        self._took = took
+        self._took, self._mode = took, mode
         self._weight, self._bias = module.weight, module.bias
         trained = module.bias is not None and module.bias.requires_grad
         self.parameters = (module.weight, module.bias) if trained else (module.weight,)
@@ -137,15 +143,21 @@ class SplitLinear:
             or not input.is_contiguous()
             or not may_split()
         ):
-            return nn.Linear.forward(module, input)  # whole
+            return self._otherwise(module, input)
         weight, bias = module.weight, module.bias
         if weight is not self._weight or bias is not self._bias:
-            return nn.Linear.forward(module, input)  # with others in their places for this call
+            return self._otherwise(module, input)  # with others in their places for this call
         output = LINEAR(input, weight.detach(), None if bias is None else bias.detach())
         node = output.grad_fn
         assert node is not None
         node.register_prehook(LinearUse(self, input, self._took).take)
         return output
+
+    def _otherwise(self, module: nn.Linear, input: Tensor) -> Tensor:
+        """Split if the mode splits it, since a list splits all calls of one form or none: where it goes on
+        learning, one of them runs under the mode."""
+        with self._mode:
+            return nn.Linear.forward(module, input)
 
 
 class LinearUse:

@@ -275,6 +275,35 @@ def test_of_zeros_alone_nothing_is_split(check: Check) -> None:
     assert check(lambda: nn.Sequential(Shut(), Shut())) == set()
 
 
+class Reminded(Shut):
+    """Has a second layer for what the model was given, which wants no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_raw = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, raw: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + self.of_raw(raw)
+
+
+class AllReminded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Reminded() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for block in self.blocks:
+            y = block(y, x)
+        return y
+
+
+def test_a_layer_on_the_batch_beside_one_that_has_shown_zeros(check: Check) -> None:
+    """While the one is still being learned, in one microbatch only, the other is split in all."""
+    split = check(AllReminded, *[Round(train, BATCH)] * 6)
+    assert split == {f"blocks.{i}.of_raw.{name}" for i in range(4) for name in ("weight", "bias")}
+
+
 class LooksAtItsLayers(nn.Module):
     """Asks what the forwards of its layers take, and computes with copies of these layers."""
 

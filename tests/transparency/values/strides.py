@@ -82,10 +82,45 @@ class Concatenated(nn.Module):
         return torch.cat([self.first(x), self.second(x)], 1).square().mean((1, 2))[:, None].expand(-1, 4)
 
 
+class Turned(nn.Conv1d):
+    """Gives its input a gradient that lies the other way round."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2).tanh()
+
+
+class Residual(nn.Module):
+    """Two gradients come to a value, one from elsewhere: the first one gives the sum its strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH), Shift(), nn.Tanh(), Shift())
+        self.second = Turned(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = self.second(x)
+        return (x * 0.5 + y).square().mean((1, 2))[:, None].expand(-1, 4)
+
+
+class Borrowed(nn.Module):
+    """Uses a weight on another stage: under ``no_grad`` torch multiplies by parts if it wants none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 8), nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(self.first(x).transpose(0, 1), self.second.weight, self.second.bias)
+        return x.transpose(0, 1).square().mean((1, 2))[:, None].expand(-1, 4)
+
+
 MODELS: dict[str, type[nn.Module]] = {
     "convolutions": Convolutions,
     "slices": Slices,
     "concatenated": Concatenated,
+    "residual": Residual,
+    "borrowed": Borrowed,
 }
 
 
@@ -101,6 +136,10 @@ def _step(model: Any, batch: Batch, backward: Any) -> Any:
     return loss
 
 
+def _evaluate(model: Any, batch: Batch, backward: Any) -> Any:
+    return model(batch["x"])
+
+
 def train(name: str, wire: str) -> None:
     """Raises AssertionError where a bit is not that of one process."""
     os.environ["SMP_LITE_WIRE"] = wire
@@ -112,7 +151,8 @@ def train(name: str, wire: str) -> None:
         smp.set_partition(model.second, 1)
         return model
 
-    assert_rounds_equal(build, [Round(_step, batch(name))] * 3, placement="manual")
+    rounds = [*[Round(_step, batch(name))] * 3, Round(_evaluate, batch(name), no_grad=True)]
+    assert_rounds_equal(build, rounds, placement="manual")
 
 
 def layouts() -> dict[str, Tensor]:
