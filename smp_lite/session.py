@@ -189,7 +189,9 @@ class Session:
 
     def policy(self) -> Policy:
         """The schedule; of ``auto`` what holds until one is chosen."""
-        pipeline = "zero_bubble" if self.cfg.pipeline == "auto" else self.cfg.pipeline
+        pipeline = self.cfg.pipeline
+        if pipeline == "auto":  # a stage alone never waits
+            pipeline = "zero_bubble" if self.num_stages > 1 else "interleaved"
         return Policy(pipeline, self.cfg.optimize, self.cfg.active_microbatches)
 
     # Collaborators for the model's runtime ------------------------------------------------------------------

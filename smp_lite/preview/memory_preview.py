@@ -259,6 +259,13 @@ def _notes(session: Session, batch: Batch, stages: Sequence[StageMemory]) -> lis
         for stage in stages
         if stage.not_counted
     ]
+    limit = session.cfg.memory_limit
+    if limit is not None and (above := [str(s.stage_index) for s in stages if s.total > limit]):
+        notes.append(
+            f"stage {', '.join(above)}: above memory_limit={limit} ({human_bytes(limit)}). What is chosen "
+            "keeps to it by an estimate from the whole model, without the batch, messages and what an action "
+            "needs while it runs: set it lower by the difference"
+        )
     if any(work.forward_done for work in batch.works):
         notes.append(
             "a part of the step ran while it was recorded, since Python needed its data: the schedule shows "

@@ -9,6 +9,7 @@ What the first steps then take decides once more, among the schedules of that sh
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -224,7 +225,7 @@ def _nothing_fits_text(session: Session, choice: ShapeChoice) -> str:
     least = min(max(outcome.peaks) for outcome in choice.outcomes)
     return (
         f"memory_limit={limit} ({human_bytes(limit)}) is less than pipeline={config.pipeline!r} needs on a "
-        f"rank, by estimate; {human_bytes(round(least))} would do. Raise it, or use more partitions, smaller "
+        f"rank, by estimate; {math.ceil(least)} would do. Raise it, or use more partitions, smaller "
         f"microbatches, or activation checkpointing:\n{choice.table()}"
     )
 

@@ -208,12 +208,39 @@ def test_auto_shows_what_was_tried_and_plans_with_the_best(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_auto_with_one_partition_leaves_nothing_for_later(
+    package: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parameters = {"partitions": 1, "microbatches": 4, "pipeline": "auto"}
+    assert main(["plan", "--parameters", json.dumps(parameters), f"{package}:equal"]) == 0
+    stage = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("stage 0 "))
+    assert "B3" in stage and "W" not in stage
+
+
 def test_auto_with_a_limit_that_nothing_keeps(package: str, capsys: pytest.CaptureFixture[str]) -> None:
     parameters = {"partitions": 2, "microbatches": 4, "pipeline": "auto", "memory_limit": "1 MiB"}
     assert main(["plan", "--parameters", json.dumps(parameters), f"{package}:equal"]) == 2
     said = capsys.readouterr().err
     assert "memory_limit=1048576 (1.0 MiB) is less than pipeline='auto' needs on a rank" in said
     assert "zero_bubble_v, 2 pieces, v" in said
+
+
+def test_the_limit_that_would_do_does(package: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """And where the peak of what is chosen is above it all the same, that is said."""
+    parameters = {"partitions": 2, "microbatches": 4, "pipeline": "zero_bubble", "memory_limit": "1 MiB"}
+    assert main(["plan", "--parameters", json.dumps(parameters), f"{package}:blocks"]) == 2
+    told = re.search(r"estimate; (\d+) would do", capsys.readouterr().err)
+    assert told
+    least = int(told[1])
+    parameters["memory_limit"] = least - 1
+    assert main(["plan", "--parameters", json.dumps(parameters), f"{package}:blocks"]) == 2
+    parameters["memory_limit"] = least
+    capsys.readouterr()
+    assert main(["plan", "--parameters", json.dumps(parameters), f"{package}:blocks"]) == 0
+    text = capsys.readouterr().out
+    totals = re.findall(r"^ +\d  ([\d.]+) MiB +[BFW]\d", text, re.MULTILINE)
+    assert len(totals) == 2
+    assert ("above memory_limit" in text) == any(float(total) * 2**20 > least for total in totals)
 
 
 @pytest.mark.parametrize(
