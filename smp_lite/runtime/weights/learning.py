@@ -46,7 +46,7 @@ def comparing(
     handles = [
         parameter.register_hook(_into(arrived, key))
         for key, parameter in touched.items()
-        if not parameter._backward_hooks  # others change it on its way
+        if parameter.requires_grad and not parameter._backward_hooks  # others change it on its way
     ]
     nodes = [getattr(start, "node", None) or getattr(start, "grad_fn", None) for start in starts]
     nodes = [node for node in nodes if node is not None]

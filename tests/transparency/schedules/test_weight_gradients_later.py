@@ -304,6 +304,17 @@ def test_a_layer_on_the_batch_beside_one_that_has_shown_zeros(check: Check) -> N
     assert split == {f"blocks.{i}.of_raw.{name}" for i in range(4) for name in ("weight", "bias")}
 
 
+def _frozen(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("of_raw.bias" not in name)
+
+
+@pytest.mark.parametrize("static_mode", [False, True])
+def test_a_parameter_that_wants_no_gradient_while_others_are_learned(static_mode: bool, check: Check) -> None:
+    later = Round(train, BATCH, before=_frozen)
+    check(AllReminded, *[Round(train, BATCH)] * 2, *[later] * 4, static_mode=static_mode)
+
+
 class LooksAtItsLayers(nn.Module):
     """Asks what the forwards of its layers take, and computes with copies of these layers."""
 
