@@ -211,7 +211,8 @@ class CommandWriter:
         recording = self.recorder.recording
         assert recording is not None
         holders = self.recorder.placement.holders
-        views = {value for full, value in recording.parameters.items() if part in holders(full)}
+        own = [c for c in recording.commands if c.parameter is not None and part in holders(c.parameter)]
+        views = {value for command in own for value in command.outputs}
         for command in recording.commands:
             if command.module is not None:
                 uses = any(inner is part for inner in command.module.modules())

@@ -54,6 +54,9 @@ def backward(recorder: Recorder, tensors: Any, grad_tensors: Any = None) -> None
     recorder.ordinary.before_backward()
     recorder.backward_state.note(recorder.recording, values)
     recorder.recording.backwards.append(Backward(tuple(values), tuple(gradients)))
+    # What another backward finds for them is added later, not in one sum with what this one does.
+    recorder.recording.parameters.clear()
+    recorder.ordinary.forget_inputs()
 
 
 def _check_gradient(gradient: torch.Tensor | None, of: TensorMeta) -> None:

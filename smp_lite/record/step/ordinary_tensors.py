@@ -183,6 +183,10 @@ class OrdinaryTensors:
                     stage = placed[0] if placed else 0
                 arguments.replace(i, self._input(tensor, stage))
 
+    def forget_inputs(self) -> None:
+        """Who reads one from here on has its gradient added apart."""
+        self._inputs.clear()
+
     def _input(self, tensor: torch.Tensor, stage: int) -> PlacedTensor:
         """A placed value for an ordinary tensor of which the gradient is wanted."""
         found = self._inputs.get(id(tensor))

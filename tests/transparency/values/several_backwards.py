@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import smp_lite as smp
 from tests.models import Batch
-from tests.models.layers import Chain, regression_batch
+from tests.models.layers import WIDTH, Chain, regression_batch
 from tests.transparency.rounds import Round, assert_rounds_equal
 
 __all__ = ["STEPS", "train"]
@@ -50,8 +52,22 @@ def from_one_forward(model: Any, batch: Batch, backward: Callable[..., None]) ->
 STEPS = {step.__name__: step for step in (two_forwards, the_later_first, looked_at_between, from_one_forward)}
 
 
-def train(name: str, tolerance: float = 0.0) -> None:
+class OwnParameter(Chain):
+    """Its root reads a parameter of its own, which lies on another stage than some of its uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.tanh(x @ self.own))
+
+
+MODELS: dict[str, type[nn.Module]] = {"Chain": Chain, "OwnParameter": OwnParameter}
+
+
+def train(name: str, model: str = "Chain", tolerance: float = 0.0) -> None:
     """Raises AssertionError where what this rank holds is not that of one process."""
     smp.init()
     rounds = [Round(STEPS[name], regression_batch(8))] * 3
-    assert_rounds_equal(Chain, rounds, tolerance=tolerance)
+    assert_rounds_equal(MODELS[model], rounds, tolerance=tolerance)

@@ -23,3 +23,12 @@ def test_gradients_are_those_of_one_process(name: str, pipeline: str) -> None:
         kwargs={"name": name, "tolerance": tolerance},
         parameters={"partitions": 2, "microbatches": NUM_MICROBATCHES, "pipeline": pipeline},
     )
+
+
+def test_a_parameter_of_the_root_gets_one_gradient_after_the_other() -> None:
+    run_distributed(
+        "tests.transparency.values.several_backwards:train",
+        2,
+        kwargs={"name": "two_forwards", "model": "OwnParameter"},
+        parameters={"partitions": 2, "microbatches": NUM_MICROBATCHES},
+    )
