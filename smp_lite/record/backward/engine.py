@@ -33,6 +33,8 @@ def run_backward(starts: Sequence[Any], gradients: Sequence[Tensor]) -> None:
         starts: tensors, or their edges.
         gradients: for each its gradient, of its shape.
     """
+    if not starts:
+        return
     # retain_graph, create_graph, inputs: those of torch.autograd.backward.
     _engine_run_backward(
         tuple(starts), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True

@@ -61,6 +61,7 @@ class CommandWriter:
         self.made: list[weakref.ref[PlacedTensor]] = []
         self._binder: Binder | None = None
         self._drawn: Counter[str] = Counter()
+        self._of_closed: dict[str, bool] = {}
 
     def begin_microbatch(self, recording: Recording) -> None:
         self.made.clear()
@@ -79,11 +80,27 @@ class CommandWriter:
         full = placed.smp_parameter
         if full is None:
             return placed.smp_value
-        if full not in recording.parameters:
+        value = recording.parameters.get(full)
+        if value is None:
             value = recording.new_value(placed.smp_stage, placed.smp_meta, is_parameter=True)
             self.source(full, placed.smp_stage, value, parameter=full)
-            recording.parameters[full] = value
-        return recording.parameters[full]
+            # Uses of its module's own add to the gradient too, between those of others: each is a value then.
+            if not self._is_of_closed(full):
+                recording.parameters[full] = value
+        return value
+
+    def _is_of_closed(self, full: str) -> bool:
+        """Whether modules hold the parameter that are called whole."""
+        found = self._of_closed.get(full)
+        if found is None:
+            placement = self.recorder.placement
+            found = any(placement.home(holder) >= 0 for holder in placement.holders(full))
+            self._of_closed[full] = found
+        return found
+
+    def forget_placement(self) -> None:
+        """What modules are, or where they lie, has changed."""
+        self._of_closed.clear()
 
     def source(self, label: str, stage: int, value: int, **what: Any) -> None:
         """A command that has no arguments and makes one value."""
@@ -254,8 +271,9 @@ class CommandWriter:
             else tensor.smp_value
             if tensor.smp_parameter is None
             else self.value_of(tensor)
-            for tensor in arguments.tensors
+            for tensor in reversed(arguments.tensors)  # autograd adds the gradient of the first one first
         ]
+        sources.reverse()
         command = Command(
             index=len(recording.commands),
             stage_index=home if home >= 0 else self.stage(arguments, described),

@@ -95,7 +95,10 @@ class CommandRunner:
         made: Mapping[int, torch.Tensor],
     ) -> None:
         if command.parameter is not None:
-            local[command.outputs[0]] = self.placement.parameter(command.parameter)
+            (value,) = command.outputs
+            local[value] = self.placement.parameter(command.parameter)
+            if value in segment.gradient_exports:
+                self._begin_here(value, local)
             return
         if command.input is not None:
             local[command.outputs[0]] = command.input.detach().requires_grad_()
@@ -145,10 +148,14 @@ class CommandRunner:
     def _begin_before(self, index: int, segment: Segment, local: Mapping[int, torch.Tensor]) -> None:
         """Autograd comes to its nodes in reverse: to this one after what the command makes of the value."""
         for command, value in segment.late_uses:
-            if command == index and local[value].requires_grad:
-                with torch.enable_grad():
-                    self.starts[value] = start = torch.ops.aten.alias.default(local[value])
-                self.edges[value] = edge_of(start)
+            if command == index:
+                self._begin_here(value, local)
+
+    def _begin_here(self, value: int, local: Mapping[int, torch.Tensor]) -> None:
+        if local[value].requires_grad:
+            with torch.enable_grad():
+                self.starts[value] = start = torch.ops.aten.alias.default(local[value])
+            self.edges[value] = edge_of(start)
 
     def _refuse_read(self, tensor: Any) -> None:
         """Code of a module looks at a gradient while it runs forward."""

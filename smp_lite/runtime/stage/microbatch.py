@@ -65,7 +65,7 @@ class MicrobatchState:
         leaves: the cut inputs of each segment that has run, by the segment's first command.
         sums_begin: of those of them of which its commands used something made of the leaf: where their
             gradients are added up, by the segment's first command.
-        edges: where the backward of a value that was cut starts.
+        edges: where the backward of a value that was cut starts; None: nowhere.
         arriving: posted receives of values.
         gradients: gradients of cut values by value and consumer segment, waiting to be summed.
         arriving_gradients: posted receives of gradients, by value and stage.
@@ -143,7 +143,9 @@ class MicrobatchState:
         for value in (*segment.gradient_exports, *segment.roots):
             if value in self.edges:
                 continue
-            self.edges[value] = edge_of(made[value])
+            tensor = made[value]
+            # A view made under no_grad says that it wants a gradient, and autograd has nowhere to take it.
+            self.edges[value] = None if tensor.grad_fn is None and tensor._is_view() else edge_of(tensor)
             if self.losses is not None and value in segment.roots and made[value].numel() == 1:
                 self.losses[value] = made[value].detach().clone()
 

@@ -49,7 +49,14 @@ def taken_starts(
         for stage, last in sources:
             parts[last] = state.arriving_gradients.pop((value, stage)).tensor()
         into[value] = sum_latest_first(parts, into.get(value))
-    return [state.edges.pop(value) for value in found], list(found.values()), sums
+    starts: list[Any] = []
+    gradients: list[torch.Tensor] = []
+    for value, gradient in found.items():
+        edge = state.edges.pop(value)
+        if edge is not None:
+            starts.append(edge)
+            gradients.append(gradient)
+    return starts, gradients, sums
 
 
 def sum_latest_first(parts: dict[int, torch.Tensor], total: torch.Tensor | None = None) -> torch.Tensor:

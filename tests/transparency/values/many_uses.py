@@ -111,6 +111,26 @@ class LooksAtAJoin(_Four):
         return self.d(p + r) + h
 
 
+class Borrowed(_Four):
+    """The root uses a parameter of a block's itself, before and after the block does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.b.linear.bias
+        h = self.c(torch.tanh(self.a(x) + bias)) * bias
+        h = self.d(self.b(h + bias) * bias)
+        return self.c(h * bias.exp()) - bias * bias
+
+
+class SeenWithoutGradient(_Four):
+    """A view that was made under ``no_grad`` says that it wants a gradient, and hands none on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        with torch.no_grad():
+            seen = h.t().t()
+        return self.d(self.b(seen) + self.c(h))
+
+
 MODELS = {
     model.__name__: model
     for model in (
@@ -121,6 +141,8 @@ MODELS = {
         SharedAcrossADecision,
         Returned,
         LooksAtAJoin,
+        Borrowed,
+        SeenWithoutGradient,
     )
 }
 
