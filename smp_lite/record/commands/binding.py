@@ -54,6 +54,8 @@ class Binder:
                 outputs.append(placed.smp_value)
                 links.append(tuple([sources[i] for i in leaf.links if sources[i] >= 0]))
                 new.append(placed)
+                if leaf.shares is not None:
+                    _note_shared(placed, new[leaf.shares], is_base=not leaf.is_view)
                 leaves.append(placed)
             elif type(leaf) is SameTensor:
                 leaves.append(tensors[leaf.argument])
@@ -93,11 +95,17 @@ class Binder:
                 f"{command.label} returns a sparse or nested tensor, which cannot go from one module to "
                 "another: make and use it within one module, or return to_dense() or to_padded_tensor(0.0)"
             )
-        value = self.recording.new_value(stage_index, meta, hides_base=leaf.hides_base)
+        viewed = command.arguments.tensors[leaf.aliases] if leaf.aliases is not None else None
+        is_buffer = leaf.is_buffer or (
+            type(viewed) is PlacedTensor
+            and viewed.smp_parameter is None
+            and self.recording.values[viewed.smp_value].is_buffer
+        )
+        value = self.recording.new_value(stage_index, meta, hides_base=leaf.is_view, is_buffer=is_buffer)
         placed = PlacedTensor.of_value(meta, self.listener, stage_index, self.serial, value)
         self.made.append(weakref.ref(placed))
         if leaf.aliases is not None:
-            _note_view(placed, command.arguments.tensors[leaf.aliases], is_detached(command, leaf))
+            _note_view(placed, viewed, is_detached(command, leaf))
         return placed
 
     def place_again(self, value: Value, base: Any, *, detached: bool) -> PlacedTensor:
@@ -134,6 +142,11 @@ class Binder:
             )
         if target.smp_parameter is not None:
             return []  # the owner's parameter itself changes; it has no versions
+        if self.recording.values[target.smp_value].is_buffer:
+            raise SMPError(
+                f"{command.label} changes a buffer in place that a module has returned, which other "
+                "microbatches use too: change it in the module's own code, or return a clone() of it"
+            )
         if changed.meta.shape != target.smp_meta.shape:
             raise SMPError(f"{command.label} changes the shape of a tensor in place: use its plain form")
         reached = tuple(command.sources[i] for i in changed.links if command.sources[i] >= 0)
@@ -188,6 +201,14 @@ def _note_view(placed: PlacedTensor, base: Any, detached: bool) -> None:
         aliases = placed.smp_aliases = base.smp_aliases
         family = 1 + max(other for _, other in aliases) if detached else _family(base)
         aliases.append((weakref.ref(placed), family))
+
+
+def _note_shared(placed: PlacedTensor, other: PlacedTensor, *, is_base: bool) -> None:
+    """Two results of one call share memory; of them all the base comes first."""
+    _note_view(placed, other, placed.smp_meta.requires_grad != other.smp_meta.requires_grad)
+    if is_base:
+        assert placed.smp_aliases is not None
+        placed.smp_aliases.insert(0, placed.smp_aliases.pop())
 
 
 def _family(placed: PlacedTensor) -> int:

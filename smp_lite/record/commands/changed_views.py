@@ -6,8 +6,8 @@ together, each view's own first, in the order in which all of them were used. Va
 order here (:mod:`...plan.step.segments`), but ``x`` and its view are two values of one command, and a base
 that nobody holds is none: no segment can take in the gradient of one between two of another. Two gradients
 are the same sum in either order; of three the last bits could differ. And where a segment changes what
-another one has made, it changes a copy, whose gradient is not laid out like that of a base that lies
-otherwise.
+another one has made, it changes a copy. That is laid out like a base of which the view shows all; how a base
+lies of which it shows a part, nobody outside of the call knows that made it.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ def refuse_views_summed_apart(recording: Recording, graph: SegmentGraph) -> None
     uses = _uses(recording)
     imports = {index: segment.imports for segment in graph.segments for index in segment.commands}
     for command in commands:
-        is_turned = _is_turned(recording, command, uses, imports[command.index])
-        if is_turned or _of_new(command, uses, exported) > 2 or _of_old(command, uses, exported) > 2:
+        is_part = _is_part(recording, command, uses, imports[command.index])
+        if is_part or _of_new(command, uses, exported) > 2 or _of_old(command, uses, exported) > 2:
             raise SMPError(
                 f"{command.label} changes a tensor in place that is a view, or of which views are held, and "
-                f"{'it was made' if is_turned else 'they are used several times'} on another stage, or in "
+                f"{'it was made' if is_part else 'they are used several times'} on another stage, or in "
                 "another part of the step: autograd would "
-                f"{'lay out its gradient' if is_turned else 'add up gradients'} otherwise than in one "
+                f"{'lay out its gradient' if is_part else 'add up gradients'} otherwise than in one "
                 "process. Change a copy (tensor.clone()), or make views anew after the "
                 "change and let go of earlier ones"
             )
 
 
-def _is_turned(recording: Recording, command: Command, uses: Counter[int], imports: Sequence[int]) -> bool:
-    """Whether it changes a copy of a view that is not laid out row by row, of a base that nobody holds."""
+def _is_part(recording: Recording, command: Command, uses: Counter[int], imports: Sequence[int]) -> bool:
+    """Whether it changes a copy of a part of a base that nobody holds."""
     if not command.hides_base:
         return False
     cut = [old for old, new in command.changes if uses[new] and uses[old] and old in imports]
-    return any(not _is_contiguous(recording.values[old].meta) for old in cut)
+    return any(not _is_dense(recording.values[old].meta) for old in cut)
 
 
-def _is_contiguous(meta: TensorMeta) -> bool:
+def _is_dense(meta: TensorMeta) -> bool:
     expected = 1
-    for length, stride in zip(reversed(meta.shape), reversed(meta.stride), strict=True):
+    for stride, length in sorted(zip(meta.stride, meta.shape, strict=True)):
         if length != 1 and stride != expected:
             return False
         expected *= length
@@ -69,8 +69,6 @@ def _is_contiguous(meta: TensorMeta) -> bool:
 def _of_new(command: Command, uses: Counter[int], exported: AbstractSet[int]) -> int:
     """How many gradients are added up for the base after the change, if some come from elsewhere."""
     used = [new for _, new in command.changes if uses[new]]
-    if command.hides_base and not exported.isdisjoint(old for old, _ in command.changes):
-        return sum(uses[new] for new in used)  # a copy changes, which is no view
     if len(used) < 2 or exported.isdisjoint(used):
         return 0
     base = command.changes[0][1]  # or, where nobody holds it, the eldest view

@@ -43,6 +43,8 @@ class Value:
     is_parameter: bool = False
     hides_base: bool = False
     """It is a view of what nobody outside of the call that made it holds."""
+    is_buffer: bool = False
+    """It lies in the memory of a buffer of the module whose call has returned it."""
 
 
 @dataclass(slots=True)
@@ -154,10 +156,16 @@ class Recording:
     _key: tuple[tuple[int, int, int, bool, int], tuple[int, ...]] | None = None  # the last, and what it is of
 
     def new_value(
-        self, stage_index: int, meta: TensorMeta, *, is_parameter: bool = False, hides_base: bool = False
+        self,
+        stage_index: int,
+        meta: TensorMeta,
+        *,
+        is_parameter: bool = False,
+        hides_base: bool = False,
+        is_buffer: bool = False,
     ) -> int:
         index = len(self.values)
-        self.values.append(Value(index, stage_index, meta, is_parameter, hides_base))
+        self.values.append(Value(index, stage_index, meta, is_parameter, hides_base, is_buffer))
         return index
 
     def add(self, command: Command, links: tuple[tuple[int, ...], ...], tokens: tuple[int, int]) -> None:

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -208,7 +209,16 @@ class MetadataInference:
         if kinds := {type(leaf) for leaf in leaves if _is_of_the_user(leaf)}:
             # Code around it may ask for the class, or call its methods, and has a placed value there.
             raise NeedsOpening(f"returns a {kinds.pop().__name__}, a class of tensors of its own")
-        describe = _Describer(fakes)
+        storages = {
+            leaf.untyped_storage()._cdata
+            for leaf in leaves
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        }
+        before, now = tables.buffers_in(storages)
+        buffers = tables.changed_buffers(watch.written)
+        if name := next((name for name in buffers if name in before), None):
+            raise NeedsOpening(f"returns its buffer {name}, which it changes: so may the next call of it")
+        describe = _Describer(fakes, tables.storages_of(now))
         described = tuple(describe.leaf(leaf) for leaf in leaves)
         changed = tuple(
             ChangedArgument(i, TensorMeta.of(given), describe.links(given))
@@ -221,7 +231,9 @@ class MetadataInference:
             leaves=described,
             changed=changed,
             sets_attributes=any(map(_has_attributes, [*leaves, *[given for _, given in fakes]])),
-            buffers=tables.changed_buffers(watch.written),
+            buffers=buffers,
+            rebound=tables.rebound_buffers(watch.written),
+            returned=tuple(sorted(now)),
             unguarded=tables.changed_unnoticed(watch.written),
             saved_state=tables.names_in(saved - watch.only_passed),
             saved_arguments=tuple(
@@ -309,7 +321,10 @@ def describe_result(
 class _Describer:
     """Turns result leaves into descriptions, relative to the fake arguments."""
 
-    def __init__(self, fakes: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(
+        self, fakes: list[tuple[torch.Tensor, torch.Tensor]], of_buffers: AbstractSet[int] = frozenset()
+    ) -> None:
+        self.of_buffers = of_buffers
         self.by_identity = {id(given): i for i, (_, given) in enumerate(fakes)}
         self.by_leaf = {id(leaf): i for i, (leaf, _) in enumerate(fakes) if leaf.requires_grad}
         self.copied = {i for i, (leaf, given) in enumerate(fakes) if leaf is not given}
@@ -317,6 +332,7 @@ class _Describer:
         for i, (_, given) in enumerate(fakes):
             if given.layout is torch.strided:
                 self.by_storage.setdefault(given.untyped_storage()._cdata, i)
+        self.made: dict[int, int] = {}  # by memory, the first result that lies there
         self.seen: dict[int, int] = {}
         self.kept: list[Any] = []
         self.links_of: dict[int, tuple[int, ...]] = {}
@@ -328,12 +344,25 @@ class _Describer:
             return SameTensor(self.by_identity[id(leaf)])
         if id(leaf) in self.seen:
             return Repeated(self.seen[id(leaf)])
-        self.seen[id(leaf)] = len(self.kept)
+        number = self.seen[id(leaf)] = len(self.kept)
         self.kept.append(leaf)
-        aliases = None
+        aliases = shares = None
+        is_buffer = False
         if leaf.layout is torch.strided:
-            aliases = self.by_storage.get(leaf.untyped_storage()._cdata)
-        return NewTensor(TensorMeta.of(leaf), self.links(leaf), aliases, aliases is None and leaf._is_view())
+            memory = leaf.untyped_storage()._cdata
+            aliases = self.by_storage.get(memory)
+            if aliases is None:
+                first = self.made.setdefault(memory, number)
+                shares = first if first != number else None
+                is_buffer = memory in self.of_buffers
+        return NewTensor(
+            TensorMeta.of(leaf),
+            self.links(leaf),
+            aliases,
+            is_view=aliases is None and leaf._is_view(),
+            shares=shares,
+            is_buffer=is_buffer,
+        )
 
     def links(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """Tensor arguments that the autograd graph of ``tensor`` ends in, each as often as it adds to its

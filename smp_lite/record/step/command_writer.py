@@ -161,7 +161,9 @@ class CommandWriter:
         assert recorder.recording is not None
         if described.meta.saved_state or described.meta.unguarded:
             command.must_stay = recorder.saved_state.note(module, described.meta, recorder.recording)
-        command.touches = recorder.buffers.touched(module, described.meta.buffers)
+        command.touches = recorder.buffers.touched(module, described.meta)
+        if described.meta.returned:
+            recorder.buffers.note_returned(module, described.meta.returned)
         result = self._append(command, described)
         recorder.modules.note(command, recorder.descriptions.read)
         return None, result
@@ -349,7 +351,7 @@ class CommandWriter:
         for buffer in found.buffers:
             refuse_effect(command.label, f"changes the buffer {buffer}")
         if command.module is not None:
-            command.touches = self.recorder.buffers.touched(command.module, found.buffers)
+            command.touches = self.recorder.buffers.touched(command.module, found)
         self.recorder.descriptions.learn(unknown, command.label, command.arguments, found)
         returned, links = self.bind(command, found)
         recording.links[-1] = links

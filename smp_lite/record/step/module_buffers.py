@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ...errors import SMPError
 from ..backward.checkpoints import refuse_effect
 from ..commands.binding import sharing_memory
 from ..commands.replay import refuse
 from ..parameters.tables import plain_table
-from ..values.calls import Arguments
+from ..values.calls import Arguments, ResultMeta
 from ..values.memory import storage_of
 from ..values.placed import PlacedTensor
 from .kept_buffers import KeptBuffers
+from .seen_buffers import SeenBuffers
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -48,7 +50,8 @@ class ModuleBuffers:
         self.kept = KeptBuffers(recorder.placement)
         self._changing: dict[_Key, nn.Module] = {}  # those that closed calls change
         self._changing_now: dict[_Key, nn.Module] = {}  # those of this step
-        self._exposed: dict[int | None, nn.Module] = {}  # whose buffers Python code has seen, by memory
+        self._returned: dict[int | None, str] = {}  # names of those that closed calls return, by memory
+        self.seen = SeenBuffers(recorder)
         self._saved: dict[_Key, tuple[nn.Module, torch.Tensor, torch.Tensor]] = {}
         self._changed_before: frozenset[_Key] = frozenset()  # this step: of those that closed calls change
         self._numbers: dict[int, int] = {}
@@ -72,7 +75,8 @@ class ModuleBuffers:
     def begin_step(self) -> None:
         """Copies what closed calls of earlier steps have changed."""
         self._changing_now.clear()
-        self._exposed.clear()
+        self._returned.clear()
+        self.seen.forget()
         self._saved.clear()
         self.kept.begin_step()
         self._changed_before = frozenset(self._changing)
@@ -81,17 +85,24 @@ class ModuleBuffers:
 
     def end_step(self) -> None:
         """Buffers that closed calls change are their owners' again."""
-        self._exposed.clear()
+        self.seen.forget()
         self.rebound.clear()
         for (_, name), module in self._changing.items():
             self.placement.send_buffer_away(module, name)
 
-    def touched(self, module: nn.Module, buffers: tuple[str, ...]) -> tuple[int, ...]:
-        """A closed call changes these buffers: numbers for modules whose state it changes or depends on."""
-        if not buffers and not self._stateful:
+    def touched(self, module: nn.Module, meta: ResultMeta) -> tuple[int, ...]:
+        """A closed call is recorded, which may change buffers.
+
+        Returns:
+            Numbers for modules whose state it changes or depends on.
+
+        Raises:
+            SMPError: code of the root's has read one, in a way that its backward cannot be equal.
+        """
+        if not meta.buffers and not self._stateful:
             return ()
         touched: dict[int, None] = {}
-        for name in buffers:
+        for name in meta.buffers:
             prefix, _, own = name.rpartition(".")
             part = module.get_submodule(prefix)
             self._changing_now[id(part), own] = part
@@ -99,12 +110,46 @@ class ModuleBuffers:
                 self._changing[id(part), own] = part
                 self._save(part, own)
             touched[self._number(part)] = None
+            if name in meta.rebound:
+                self.seen.left(part, own)
+                continue
+            buffer = plain_table(part._buffers).get(own)
+            if buffer is not None:
+                self._refuse_change(storage_of(buffer))
+            held = self.seen.held(part, own)
+            if held is not None:  # commands that have read it read what it was
+                self.recorder.ordinary.keep_captured(held, is_heard=name not in meta.unguarded)
+                self.seen.changed(part, own)
         if self._stateful:
             inside = set(map(id, module.modules()))
             for part in self._stateful.values():
                 if id(part) in inside:
                     touched[self._number(part)] = None
         return tuple(touched)
+
+    def note_returned(self, module: nn.Module, buffers: tuple[str, ...]) -> None:
+        """A closed call returns these buffers, or views of them.
+
+        Raises:
+            SMPError: another call of this step changes one.
+        """
+        changing = self.changing()
+        for name in buffers:
+            prefix, _, own = name.rpartition(".")
+            buffer = plain_table(module.get_submodule(prefix)._buffers)[own]
+            memory = None if buffer is None else storage_of(buffer)
+            self._returned[memory] = f"{self.placement.name(module)}.{name}"
+            if memory in changing:
+                self._refuse_change(memory)
+
+    def _refuse_change(self, memory: int | None) -> None:
+        name = self._returned.get(memory) if self._returned else None
+        if name is not None:
+            raise SMPError(
+                f"the buffer {name} is returned by a call of its module and changed by another, or between "
+                "them, in one step: microbatches run beside each other, so who holds it would see what "
+                "others make of it. Return a clone() of it"
+            )
 
     def note_parameter(self, full: str) -> None:
         """A parameter is changed in place between calls: from now on its modules' calls keep their order."""
@@ -164,11 +209,8 @@ class ModuleBuffers:
         if (id(module), name) in self._changing:
             if self.recorder.tape is not None:
                 raise refuse(f"reads the buffer {name} of {self.placement.name(module)}")
-            stage = self.placement.stage_of[self.placement.names[id(module)]]
-            value = self.recorder.bring_up_to_date(value, stage, f"{self.placement.name(module)}.{name}")
-        storage = storage_of(value)
-        if storage is not None:
-            self._exposed[storage] = module
+            value = self.seen.present(module, name)
+        self.seen.note(module, name, value)
         return value
 
     def set(self, module: nn.Module, name: str, value: Any) -> None:
@@ -190,11 +232,12 @@ class ModuleBuffers:
         if not isinstance(target, torch.Tensor):
             return
         self.kept.before_change(target)
+        self._refuse_change(storage_of(target))
         modules = self.recorder.modules
         if not modules.are_pending:
             return
         memory = storage_of(target)
-        module = self._exposed.get(memory)
+        module = self.seen.module_of(memory)
         if module is not None:
             modules.run_pending(module)
         else:

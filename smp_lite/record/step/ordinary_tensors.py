@@ -292,8 +292,15 @@ class OrdinaryTensors:
         elif self._is_strict and id(tensor) not in self._watched:
             self._watched[id(tensor)] = (tensor, version_of(tensor), digest_of(tensor))
 
-    def keep_captured(self, target: Any) -> None:
-        """Before an ordinary tensor changes: commands that captured it keep its present value."""
+    def keep_captured(self, target: Any, *, is_heard: bool = True) -> None:
+        """Before an ordinary tensor changes: commands that captured it keep its present value.
+
+        Args:
+            is_heard: autograd will notice the change.
+
+        Raises:
+            SMPError: it will not, and the backward of a command of this microbatch reads the tensor.
+        """
         storage = storage_of(target) if isinstance(target, torch.Tensor) else None
         if self._watched:
             self._watched = {
@@ -304,11 +311,13 @@ class OrdinaryTensors:
             self.changes_earlier = True
             self.recorder.host.settle()  # what has run by now may still have a backward to come
         for arguments, i, serial, is_saved in self._captured.pop(storage, ()):  # type: ignore[arg-type]
-            with torch.no_grad():
+            with torch.no_grad(), torch._C.DisableTorchFunction():
                 present = arguments.tensors[i]
                 tape = self.recorder.tape
                 copy = present.clone() if tape is None else tape.copied(arguments, i)
                 if is_saved and serial == self.recorder.serial:
+                    if not is_heard:
+                        raise _changed_unheard(present)
                     self._kept.append((present, version_of(present), copy))
                 arguments.replace(i, copy)
 
@@ -341,9 +350,10 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _changed_unheard(tensor: torch.Tensor) -> SMPError:
     return SMPError(
-        f"a tensor of shape {tuple(tensor.shape)} was changed by way of .data or numpy after a call had read "
-        "it, whose backward may read it again: in one process that would silently give another gradient. "
-        "Change it with a torch function (x.mul_), which autograd notices, or give the call a clone()"
+        f"a tensor of shape {tuple(tensor.shape)} was changed by way of .data or numpy, or by a batch norm "
+        "whose statistics it is, after a call had read it, whose backward may read it again: in one process "
+        "that would silently give another gradient. Change it with a torch function (x.mul_), which autograd "
+        "notices, or give the call a clone()"
     )
 
 

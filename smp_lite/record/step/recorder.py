@@ -263,6 +263,8 @@ class Recorder:
             if replaced is not None:
                 return self.torch_function(func, *replaced)
         name = getattr(func, "__name__", "")
+        if self.buffers.seen.stale and name != "__get__":
+            self.buffers.seen.refresh(members_of(args, kwargs))
         if name == "__get__":
             if getattr(func, "__self__", None) is torch.Tensor.grad:
                 self._refuse_gradient_to_come(args[0])
@@ -338,6 +340,8 @@ class Recorder:
                 arguments.replace(i, found)
             elif is_away(tensor):
                 raise needed("a step used it", [tensor])
+        if self.buffers.seen.stale:
+            self.buffers.seen.refresh(arguments.tensors)
         return arguments
 
     def _from_earlier_microbatch(self, tensor: PlacedTensor, *, detached: bool) -> torch.Tensor:
@@ -374,12 +378,6 @@ class Recorder:
         self.host.fetch(self.recording, [])
         self.recording.epoch += 1
         self.ordinary.forget_captured()
-
-    def bring_up_to_date(self, tensor: torch.Tensor, stage: int, name: str) -> torch.Tensor:
-        """The present value of a tensor that only one stage keeps up to date, on every rank."""
-        self.forced.warn(f"the buffer {name}")
-        self.run_all_recorded()
-        return self.host.share(tensor, stage)
 
 
 def _sets_data(func: Function, name: str) -> bool:

@@ -120,6 +120,7 @@ class RepeatedCalls:
             or recorder.ordinary.twins.by_id
             or recorder.buffers.rebound
             or recorder.buffers.num_stateful
+            or recorder.buffers.seen.stale
             or recorder.tape is not None
             or _saved_tensors_hooks(True) is not None
             or is_inside_reentrant()

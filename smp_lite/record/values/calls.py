@@ -69,13 +69,17 @@ class NewTensor:
 
     ``links`` are the tensor arguments that a gradient of it would reach, each as often as it would be added
     to there; ``aliases`` one whose memory it shares (a view), or None. Arguments are numbered among the
-    tensor arguments. ``hides_base``: it is a view of something that the call has made and not returned.
+    tensor arguments. ``shares``: the first of the call's new results whose memory it shares, or None.
+    ``is_view``: of something that the call has made, whether it returns that or not. ``is_buffer``: it lies
+    in the memory of one of the module's buffers.
     """
 
     meta: TensorMeta
     links: tuple[int, ...]
     aliases: int | None = None
-    hides_base: bool = False
+    is_view: bool = False
+    shares: int | None = None
+    is_buffer: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,8 @@ class ChangedArgument:
 class ResultMeta:
     """Everything that recording needs to know of a call's result.
 
-    ``buffers`` are the module's own that the call changes, by name within it. ``saved_state`` are parameters
+    ``buffers`` are the module's own that the call changes, by name within it, ``rebound`` those of them
+    that it binds anew, ``returned`` those in whose memory its results lie. ``saved_state`` are parameters
     and buffers that its backward will read, ``saved_arguments`` the tensor arguments of that kind,
     ``unguarded`` what it changes of its own state without autograd noticing. ``sets_attributes`` tells of
     Python attributes that it sets on tensors. ``states`` are where the random generators went, if the call
@@ -123,6 +128,8 @@ class ResultMeta:
     leaves: tuple[NewTensor | SameTensor | Repeated | Constant, ...]
     changed: tuple[ChangedArgument, ...] = ()
     buffers: tuple[str, ...] = ()
+    rebound: tuple[str, ...] = ()
+    returned: tuple[str, ...] = ()
     sets_attributes: bool = False
     unguarded: tuple[str, ...] = ()
     saved_state: tuple[str, ...] = ()

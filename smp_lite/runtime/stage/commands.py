@@ -196,7 +196,7 @@ class CommandRunner:
                         f"{command.label} changes a tensor in place of which a view was made on another "
                         "stage, or before a value was fetched: clone() the tensor before changing it"
                     )
-                changed[old] = _copied(tensor)
+                changed[old] = _copied_view(tensor) if command.hides_base else _copied(tensor)
                 continue
             changed[old] = tensor
             if old in wanted or not recording.complete:
@@ -382,6 +382,15 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the same gradient, though what changes it may stand under ``no_grad()``."""
     with torch.enable_grad():
         return tensor.clone()
+
+
+def _copied_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that is a view, as what it stands for: in autograd the base of that changes, and the gradient of
+    the change is laid out like the base."""
+    order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
+    with torch.enable_grad():
+        base = tensor.permute(order).clone(memory_format=torch.contiguous_format)
+        return base.permute(sorted(range(tensor.dim()), key=order.__getitem__))
 
 
 def _checked(command: Command, tensor: Any, described: NewTensor) -> torch.Tensor:

@@ -154,6 +154,7 @@ class StepRunner:
             recorder.placement.end_recording()
             self._execute_last()
             self._is_awaited = False
+            recorder.buffers.seen.end_recording()
             self.losses = self._losses()
             # What the script keeps on some of the ranks only has no data: those that do not could not know.
             survivors = [(m, p) for m, p in recorder.survivors if (m, p.smp_value) in self._kept_by_all]
@@ -260,7 +261,8 @@ class StepRunner:
         own = tensor if stage in self.executors else None
         # Elsewhere it may be away, without memory.
         meta = TensorMeta.of(tensor)._replace(requires_grad=False, device=home())
-        (data,) = self.peers.share([(stage, meta, own)])
+        with self._unheard():
+            (data,) = self.peers.share([(stage, meta, own)])
         return data if own is None else own
 
     def fetch(self, recording: Recording, values: list[int]) -> list[torch.Tensor]:
@@ -277,7 +279,8 @@ class StepRunner:
                 if tensor is None:
                     raise SMPError("a value of an earlier microbatch is gone: return it from the step")
             items.append((made.stage_index, made.meta, tensor))
-        return self.peers.share(items)
+        with self._unheard():
+            return self.peers.share(items)
 
     def settle(self) -> None:
         if self._running is not None:
@@ -296,14 +299,23 @@ class StepRunner:
         """Within: the modules are as they are, and nothing is recorded."""
         recorder = self._recorder
         assert recorder is not None
-        suspended = recorder.suspended
         recorder.placement.swap_out()
-        recorder.suspended = True
+        try:
+            with self._unheard():
+                yield
+        finally:
+            recorder.placement.swap_in()
+
+    @contextlib.contextmanager
+    def _unheard(self) -> Iterator[None]:
+        """Within: nothing is recorded; each rank does something else."""
+        recorder = self._recorder
+        assert recorder is not None
+        suspended, recorder.suspended = recorder.suspended, True
         try:
             yield
         finally:
             recorder.suspended = suspended
-            recorder.placement.swap_in()
 
     # A step that runs while it is recorded: see .ahead ------------------------------------------------------
 

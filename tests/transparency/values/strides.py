@@ -103,6 +103,48 @@ class Residual(nn.Module):
         return (x * 0.5 + y).square().mean((1, 2))[:, None].expand(-1, 4)
 
 
+class Channels(nn.Module):
+    """Gives a view of what it has made, and has a parameter whose gradient is a sum over that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.by = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH, 1))
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.conv(self.linear(x).transpose(1, 2)) + self.by).transpose(1, 2)
+
+
+class Added(nn.Module):
+    """Changes a view of what the first block has made, after another stage has used it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Channels()
+        self.second = nn.Sequential(Turned(WIDTH, WIDTH, 3, padding=1), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x += self.second(x * 1.0)
+        return (x * x.sum(1, keepdim=True)).mean((1, 2))[:, None].expand(-1, 4)
+
+
+class Flat(Added):
+    """A view that lies row by row, whose gradient comes turned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), Shift(), nn.Flatten(), nn.Unflatten(1, (9, WIDTH))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x += self.second(x * 1.0)
+        kernel = torch.linspace(-1, 1, WIDTH * WIDTH * 3).view(WIDTH, WIDTH, 3)
+        return F.conv1d(x.transpose(1, 2), kernel).square().mean((1, 2))[:, None].expand(-1, 4)
+
+
 class Borrowed(nn.Module):
     """Uses a weight on another stage: under ``no_grad`` torch multiplies by parts if it wants none."""
 
@@ -121,6 +163,8 @@ MODELS: dict[str, type[nn.Module]] = {
     "concatenated": Concatenated,
     "residual": Residual,
     "borrowed": Borrowed,
+    "added": Added,
+    "flat": Flat,
 }
 
 

@@ -1,0 +1,190 @@
+"""A root that looks at buffers of its modules in a step, and holds what it has seen over their next calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.programs import program
+from tests.programs.small import TanhBlock, trained
+
+ON_RANKS = {"stages": (2, 3), "ranks": (2,)}
+
+
+class Normed(nn.Module):
+    """A batch norm between blocks; a subclass calls it again, and does something with its mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.norm, self.after = TanhBlock(), nn.BatchNorm1d(6), TanhBlock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.before(x))
+        mean = self.norm.running_mean
+        assert isinstance(mean, Tensor)
+        return self.used(h, mean)
+
+    def again(self, h: Tensor) -> Tensor:
+        return self.norm(self.after(h))
+
+    def used(self, h: Tensor, mean: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+@program(**ON_RANKS)
+def held(smp: Any, out: Any) -> None:
+    """A clone stays what it was, the buffer follows."""
+
+    class Net(Normed):
+        def used(self, h: Tensor, mean: Tensor) -> Tensor:
+            return self.again(h * mean.clone()) + mean
+
+    trained(smp, out, Net())
+
+
+@program(**ON_RANKS)
+def held_by_views(smp: Any, out: Any) -> None:
+    """Views that were made before follow too."""
+
+    class Net(Normed):
+        def used(self, h: Tensor, mean: Tensor) -> Tensor:
+            part, same = mean[:1], mean.detach()
+            h = self.again(h) + part
+            return self.again(h) * 0.5 + same
+
+    trained(smp, out, Net())
+
+
+@program(**ON_RANKS)
+def held_twice(smp: Any, out: Any) -> None:
+    """Looking again gives the same object."""
+
+    class Net(Normed):
+        def used(self, h: Tensor, mean: Tensor) -> Tensor:
+            h = self.again(h)
+            second = self.norm.running_mean
+            assert second is mean
+            return self.again(h) + mean + second
+
+    trained(smp, out, Net())
+
+
+@program(**ON_RANKS)
+def held_as_numbers(smp: Any, out: Any) -> None:
+    """Numbers are of the moment."""
+
+    class Net(Normed):
+        def used(self, h: Tensor, mean: Tensor) -> Tensor:
+            first = mean.mean().item()
+            return self.again(h) * (1.0 + first) + mean.mean().item() + float(mean[2])
+
+    trained(smp, out, Net())
+
+
+@program(**ON_RANKS)
+def held_of_several(smp: Any, out: Any) -> None:
+    """Two buffers, of which one changes by a number."""
+
+    class Net(Normed):
+        def used(self, h: Tensor, mean: Tensor) -> Tensor:
+            calls, spread = self.norm.num_batches_tracked, self.norm.running_var
+            assert isinstance(calls, Tensor) and isinstance(spread, Tensor)
+            return self.again(h) * calls + spread - mean
+
+    trained(smp, out, Net())
+
+
+@program(**ON_RANKS)
+def held_to_the_end(smp: Any, out: Any) -> None:
+    """What a step returns of it, and what a script keeps, is what it is in the end."""
+    kept: list[Tensor] = []
+
+    class Net(Normed):
+        def used(self, h: Tensor, mean: Tensor) -> Tensor:
+            kept.append(mean)
+            return self.again(h)
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    def look() -> None:
+        out.value("kept", kept[-1].clone())
+        kept.clear()
+
+    trained(smp, out, Net(), step, after_step=look)
+
+
+@program(**ON_RANKS)
+def bound_anew(smp: Any, out: Any) -> None:
+    """The module binds another tensor: who holds the old one has the old numbers."""
+
+    class Count(nn.Module):
+        number: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+            self.register_buffer("number", torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.number = self.number + 1
+            return torch.tanh(self.linear(x))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.count, self.after = TanhBlock(), Count(), TanhBlock()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.count(self.before(x))
+            first = self.count.number
+            h = self.count(self.after(h))
+            return h * first.sum() + self.count.number.mean()
+
+    trained(smp, out, Net())
+
+
+@program(**ON_RANKS)
+def changed_and_bound_anew(smp: Any, out: Any) -> None:
+    """Both in one call."""
+
+    class Count(nn.Module):
+        number: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+            self.register_buffer("number", torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.number.add_(1)
+            self.number = self.number * 0.5
+            return torch.tanh(self.linear(x))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.count, self.after = TanhBlock(), Count(), TanhBlock()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.count(self.before(x))
+            first = self.count.number
+            h = self.count(self.after(h))
+            return h * first.sum() + self.count.number.mean()
+
+    trained(smp, out, Net())
+
+
+@program(**ON_RANKS, refused="batch norm whose statistics it is")
+def saved_for_a_backward(smp: Any, out: Any) -> None:
+    """They are changed before the backward that reads them, without autograd noticing."""
+
+    class Net(Normed):
+        def used(self, h: Tensor, mean: Tensor) -> Tensor:
+            return self.again(h * mean)
+
+    trained(smp, out, Net())
