@@ -266,7 +266,8 @@ class ModuleBuffers:
             ids: of it and the modules in it.
         """
         rebound = any(part in ids for part, _ in self.rebound)
-        if rebound or ((twins := self.recorder.ordinary.twins) and twins.of_any(_buffers_of(module))):
+        twins = self.recorder.ordinary.twins
+        if rebound or (twins and (twins.of_any(_buffers_of(module)) or twins.of_any(self.seen.of(ids)))):
             self.recorder.ordinary.write_back()
 
 

@@ -62,6 +62,10 @@ class SeenBuffers:
         """What code may hold of a buffer."""
         return self._tensors.get((id(module), name))
 
+    def of(self, ids: frozenset[int]) -> list[torch.Tensor]:
+        """What code may hold of the buffers of these modules; on other ranks than their own it is a copy."""
+        return [tensor for (module, _), tensor in self._tensors.items() if module in ids]
+
     def changed(self, module: nn.Module, name: str) -> None:
         """A closed call changes a buffer in place."""
         tensor = self._tensors.get((id(module), name))

@@ -118,6 +118,39 @@ def held_to_the_end(smp: Any, out: Any) -> None:
     trained(smp, out, Net(), step, after_step=look)
 
 
+class Averaging(nn.Module):
+    """Follows its input in a buffer, and adds that."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
+        return torch.tanh(self.linear(x)) + self.mean
+
+
+@program(**ON_RANKS)
+def held_and_filled(smp: Any, out: Any) -> None:
+    """The root writes a result of the model into it, which the next call reads."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.average, self.after = TanhBlock(), Averaging(), TanhBlock()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.average(self.before(x))
+            mean = self.average.mean
+            mean.copy_(h.detach().mean(0) + 0.5)
+            return self.average(self.after(h)) + mean
+
+    trained(smp, out, Net())
+
+
 @program(**ON_RANKS)
 def bound_anew(smp: Any, out: Any) -> None:
     """The module binds another tensor: who holds the old one has the old numbers."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HARD", "WIDTH", "Root", "random_lines"]
+__all__ = ["HARD", "KEPT", "WIDTH", "Root", "random_lines"]
 
 WIDTH = 6
 
@@ -128,6 +128,10 @@ HARD = {
         view.add_(z * 0.3)
         loss = view.sum() * 0.4 + y.sum() * 0.5""",
     ),
+}
+"""Stages of the blocks, and code whose gradients are added up in an order that our segments cannot keep."""
+
+KEPT = {
     "a view of nothing that is held, and after": (
         "01",
         """x = b[0](x)
@@ -140,4 +144,4 @@ HARD = {
         loss = x.sum() * 0.3 + t1.sum() * 0.4 + view.sum() * 0.5 + y.sum() * 0.6""",
     ),
 }
-"""Stages of the blocks, and code whose gradients are added up in an order that our segments cannot keep."""
+"""The same, of which the order is kept: the copy that changes is laid out like the view."""

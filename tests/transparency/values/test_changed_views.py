@@ -15,7 +15,7 @@ import smp_lite as smp
 from tests.models import Batch
 from tests.transparency.conftest import OpenSession
 from tests.transparency.rounds import Round, assert_rounds_equal
-from tests.transparency.values.changed_views import HARD, WIDTH, Root, random_lines
+from tests.transparency.values.changed_views import HARD, KEPT, WIDTH, Root, random_lines
 
 
 def batch() -> Batch:
@@ -45,6 +45,13 @@ def test_an_order_of_sums_that_is_not_kept_is_refused(name: str, open_session: O
     lines = [line.strip() for line in code.splitlines()]
     with pytest.raises(smp.SMPError, match=r"clone\(\)"):
         compare(open_session, lines, [0] * len(stages), [int(stage) for stage in stages])
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_an_order_of_sums_that_is_kept(name: str, open_session: OpenSession) -> None:
+    stages, code = KEPT[name]
+    lines = [line.strip() for line in code.splitlines()]
+    compare(open_session, lines, [0] * len(stages), [int(stage) for stage in stages])
 
 
 @pytest.mark.parametrize("part", [0, *[pytest.param(i, marks=pytest.mark.slow) for i in range(1, 8)]])
