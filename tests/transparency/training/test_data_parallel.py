@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import smp_lite as smp
 from tests.harness import run_distributed
 from tests.models import CASES
 from tests.transparency.comparison import NUM_MICROBATCHES
@@ -98,3 +101,36 @@ def test_small_buckets_are_reduced_while_backward_runs() -> None:
 @pytest.mark.parametrize("name", ["gpt", "data_branch"])
 def test_everything_over_process_groups(name: str) -> None:
     check(name, wire="c10d")
+
+
+def test_a_parameter_that_trains_too_late_is_refused_on_all_ranks() -> None:
+    """Those of other stages do not wait for it."""
+    texts = run_distributed(
+        "tests.transparency.training.test_data_parallel:unfreeze",
+        4,
+        parameters={"partitions": 2, "microbatches": 2, "ddp": True},
+    )
+    assert all("parameter '1.weight' was frozen when reductions were set up" in text for text in texts)
+
+
+def unfreeze() -> str:
+    """On each rank: what it is told."""
+    smp.init()
+    try:
+        net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+        net[1].weight.requires_grad_(False)
+        model = smp.DistributedModel(net)
+
+        @smp.step
+        def step(model: Any, x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        step(model, torch.ones(4, 6))
+        net[1].weight.requires_grad_(True)
+        with pytest.raises(smp.SMPError) as told:
+            step(model, torch.ones(4, 6))
+        return str(told.value)
+    finally:
+        smp.reset()
