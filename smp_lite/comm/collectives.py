@@ -8,11 +8,13 @@ Two makes of one interface for tensors of the host: :class:`C10dCollectives` ove
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from .unawaited import keep
 from .waiting import broken_connections_named
 from .works import Works
 
@@ -202,7 +204,7 @@ class MPICollectives:
         request = self.comm.Iallgather(
             [self._memory(mine), self._mpi.BYTE], [self._memory(all_of_them), self._mpi.BYTE]
         )
-        return _Request(request, mine, mine)
+        return _Request(request, mine, mine, keep=all_of_them)
 
     def reduce_scatter(self, parts: torch.Tensor, mine: torch.Tensor) -> Pending:
         sent, got = self._summable(parts), self._summable(mine)
@@ -240,3 +242,15 @@ class _Request:
                 self._target.copy_(self._work)
             self._request = None
         return self._request is None
+
+    def __del__(self) -> None:
+        """Nobody waits any longer, after an error: peers may come yet, and MPI writes then."""
+        if self._request is not None and not _is_over():
+            self._target = self._work  # whose memory is another's by now
+            keep(self, None, look=False)
+
+
+def _is_over() -> bool:
+    from mpi4py import MPI
+
+    return sys.is_finalizing() or MPI.Is_finalized()

@@ -19,9 +19,10 @@ class _Pending(Protocol):
 _kept: list[tuple[_Pending, Any]] = []
 
 
-def keep(pending: _Pending, memory: Any) -> None:
-    """``memory`` lives until ``pending`` has ended."""
-    let_go_of_ended()
+def keep(pending: _Pending, memory: Any, *, look: bool = True) -> None:
+    """``memory`` lives until ``pending`` has ended; ``look`` whether others have, which may call MPI."""
+    if look:
+        let_go_of_ended()
     _kept.append((pending, memory))
 
 

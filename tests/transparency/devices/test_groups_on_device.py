@@ -88,9 +88,9 @@ def test_a_rank_of_a_stage_that_fails_and_the_next_step(own: bool, failing: int,
 def test_a_device_that_waits_in_vain_is_the_named_end_of_the_job() -> None:
     """Its process stands in a call of the driver (here: gloo's) in which no Python runs."""
     script = Path(__file__).parent / "one_does_not_come.py"
-    environment = {"SMP_LITE_PRETENDED_DEVICES": "1", "SMP_LITE_WATCHDOG_S": "2"}
+    environment = {"SMP_LITE_PRETENDED_DEVICES": "1", "SMP_LITE_WATCHDOG_S": "6"}
     ended = run_script([str(script)], 2, env=environment)
     assert ended.returncode != 0
     assert all(f"rank {rank} has [2.0, 2.0, 2.0]" in ended.stdout for rank in range(2))
-    said = "SMPTimeout: waited 2 s: a collective between the devices of ranks 0, 1 has begun and does not end"
+    said = "SMPTimeout: waited 6 s: a collective between the devices of ranks 0, 1 has begun and does not end"
     assert said in ended.stderr
