@@ -21,6 +21,7 @@ from ...errors import SMPError
 from ..backward.checkpointed_runs import CheckpointedRuns
 from ..backward.saved_state import SavedState
 from ..backward.state import BackwardState
+from ..buffers.module_buffers import ModuleBuffers
 from ..commands.recording import Recording
 from ..commands.replay import Tape, refuse
 from ..describe.descriptions import Descriptions
@@ -46,7 +47,6 @@ from .collectives import EndedWork, as_it_runs, is_collective
 from .command_writer import CommandWriter
 from .forced import Forced, Host
 from .gradients import backward, gradient_of, require_gradient, set_attribute
-from .module_buffers import ModuleBuffers
 from .module_calls import ModuleCalls
 from .ordinary_tensors import PARAMETERS, OrdinaryTensors
 from .repeated import RepeatedCalls

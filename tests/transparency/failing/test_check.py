@@ -16,12 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from smp_lite.check.report import StepReport
 from smp_lite.check.stepping import CheckEnded, StepChecker
 from smp_lite.lifecycle import starting
+from smp_lite.record.buffers import module_buffers
 from smp_lite.record.code.watch import Names
 from smp_lite.record.describe import effects, signature
 from smp_lite.record.parameters import tables
 from smp_lite.record.state import parts, python_state
 from smp_lite.record.state.places import PlacesRead
-from smp_lite.record.step import module_buffers, module_calls
+from smp_lite.record.step import module_calls
 from tests.models import CASES, Case
 from tests.models.layers import WIDTH, regression_batch
 from tests.sampling import one_in

@@ -19,7 +19,7 @@ from ..values.memory import storage_of
 from ..values.placed import PlacedTensor
 
 if TYPE_CHECKING:
-    from .recorder import Recorder
+    from ..step.recorder import Recorder
 
 __all__ = ["SeenBuffers"]
 

@@ -23,11 +23,11 @@ from ..parameters.tables import plain_table
 from ..values.calls import Arguments, ResultMeta
 from ..values.memory import storage_of
 from ..values.placed import PlacedTensor
-from .kept_buffers import KeptBuffers
-from .seen_buffers import SeenBuffers
+from .kept import KeptBuffers
+from .seen import SeenBuffers
 
 if TYPE_CHECKING:
-    from .recorder import Recorder
+    from ..step.recorder import Recorder
 
 __all__ = ["ModuleBuffers"]
 
