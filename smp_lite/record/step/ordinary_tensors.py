@@ -153,7 +153,8 @@ class OrdinaryTensors:
 
     def _add_view(self, view: torch.Tensor, base: torch.Tensor) -> None:
         """From now on the same view of the base's twin stands in for a view."""
-        place = tuple(view.shape), view.stride(), view.storage_offset() - base.storage_offset()
+        with torch._C.DisableTorchFunction():  # the base has a twin already, which would be asked
+            place = tuple(view.shape), view.stride(), view.storage_offset() - base.storage_offset()
         arguments = Arguments.of((self.twins.get(base), *place), {})
         with torch.enable_grad():  # as the view was made; or else torch itself has no gradient through it
             self.twins.add_view(view, self.recorder.writer.function(torch.as_strided, arguments))

@@ -178,6 +178,7 @@ class PlacedTensor(torch.Tensor):
 NUM_OWN = 6
 """How many attributes a placed value has that stands for no parameter, and that nobody has given any."""
 _NONE_OF_OURS = object()
+_OF_GRAPH_OR_MEMORY = ("_base", "_version", "output_nr")
 _OWN_ATTRIBUTES = frozenset(PlacedTensor.__annotations__)
 
 
@@ -190,6 +191,11 @@ def _own_property(func: Any, placed: PlacedTensor) -> Any:
         return placed.smp_recorder.gradient_of(placed)
     if name == "grad_fn" and placed.smp_recorder is not None:
         return None if _is_leaf(placed) else _Node()
+    if name in _OF_GRAPH_OR_MEMORY:
+        raise SMPError(
+            f"{name} was asked of a value of a step, which is made later, on the rank of its stage: what it "
+            "will be is not known before"
+        )
     return _NONE_OF_OURS
 
 

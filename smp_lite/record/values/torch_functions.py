@@ -28,7 +28,7 @@ METADATA_PROPERTIES = _words(
 
 METADATA_FUNCTIONS = _words(
     """
-    size dim numel nelement ndimension stride storage_offset is_floating_point is_complex
+    size dim numel nelement ndimension stride is_floating_point is_complex
     is_contiguous element_size get_device is_signed __len__ __hash__ is_tensor is_inference
     is_same_size can_cast result_type has_names is_conj is_neg dim_order is_shared is_pinned
     """
@@ -69,6 +69,9 @@ REFUSED = {
     "apply_": "use torch functions",
     "map_": "use torch functions",
     "map2_": "use torch functions",
+    "storage_offset": "where it lies in memory is not known before it is made",
+    "_is_view": "whether it shares memory is not known before it is made",
+    "is_set_to": "whether it shares memory is not known before it is made",
 }
 """What cannot be recorded, and what to do instead."""
 

@@ -245,3 +245,25 @@ def bias_before_and_after(smp: Any, out: Any) -> None:
             return x + bias
 
     trained(smp, out, Net())
+
+
+@program(**ON_RANKS, refused="where it lies in memory is not known")
+def place_in_memory(smp: Any, out: Any) -> None:
+    """Of a view it is another than of a tensor of that form."""
+
+    class Net(Chain):
+        def between(self, x: Tensor) -> Tensor:
+            return x * (1 + x[:, 2:].storage_offset())
+
+    trained(smp, out, Net())
+
+
+@program(**ON_RANKS, refused="_base was asked of a value of a step")
+def base_of_a_view(smp: Any, out: Any) -> None:
+    """There is none before it is made."""
+
+    class Net(Chain):
+        def between(self, x: Tensor) -> Tensor:
+            return x * (2.0 if x[:, 2:]._base is x else 1.0)
+
+    trained(smp, out, Net())
