@@ -110,6 +110,8 @@ def save_checkpoint(
         raise SMPError(f"{_SAVE}: the model is not partitioned yet, run a step first")
     if partial and session.shard_axes:
         check_user_content(user_content)
+    if optimizer is not None and not portable and (optimizer.has_masters or optimizer.is_sharded):
+        optimizer.check_state_readable()  # on all ranks: not all of them read it
     objects = {MODEL: model, OPTIMIZER: optimizer, USER_CONTENT: user_content, FP16_STATES: None}
     if optimizer is not None and portable and optimizer.has_masters:
         raise SMPError(

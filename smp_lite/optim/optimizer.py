@@ -441,6 +441,13 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         """Puts a state that was loaded before partition in place; called once by the model."""
         self._state.load_pending()
 
+    def check_state_readable(self) -> None:
+        """
+        Raises:
+            SMPError: the first step has still to put the state in place, or to make it.
+        """
+        self._state.check_readable()
+
     @property
     def waits_for_state(self) -> bool:
         """Whether a state was loaded that the first step puts in place."""

@@ -87,18 +87,25 @@ class ReadState:
             return partial_mark(self._session)
         return f"shard {self._axis.index} of {self._axis.size} of the optimizer's state"
 
-    def _local(self) -> dict[str, Any]:
+    def check_readable(self) -> None:
+        """
+        Raises:
+            SMPError: the first step has still to put it in place, or to make it.
+        """
         if self.pending is not None:
             raise SMPError(
                 "the optimizer's state was loaded and waits for the first step, which puts it in place: run "
                 "a step before asking for the state"
             )
-        is_cut = self._session.model.partitioned
-        if (self._half is not None or self._axis is not None) and not is_cut:
+        if (self._half is not None or self._axis is not None) and not self._session.model.partitioned:
             raise SMPError(
                 "the optimizer's state was asked for before the first step, which makes its master weights "
                 "and shards: run a step first"
             )
+
+    def _local(self) -> dict[str, Any]:
+        self.check_readable()
+        is_cut = self._session.model.partitioned
         stand_ins = self._groups.stand_ins
         if stand_ins is not None and self.loaded_masters and not stand_ins.are_followed():
             raise _other_masters()
