@@ -251,6 +251,8 @@ class _Request:
 
 
 def _is_over() -> bool:
+    if sys.is_finalizing():
+        return True
     from mpi4py import MPI
 
-    return sys.is_finalizing() or MPI.Is_finalized()
+    return MPI.Is_finalized()

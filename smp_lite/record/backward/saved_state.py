@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ...errors import SMPError
+from ..parameters.tables import owner_of
 from ..values.calls import ResultMeta
 
 if TYPE_CHECKING:
@@ -103,12 +104,11 @@ def unchanged_parameter(label: str, name: str, tensor: torch.Tensor) -> Iterator
 
 
 def _tensor(module: nn.Module, name: str) -> torch.Tensor:
-    prefix, _, own = name.rpartition(".")
-    found = getattr(module.get_submodule(prefix), own)
+    found = getattr(*owner_of(module, name))
     assert isinstance(found, torch.Tensor)
     return found
 
 
 def _key(module: nn.Module, name: str) -> _Key:
-    prefix, _, own = name.rpartition(".")
-    return id(module.get_submodule(prefix)), own
+    part, own = owner_of(module, name)
+    return id(part), own

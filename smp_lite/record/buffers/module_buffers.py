@@ -19,7 +19,7 @@ from ...errors import SMPError
 from ..backward.checkpoints import refuse_effect
 from ..commands.binding import sharing_memory
 from ..commands.replay import refuse
-from ..parameters.tables import plain_table
+from ..parameters.tables import owner_of, plain_table
 from ..values.calls import Arguments, ResultMeta
 from ..values.memory import storage_of
 from ..values.placed import PlacedTensor
@@ -103,8 +103,7 @@ class ModuleBuffers:
             return ()
         touched: dict[int, None] = {}
         for name in meta.buffers:
-            prefix, _, own = name.rpartition(".")
-            part = module.get_submodule(prefix)
+            part, own = owner_of(module, name)
             self._changing_now[id(part), own] = part
             if (id(part), own) not in self._changing:
                 self._changing[id(part), own] = part
@@ -118,6 +117,7 @@ class ModuleBuffers:
                 self._refuse_change(storage_of(buffer))
             held = self.seen.held(part, own)
             if held is not None:  # commands that have read it read what it was
+                self.recorder.ordinary.refuse_viewed([held])
                 self.recorder.ordinary.keep_captured(held, is_heard=name not in meta.unguarded)
                 self.seen.changed(part, own)
         if self._stateful:
@@ -135,8 +135,8 @@ class ModuleBuffers:
         """
         changing = self.changing()
         for name in buffers:
-            prefix, _, own = name.rpartition(".")
-            buffer = plain_table(module.get_submodule(prefix)._buffers)[own]
+            part, own = owner_of(module, name)
+            buffer = plain_table(part._buffers)[own]
             memory = None if buffer is None else storage_of(buffer)
             self._returned[memory] = f"{self.placement.name(module)}.{name}"
             if memory in changing:

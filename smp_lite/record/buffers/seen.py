@@ -3,7 +3,8 @@
 ``mean = self.norm.running_mean`` is the buffer itself: what later calls of the norm make of it, whoever holds
 it sees. Those calls are recorded and run later, and on one rank only. So what is held of a buffer that a call
 changes is *stale* from then on, and brought up to date where it is used again, in place: views of it are
-too. That runs everything that has been recorded so far, as looking at the buffer anew would.
+too. That runs everything that has been recorded so far, as looking at the buffer anew would. Nobody hears of
+the use of an array that shares its memory (``mean.numpy()``): then each call runs at once that changes it.
 """
 
 from __future__ import annotations
@@ -30,70 +31,79 @@ class SeenBuffers:
     """Those of a recorder's step.
 
     Attributes:
-        stale: those that closed calls have changed since.
+        stale: those that closed calls have changed since, in the order in which they did on all ranks.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.stale: dict[_Key, nn.Module] = {}
-        self._tensors: dict[_Key, torch.Tensor] = {}  # as code holds them
-        self._modules: dict[int | None, nn.Module] = {}  # whose they are, by memory
-        self._stale_memory: set[int | None] = set()
+        self.stale: dict[_Key, None] = {}
+        self._held: dict[_Key, tuple[nn.Module, torch.Tensor]] = {}  # as code has got them
+        self._unheard: set[_Key] = set()  # of which it has got arrays
 
     def forget(self) -> None:
         """The step is over, or begins."""
         self.stale.clear()
-        self._tensors.clear()
-        self._modules.clear()
-        self._stale_memory.clear()
+        self._held.clear()
+        self._unheard.clear()
 
     def note(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         """Code gets to see it."""
-        memory = storage_of(tensor)
-        if memory is not None:
-            self._modules[memory] = module
-            self._tensors[id(module), name] = tensor
+        if storage_of(tensor) is not None:
+            self._held[id(module), name] = (module, tensor)
+
+    def note_arrays(self, tensors: Iterable[Any]) -> None:
+        """Code gets arrays that share the memory of tensors."""
+        memory = {storage_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)}
+        self._unheard.update(key for key, (_, held) in self._held.items() if storage_of(held) in memory)
 
     def module_of(self, memory: int | None) -> nn.Module | None:
         """Whose buffer lies there, if code has seen it."""
-        return self._modules.get(memory)
+        return next((module for module, held in self._held.values() if storage_of(held) == memory), None)
 
     def held(self, module: nn.Module, name: str) -> torch.Tensor | None:
         """What code may hold of a buffer."""
-        return self._tensors.get((id(module), name))
+        found = self._held.get((id(module), name))
+        return None if found is None else found[1]
 
     def of(self, ids: frozenset[int]) -> list[torch.Tensor]:
         """What code may hold of the buffers of these modules; on other ranks than their own it is a copy."""
-        return [tensor for (module, _), tensor in self._tensors.items() if module in ids]
+        return [held for module, held in self._held.values() if id(module) in ids]
 
     def changed(self, module: nn.Module, name: str) -> None:
-        """A closed call changes a buffer in place."""
-        tensor = self._tensors.get((id(module), name))
-        if tensor is not None:
-            self.stale[id(module), name] = module
-            self._stale_memory.add(storage_of(tensor))
+        """A closed call is about to be recorded that changes a buffer in place."""
+        if (id(module), name) in self._held:
+            self.stale[id(module), name] = None
 
     def left(self, module: nn.Module, name: str) -> None:
-        """The module has bound another tensor: what code holds of the buffer is no longer that."""
-        if (id(module), name) in self._tensors:
-            self.refresh([self._tensors[id(module), name]])
-            del self._tensors[id(module), name]
+        """The module binds another tensor: what code holds of the buffer is no longer that."""
+        if (id(module), name) in self.stale:
+            self._refresh()
+        self._held.pop((id(module), name), None)
+
+    def recorded(self) -> None:
+        """That call is recorded."""
+        if not self._unheard.isdisjoint(self.stale):
+            self._refresh()
 
     def refresh(self, tensors: Iterable[Any]) -> None:
         """These are about to be used: if one is stale, all are brought up to date."""
-        if self.stale and any(
+        memory = {storage_of(self._held[key][1]) for key in self.stale}
+        if memory and any(
             isinstance(tensor, torch.Tensor)
             and type(tensor) is not PlacedTensor
-            and storage_of(tensor) in self._stale_memory
+            and storage_of(tensor) in memory
             for tensor in tensors
         ):
-            for (_, name), module in list(self.stale.items()):
-                self.present(module, name)
+            self._refresh()
+
+    def _refresh(self) -> None:
+        for key in list(self.stale):
+            self.present(self._held[key][0], key[1])
 
     def end_recording(self) -> None:
         """All has run: what the script has kept is as it is in one process."""
-        for (_, name), module in list(self.stale.items()):
-            self._shared(module, name)
+        for key in list(self.stale):
+            self._shared(self._held[key][0], key[1])
 
     def present(self, module: nn.Module, name: str) -> torch.Tensor:
         """A buffer that closed calls change, as it is by now, on every rank."""
@@ -106,12 +116,10 @@ class SeenBuffers:
         stage = placement.stage_of[placement.names[id(module)]]
         value = self.recorder.host.share(plain_table(module._buffers)[name], stage)
         self.stale.pop((id(module), name), None)
-        held = self._tensors.get((id(module), name))
-        if held is None:
+        held = self.held(module, name)
+        if held is None or held is value or placement.is_here(module):
             return value
-        self._stale_memory.discard(storage_of(held))
-        if held is not value and not placement.is_here(module):
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                held.copy_(value)
-            return held
-        return value
+        self.recorder.buffers.kept.keep(held)  # it may be what this rank's table has, and the step may fail
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            held.copy_(value)
+        return held

@@ -39,10 +39,16 @@ class Binder:
         self.serial = serial
         self.made = made
 
-    def bind(self, command: Command, meta: ResultMeta) -> tuple[Any, Links]:
-        """Completes the command; returns its result and, for each output, the values it depends on."""
+    def bind(self, command: Command, meta: ResultMeta, given: Sequence[Any]) -> tuple[Any, Links]:
+        """Completes the command; returns its result and, for each output, the values it depends on.
+
+        Args:
+            command: has been made.
+            meta: what it returns and changes.
+            given: its tensor arguments as they were given, of which the command may have copies.
+        """
         if meta.spec is LEAF and not meta.changed and type(only := meta.leaves[0]) is NewTensor:
-            return self._bind_one(command, meta, only)
+            return self._bind_one(command, meta, only, given)
         tensors, sources = command.arguments.tensors, command.sources
         outputs: list[int] = []
         links: list[tuple[int, ...]] = []
@@ -50,7 +56,7 @@ class Binder:
         leaves: list[Any] = []
         for leaf in meta.leaves:
             if type(leaf) is NewTensor:
-                placed = self._place(leaf, command)
+                placed = self._place(leaf, command, given)
                 outputs.append(placed.smp_value)
                 links.append(tuple([sources[i] for i in leaf.links if sources[i] >= 0]))
                 new.append(placed)
@@ -77,17 +83,19 @@ class Binder:
             self.recording.draws = True
         return rebuild(meta.spec, iter(leaves)), tuple(links)
 
-    def _bind_one(self, command: Command, meta: ResultMeta, leaf: NewTensor) -> tuple[Any, Links]:
+    def _bind_one(
+        self, command: Command, meta: ResultMeta, leaf: NewTensor, given: Sequence[Any]
+    ) -> tuple[Any, Links]:
         """The same for a call that returns one new tensor, as most do."""
         sources = command.sources
-        placed = self._place(leaf, command)
+        placed = self._place(leaf, command, given)
         command.meta = meta
         command.outputs = (placed.smp_value,)
         if meta.draws and command.module is not None:
             self.recording.draws = True
         return placed, (tuple([sources[i] for i in leaf.links if sources[i] >= 0]),)
 
-    def _place(self, leaf: NewTensor, command: Command) -> PlacedTensor:
+    def _place(self, leaf: NewTensor, command: Command, given: Sequence[Any]) -> PlacedTensor:
         """A placed tensor for a new value, which may share the memory of one of the call's arguments."""
         meta, stage_index = leaf.meta, command.stage_index
         if len(meta.stride) != len(meta.shape):
@@ -95,18 +103,26 @@ class Binder:
                 f"{command.label} returns a sparse or nested tensor, which cannot go from one module to "
                 "another: make and use it within one module, or return to_dense() or to_padded_tensor(0.0)"
             )
-        viewed = command.arguments.tensors[leaf.aliases] if leaf.aliases is not None else None
-        is_buffer = leaf.is_buffer or (
-            type(viewed) is PlacedTensor
-            and viewed.smp_parameter is None
-            and self.recording.values[viewed.smp_value].is_buffer
+        viewed = given[leaf.aliases] if leaf.aliases is not None else None
+        value = self.recording.new_value(
+            stage_index, meta, is_view=leaf.is_view, lies_in=self._memory_of(leaf, viewed)
         )
-        value = self.recording.new_value(stage_index, meta, hides_base=leaf.is_view, is_buffer=is_buffer)
         placed = PlacedTensor.of_value(meta, self.listener, stage_index, self.serial, value)
         self.made.append(weakref.ref(placed))
-        if leaf.aliases is not None:
+        if type(viewed) is PlacedTensor:
             _note_view(placed, viewed, is_detached(command, leaf))
+        elif viewed is not None:
+            placed.smp_aliases = [(weakref.ref(placed), 0)]
+            self.listener.viewed(viewed, placed.smp_aliases)
         return placed
+
+    def _memory_of(self, leaf: NewTensor, viewed: Any) -> str:
+        """What a new value lies in the memory of, but for other values and parameters."""
+        if leaf.is_buffer:
+            return "a buffer that a module has returned, which other microbatches use too"
+        if type(viewed) is PlacedTensor:
+            return "" if viewed.smp_parameter is not None else self.recording.values[viewed.smp_value].lies_in
+        return "" if viewed is None else "a view of a tensor that every rank has of its own"
 
     def place_again(self, value: Value, base: Any, *, detached: bool) -> PlacedTensor:
         """The same for the value that an earlier microbatch has made at this place.
@@ -142,10 +158,10 @@ class Binder:
             )
         if target.smp_parameter is not None:
             return []  # the owner's parameter itself changes; it has no versions
-        if self.recording.values[target.smp_value].is_buffer:
+        if lies_in := self.recording.values[target.smp_value].lies_in:
             raise SMPError(
-                f"{command.label} changes a buffer in place that a module has returned, which other "
-                "microbatches use too: change it in the module's own code, or return a clone() of it"
+                f"{command.label} changes {lies_in}, in place: change a clone() of it, or a buffer in its "
+                "module's own code"
             )
         if changed.meta.shape != target.smp_meta.shape:
             raise SMPError(f"{command.label} changes the shape of a tensor in place: use its plain form")
@@ -153,7 +169,7 @@ class Binder:
         found = []
         values = self.recording.values
         family, base = _family(target), _base(target)
-        command.hides_base |= base is None or values[base.smp_value].hides_base
+        command.hides_base |= base is None or values[base.smp_value].is_view
         of_base = None if base is None else base.smp_value
         if of_base is not None:  # autograd hangs the change, and the views anew, under what they are views of
             reached = tuple([of_base if value == target.smp_value else value for value in reached])
@@ -171,7 +187,7 @@ class Binder:
                 links = reached
             member.smp_stage = command.stage_index
             member.smp_value = self.recording.new_value(
-                command.stage_index, member.smp_meta, hides_base=values[old].hides_base
+                command.stage_index, member.smp_meta, is_view=values[old].is_view
             )
             earlier = of_base if of_base is not None and _family(member) == family else old
             # A buffer of zeros gets no gradient, even if what was written into it does.
@@ -194,13 +210,12 @@ def is_detached(command: Command, leaf: NewTensor) -> bool:
     )
 
 
-def _note_view(placed: PlacedTensor, base: Any, detached: bool) -> None:
-    if type(base) is PlacedTensor:
-        if base.smp_aliases is None:
-            base.smp_aliases = [(weakref.ref(base), 0)]
-        aliases = placed.smp_aliases = base.smp_aliases
-        family = 1 + max(other for _, other in aliases) if detached else _family(base)
-        aliases.append((weakref.ref(placed), family))
+def _note_view(placed: PlacedTensor, base: PlacedTensor, detached: bool) -> None:
+    if base.smp_aliases is None:
+        base.smp_aliases = [(weakref.ref(base), 0)]
+    aliases = placed.smp_aliases = base.smp_aliases
+    family = 1 + max(other for _, other in aliases) if detached else _family(base)
+    aliases.append((weakref.ref(placed), family))
 
 
 def _note_shared(placed: PlacedTensor, other: PlacedTensor, *, is_base: bool) -> None:

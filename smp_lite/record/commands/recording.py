@@ -41,10 +41,10 @@ class Value:
     stage_index: int
     meta: TensorMeta
     is_parameter: bool = False
-    hides_base: bool = False
-    """It is a view of what nobody outside of the call that made it holds."""
-    is_buffer: bool = False
-    """It lies in the memory of a buffer of the module whose call has returned it."""
+    is_view: bool = False
+    """It is a view of something else that the call has made that made it, returned or not."""
+    lies_in: str = ""
+    """If its memory is not that of a value: what it is, and what changes of it would miss."""
 
 
 @dataclass(slots=True)
@@ -161,11 +161,11 @@ class Recording:
         meta: TensorMeta,
         *,
         is_parameter: bool = False,
-        hides_base: bool = False,
-        is_buffer: bool = False,
+        is_view: bool = False,
+        lies_in: str = "",
     ) -> int:
         index = len(self.values)
-        self.values.append(Value(index, stage_index, meta, is_parameter, hides_base, is_buffer))
+        self.values.append(Value(index, stage_index, meta, is_parameter, is_view, lies_in))
         return index
 
     def add(self, command: Command, links: tuple[tuple[int, ...], ...], tokens: tuple[int, int]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Collection, Iterable, Iterator
-from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -106,15 +105,14 @@ class FakeTables:
         """Names of the parameters and buffers whose memory is one of these."""
         return tuple(name for name, tensor in self._state() if tensor.untyped_storage()._cdata in storages)
 
-    def buffers_in(self, storages: AbstractSet[int]) -> tuple[set[str], set[str]]:
-        """Names of the buffers whose memory, as they were before the run and as they are, is one of these."""
-        found: tuple[set[str], set[str]] = (set(), set())
-        for prefix, table, before, is_buffers in self._tables:
-            for names, tensors in zip(found, (before, table) if is_buffers else ()):
-                for name, tensor in tensors.items():
-                    if tensor is not None and tensor.untyped_storage()._cdata in storages:
-                        names.add(f"{prefix}.{name}" if prefix else name)
-        return found
+    def buffers_by_name(self, *, before: bool) -> dict[str, int]:
+        """The memory of each buffer, as it was before the run or is now."""
+        return {
+            f"{prefix}.{name}" if prefix else name: tensor.untyped_storage()._cdata
+            for prefix, table, old, is_buffers in self._tables
+            for name, tensor in (old if before else table).items()
+            if is_buffers and tensor is not None
+        }
 
     def rebound_buffers(self, written: set[int]) -> tuple[str, ...]:
         """Names of those that were bound anew.
@@ -132,15 +130,6 @@ class FakeTables:
                     raise NeedsOpening(f"changes its buffer {name} in place and binds it anew")
                 found.append(f"{prefix}.{name}" if prefix else name)
         return tuple(found)
-
-    def storages_of(self, buffers: AbstractSet[str]) -> set[int]:
-        """The memory that they have by now."""
-        return {
-            tensor.untyped_storage()._cdata
-            for prefix, table, _, is_buffers in self._tables
-            for name, tensor in table.items()
-            if is_buffers and tensor is not None and (f"{prefix}.{name}" if prefix else name) in buffers
-        }
 
     def changed_unnoticed(self, written: set[int]) -> tuple[str, ...]:
         """Names of those that were written to without a new version."""

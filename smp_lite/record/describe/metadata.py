@@ -214,11 +214,16 @@ class MetadataInference:
             for leaf in leaves
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
         }
-        before, now = tables.buffers_in(storages)
+        before = tables.buffers_by_name(before=True)
+        returned = {
+            name: memory
+            for name, memory in tables.buffers_by_name(before=False).items()
+            if memory in storages
+        }
         buffers = tables.changed_buffers(watch.written)
-        if name := next((name for name in buffers if name in before), None):
+        if name := next((name for name in buffers if before.get(name) in storages), None):
             raise NeedsOpening(f"returns its buffer {name}, which it changes: so may the next call of it")
-        describe = _Describer(fakes, tables.storages_of(now))
+        describe = _Describer(fakes, frozenset(returned.values()))
         described = tuple(describe.leaf(leaf) for leaf in leaves)
         changed = tuple(
             ChangedArgument(i, TensorMeta.of(given), describe.links(given))
@@ -233,7 +238,7 @@ class MetadataInference:
             sets_attributes=any(map(_has_attributes, [*leaves, *[given for _, given in fakes]])),
             buffers=buffers,
             rebound=tables.rebound_buffers(watch.written),
-            returned=tuple(sorted(now)),
+            returned=tuple(sorted(returned)),
             unguarded=tables.changed_unnoticed(watch.written),
             saved_state=tables.names_in(saved - watch.only_passed),
             saved_arguments=tuple(

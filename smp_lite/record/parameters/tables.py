@@ -16,7 +16,7 @@ from torch import nn
 
 from ...errors import SMPError
 
-__all__ = ["BufferListener", "BufferTable", "ParameterTable", "plain_parameters", "plain_table"]
+__all__ = ["BufferListener", "BufferTable", "ParameterTable", "owner_of", "plain_parameters", "plain_table"]
 
 Tensors = dict[str, "torch.Tensor | None"]
 
@@ -144,6 +144,12 @@ class BufferTable(dict[str, Any]):
 def plain_table(table: dict[str, Any]) -> dict[str, Any]:
     """What a table holds, without anybody hearing of it."""
     return table.real if type(table) is BufferTable else table
+
+
+def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The part of a module that has the parameter or buffer of that name, and its name there."""
+    prefix, _, own = name.rpartition(".")
+    return module.get_submodule(prefix), own
 
 
 def plain_parameters(module: nn.Module) -> dict[str, Any]:

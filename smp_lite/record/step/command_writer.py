@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -165,6 +165,7 @@ class CommandWriter:
         if described.meta.returned:
             recorder.buffers.note_returned(module, described.meta.returned)
         result = self._append(command, described)
+        recorder.buffers.seen.recorded()
         recorder.modules.note(command, recorder.descriptions.read)
         return None, result
 
@@ -292,11 +293,12 @@ class CommandWriter:
         assert self.recorder.recording is not None
         recording, repeated = self.recorder.recording, self.recorder.repeated
         written = [changed.argument for changed in described.meta.changed]
+        given = list(command.arguments.tensors)
         self.recorder.ordinary.capture(
             command.arguments, command.sources, described.meta.saved_arguments, written
         )
         leaves, before = repeated.leaves_of(command), (recording.digest, recording.structure_digest)
-        returned, links = self.bind(command, described.meta)
+        returned, links = self.bind(command, described.meta, given)
         recording.add(command, links, (described.content, described.structure))
         repeated.learn(command, described, leaves, before)
         return returned
@@ -307,10 +309,13 @@ class CommandWriter:
         assert self._binder is not None
         return self._binder
 
-    def bind(self, command: Command, meta: ResultMeta) -> tuple[Any, Any]:
-        """Completes a command; returns its result and, for each output, the values it depends on."""
+    def bind(self, command: Command, meta: ResultMeta, given: Sequence[Any]) -> tuple[Any, Any]:
+        """Completes a command; returns its result and, for each output, the values it depends on.
+
+        Args: see :meth:`Binder.bind`.
+        """
         assert self._binder is not None
-        returned, links = self._binder.bind(command, meta)
+        returned, links = self._binder.bind(command, meta, given)
         command.arguments.forget(command.sources)
         return returned, links
 
@@ -353,7 +358,7 @@ class CommandWriter:
         if command.module is not None:
             command.touches = self.recorder.buffers.touched(command.module, found)
         self.recorder.descriptions.learn(unknown, command.label, command.arguments, found)
-        returned, links = self.bind(command, found)
+        returned, links = self.bind(command, found, command.arguments.tensors)
         recording.links[-1] = links
         recording.structure_digest = hash((recording.structure_digest, structure_token(found)))
         recording.epoch += 1

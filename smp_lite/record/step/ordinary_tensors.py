@@ -52,6 +52,8 @@ class OrdinaryTensors:
         # If this step is one that is checked: what its commands have captured, beside the batch.
         self.contents: list[tuple[tuple[int, ...], int]] = []
         self._inputs: dict[int, tuple[torch.Tensor, PlacedTensor]] = {}
+        # Of this step, by memory: a tensor of which calls have returned views, and weak references to those.
+        self._viewed: dict[int | None, list[tuple[torch.Tensor, list[Any]]]] = {}
         self.changes_earlier = False  # in this step, what commands of earlier microbatches have captured
 
     def begin_step(self, batch: Iterable[torch.Tensor], *, strict: bool, compared: bool) -> None:
@@ -73,6 +75,12 @@ class OrdinaryTensors:
         self.twins = Twins()
         self._kept.clear()
         self._inputs.clear()
+
+    def end_step(self) -> None:
+        """The step is over; it may have failed in the midst of a microbatch."""
+        self.forget()
+        self.forget_captured()
+        self._viewed.clear()
 
     # What stands in for them --------------------------------------------------------------------------------
 
@@ -138,6 +146,7 @@ class OrdinaryTensors:
 
     def add_twin(self, target: torch.Tensor, stage: int) -> None:
         """From now on a placed copy stands in for an ordinary tensor, or what is a view of its base's."""
+        self.refuse_viewed([target])
         self.recorder.buffers.kept.before_change(target)
         base = base_of(target)
         whole = target if base is None else base
@@ -170,6 +179,25 @@ class OrdinaryTensors:
                 self.add_twin(target, self.recorder.writer.stage(arguments, None))
         result = self.recorder.torch_function(func, *self.twins.substitute(args, kwargs))
         return None if result is None else target
+
+    def note_views(self, tensor: torch.Tensor, views: list[Any]) -> None:
+        """A call has returned a view of an ordinary tensor: (weak reference, family) for it and its views."""
+        self._viewed.setdefault(storage_of(tensor), []).append((tensor, views))
+
+    def refuse_viewed(self, targets: Iterable[torch.Tensor]) -> None:
+        """Ordinary tensors are about to change.
+
+        Raises:
+            SMPError: a view of one is held, which lives on a stage and would not follow.
+        """
+        for target in targets if self._viewed else ():
+            views = [view for _, views in self._viewed.get(storage_of(target), ()) for view, _ in views]
+            if any(view() is not None for view in views):
+                raise SMPError(
+                    f"a tensor of shape {tuple(target.shape)} is changed in place while a view of it is held "
+                    "that a call has returned: that lives on a stage, and would not follow. Change a clone() "
+                    "of it, or let the call return one"
+                )
 
     # Those that want a gradient -----------------------------------------------------------------------------
 

@@ -152,8 +152,7 @@ class Recorder:
     def end_step(self) -> None:
         """Forgets the step; it may have failed in the midst of a microbatch."""
         self.recording = None
-        self.ordinary.forget()
-        self.ordinary.forget_captured()
+        self.ordinary.end_step()
         self.modules.end_step()
         self.buffers.end_step()
         self.backward_state.end_step()
@@ -273,10 +272,12 @@ class Recorder:
             return self.forced.call(func, args, kwargs)
         if name == "__set__" and type(args[1]) is PlacedTensor:
             return set_attribute(self, func, args)
-        if name in SHARES_MEMORY or _sets_data(func, name):
-            changed = [args[0]] if args else []
+        if name in SHARES_MEMORY:
+            changed = [*args[:1]]
+            self.buffers.seen.note_arrays(changed)
         else:
-            changed = changed_by(func, name, args, kwargs)
+            changed = [*args[:1]] if _sets_data(func, name) else changed_by(func, name, args, kwargs)
+            self.ordinary.refuse_viewed(changed)
         for target in changed:
             self.buffers.before_change(target)
             self.ordinary.keep_captured(target)
@@ -302,6 +303,10 @@ class Recorder:
     def gradient_of(self, placed: PlacedTensor) -> torch.Tensor | None:
         """``placed.grad``: of a parameter, what earlier steps have left."""
         return gradient_of(self, placed)
+
+    def viewed(self, tensor: torch.Tensor, views: list[Any]) -> None:
+        """A call has returned a view of an ordinary tensor."""
+        self.ordinary.note_views(tensor, views)
 
     def attributes_of(self, full: str) -> dict[str, Any]:
         """What Python code has set on a parameter."""

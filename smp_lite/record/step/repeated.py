@@ -185,9 +185,10 @@ class RepeatedCalls:
             recording.links.append(known.links)
         else:
             command = template.again(Arguments(list(leaves), spec))
+            given = list(command.arguments.tensors)
             if known.has_ordinary:
                 recorder.ordinary.capture(command.arguments, command.sources, meta.saved_arguments)
-            returned, links = recorder.writer.bind(command, meta)
+            returned, links = recorder.writer.bind(command, meta, given)
             recording.links.append(links)
         recording.commands.append(command)
         recording.digest, recording.structure_digest = known.after

@@ -82,6 +82,18 @@ def by_a_block_in_columns(smp: Any, out: Any) -> None:
 
 
 @program(**ON_RANKS)
+def by_a_block_for_all(smp: Any, out: Any) -> None:
+    """What is not split is one tensor: each microbatch goes on with what the one before has left."""
+    model = smp.DistributedModel(Net())
+    step = smp.step(plainly, non_split_inputs=["y"])
+    total = torch.zeros(2, 6)
+    for number in range(2):
+        out.value("loss", step(model, torch.full((8, 6), number + 1.0), total).reduce_mean())
+        out.value("batch", total)
+    out.model(model)
+
+
+@program(**ON_RANKS)
 def by_the_root(smp: Any, out: Any) -> None:
     """With numbers of its own before the model, and with results of the model."""
 

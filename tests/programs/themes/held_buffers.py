@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.programs import program
+from tests.programs.plain import Plain
 from tests.programs.small import TanhBlock, trained
 
 ON_RANKS = {"stages": (2, 3), "ranks": (2,)}
@@ -151,65 +154,98 @@ def held_and_filled(smp: Any, out: Any) -> None:
     trained(smp, out, Net())
 
 
+class Count(nn.Module):
+    """Counts its calls; a subclass says how."""
+
+    number: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("number", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count()
+        return torch.tanh(self.linear(x))
+
+    def count(self) -> None:
+        self.number = self.number + 1
+
+
+class ChangedToo(Count):
+    def count(self) -> None:
+        self.number.add_(1)
+        self.number = self.number * 0.5
+
+
+class Counted(nn.Module):
+    """Holds the number over a further call."""
+
+    def __init__(self, count: Count) -> None:
+        super().__init__()
+        self.before, self.count, self.after = TanhBlock(), count, TanhBlock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.count(self.before(x))
+        first = self.count.number
+        h = self.count(self.after(h))
+        return h * first.sum() + self.count.number.mean()
+
+
 @program(**ON_RANKS)
 def bound_anew(smp: Any, out: Any) -> None:
     """The module binds another tensor: who holds the old one has the old numbers."""
-
-    class Count(nn.Module):
-        number: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 6)
-            self.register_buffer("number", torch.zeros(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.number = self.number + 1
-            return torch.tanh(self.linear(x))
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.count, self.after = TanhBlock(), Count(), TanhBlock()
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.count(self.before(x))
-            first = self.count.number
-            h = self.count(self.after(h))
-            return h * first.sum() + self.count.number.mean()
-
-    trained(smp, out, Net())
+    trained(smp, out, Counted(Count()))
 
 
 @program(**ON_RANKS)
 def changed_and_bound_anew(smp: Any, out: Any) -> None:
     """Both in one call."""
+    trained(smp, out, Counted(ChangedToo()))
 
-    class Count(nn.Module):
-        number: Tensor
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 6)
-            self.register_buffer("number", torch.zeros(2))
+@program(**ON_RANKS)
+def held_as_an_array(smp: Any, out: Any) -> None:
+    """Nobody hears of its use."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.number.add_(1)
-            self.number = self.number * 0.5
-            return torch.tanh(self.linear(x))
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.count, self.after = TanhBlock(), Count(), TanhBlock()
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.count(self.before(x))
-            first = self.count.number
-            h = self.count(self.after(h))
-            return h * first.sum() + self.count.number.mean()
+    class Net(Normed):
+        def used(self, h: Tensor, mean: Tensor) -> Tensor:
+            array = mean.numpy()
+            return self.again(h) + float(array.sum())
 
     trained(smp, out, Net())
+
+
+@program(**ON_RANKS)
+def held_when_a_step_fails(smp: Any, out: Any) -> None:
+    """The next step finds the buffers as they were, on all ranks, also if code has seen them at first."""
+    now = {"step": 0}
+
+    class Net(Normed):
+        def forward(self, x: Tensor) -> Tensor:
+            mean = self.norm.running_mean
+            assert isinstance(mean, Tensor)
+            return self.after(self.norm(self.before(x + mean)) + mean) + mean
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        if now["step"] == 0:
+            raise ValueError("as if something were wrong")
+        model.backward(loss)
+        return loss
+
+    def around() -> Any:
+        return contextlib.suppress(ValueError)
+
+    net = Net()
+    start = copy.deepcopy(net.state_dict())
+
+    def after_step() -> None:
+        now["step"] += 1
+        if isinstance(smp, Plain) and now["step"] == 1:  # where the failed call has left its traces
+            net.norm.load_state_dict({k.removeprefix("norm."): v for k, v in start.items() if "norm." in k})
+
+    trained(smp, out, net, step, steps=3, around=around, after_step=after_step)
 
 
 @program(**ON_RANKS, refused="batch norm whose statistics it is")

@@ -214,7 +214,69 @@ def constants_returned(smp: Any, out: Any) -> None:
     trained(smp, out, Net(Scaled()))
 
 
-@program(**ON_RANKS, refused="changes a buffer in place that a module has returned")
+class Passing(nn.Module):
+    """Hands a part of its second argument on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.linear(x)), y[:, :1]
+
+
+class Passed(nn.Module):
+    """Gives a block a tensor that every rank has of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.passing, self.after = TanhBlock(), Passing(), TanhBlock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.arange(6.0).expand(x.shape[0], 6).clone()
+        return self.after(self.changed(self.before(x), mask))
+
+    def changed(self, h: Tensor, mask: Tensor) -> Tensor:
+        h, part = self.passing(h, mask)
+        h = h + part
+        del part
+        mask.add_(1.0)  # nobody holds the view any more
+        return h + mask
+
+
+@program(**ON_RANKS)
+def part_of_a_mask(smp: Any, out: Any) -> None:
+    """A view of the root's own tensor goes through a block."""
+    trained(smp, out, Passed())
+
+
+@program(**ON_RANKS, refused="is changed in place while a view of it is held")
+def mask_changes(smp: Any, out: Any) -> None:
+    """The view would have to follow."""
+
+    class Net(Passed):
+        def changed(self, h: Tensor, mask: Tensor) -> Tensor:
+            h, part = self.passing(h, mask)
+            mask.add_(1.0)
+            return h + part
+
+    trained(smp, out, Net())
+
+
+@program(**ON_RANKS, refused="changes a view of a tensor that every rank has of its own")
+def part_of_a_mask_changes(smp: Any, out: Any) -> None:
+    """The mask would have to follow."""
+
+    class Net(Passed):
+        def changed(self, h: Tensor, mask: Tensor) -> Tensor:
+            h, part = self.passing(h, mask)
+            part.add_(1.0)
+            return h + mask
+
+    trained(smp, out, Net())
+
+
+@program(**ON_RANKS, refused="changes a buffer that a module has returned")
 def root_changes_a_returned_buffer(smp: Any, out: Any) -> None:
     """The next microbatch would have to see it."""
 
