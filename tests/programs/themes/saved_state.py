@@ -191,7 +191,7 @@ def a_container_shrinks_weights(smp: Any, out: Any) -> None:
     trained(smp, out, Clipped(lambda weight: weight.mul_(0.99)))
 
 
-INPUT = "was changed by way of .data or numpy after a call had read it"
+INPUT = r"was changed by way of \.data or numpy.* after a call had read it"
 
 
 def halving(halve: Any) -> Any:

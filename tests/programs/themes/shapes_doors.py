@@ -755,10 +755,9 @@ def falls_back(smp: Any, out: Any) -> None:
     out.model(model)
 
 
-@program(stages=(2,), ranks=(2,))
-def scripted_part(smp: Any, out: Any) -> None:
-    """A part of the model is torch.jit.script'ed."""
-    net = nn.Sequential(mlp(6, 16, 16), torch.jit.script(mlp(16, 16, 16)), nn.Linear(16, 3))
+@torch.jit.optimized_execution(False)
+def scripted(smp: Any, out: Any, net: nn.Module) -> None:
+    """Not optimized: from the second run on torch.jit would take other code, with other last bits."""
     model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -773,3 +772,32 @@ def scripted_part(smp: Any, out: Any) -> None:
         out.value("loss", train_step(*data(i)).reduce_mean())
         optimizer.step()
     out.model(model)
+
+
+@program(stages=(2,), ranks=(2,))
+def scripted_part(smp: Any, out: Any) -> None:
+    """A part of the model is torch.jit.script'ed."""
+    scripted(smp, out, nn.Sequential(mlp(6, 16, 16), torch.jit.script(mlp(16, 16, 16)), nn.Linear(16, 3)))
+
+
+@torch.jit.script
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    y = x + bias
+    return y * 0.5 * (1.0 + torch.tanh(0.79788456 * y * (1 + 0.044715 * y * y)))
+
+
+class BiasGelu(nn.Module):
+    """Calls a function that is torch.jit.script'ed, as Megatron's blocks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16, bias=False)
+        self.bias = nn.Parameter(torch.linspace(-1, 1, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return bias_gelu(self.linear(x), self.bias)
+
+
+@program(stages=(2,), ranks=(2,))
+def scripted_function(smp: Any, out: Any) -> None:
+    scripted(smp, out, nn.Sequential(mlp(6, 16, 16), BiasGelu(), BiasGelu(), nn.Linear(16, 3)))
