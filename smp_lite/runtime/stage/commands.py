@@ -97,7 +97,8 @@ class CommandRunner:
         if command.parameter is not None:
             (value,) = command.outputs
             local[value] = self.placement.parameter(command.parameter)
-            if value in segment.gradient_exports:
+            # Of uses that are a value each, here is where autograd comes to the one of this value.
+            if value in segment.gradient_exports and not _is_used(value, recording, segment):
                 self._begin_here(value, local)
             return
         if command.input is not None:
@@ -325,6 +326,10 @@ def _run_function(
         after = tuple(generator.get_state() for generator, _ in before)
     drew = any(not torch.equal(a, b) for (_, a), b in zip(before, after, strict=True))
     return RealRun(tensors, result, drew, states=after if drew else ())
+
+
+def _is_used(value: int, recording: Recording, segment: Segment) -> bool:
+    return any(value in recording.commands[index].sources for index in segment.commands)
 
 
 def _call(command: Command, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -121,6 +121,22 @@ class Borrowed(_Four):
         return self.c(h * bias.exp()) - bias * bias
 
 
+class RootsOwn(_Four):
+    """Parameters that no block holds, used several times between calls of one stage and after those of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, _WIDTH))
+        self.mix = nn.Parameter(torch.eye(_WIDTH) * 0.7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x * self.scale) * self.scale
+        h = F.linear(self.a(F.linear(h, self.mix)), self.mix) * self.scale
+        h = self.b(h) * self.scale
+        h = self.d(F.linear(self.c(h), self.mix) * self.scale)
+        return F.linear(h, self.mix) * self.scale.exp()
+
+
 class SeenWithoutGradient(_Four):
     """A view that was made under ``no_grad`` says that it wants a gradient, and hands none on."""
 
@@ -142,6 +158,7 @@ MODELS = {
         Returned,
         LooksAtAJoin,
         Borrowed,
+        RootsOwn,
         SeenWithoutGradient,
     )
 }
