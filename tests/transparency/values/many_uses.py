@@ -122,7 +122,7 @@ class Borrowed(_Four):
 
 
 class RootsOwn(_Four):
-    """Parameters that no block holds, used several times between calls of one stage and after those of others."""
+    """Parameters that no block holds, used several times before and after calls of other stages."""
 
     def __init__(self) -> None:
         super().__init__()
