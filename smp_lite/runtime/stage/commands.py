@@ -97,8 +97,10 @@ class CommandRunner:
         if command.parameter is not None:
             (value,) = command.outputs
             local[value] = self.placement.parameter(command.parameter)
-            # Of uses that are a value each, here is where autograd comes to the one of this value.
-            if value in segment.gradient_exports and not _is_used(value, recording, segment):
+            # Of uses that are a value each, here is where autograd comes to the one of this value. While the
+            # microbatch is being recorded nobody knows where gradients will come back.
+            may_come_back = value in segment.gradient_exports or not recording.complete
+            if may_come_back and not _is_used(value, recording, segment):
                 self._begin_here(value, local)
             return
         if command.input is not None:

@@ -345,6 +345,8 @@ class StageExecutor:
         return leaf.requires_grad_()
 
     def _keep_exports(self, state: MicrobatchState, segment: Segment, local: dict[int, torch.Tensor]) -> None:
+        state.edges.update(self._commands.edges)
+        self._commands.edges.clear()
         if not state.recording.complete:
             # Later commands may need anything that was made here.
             for index in segment.commands:
@@ -352,8 +354,6 @@ class StageExecutor:
                     if value in local:
                         state.keep(value, self._lasting(local[value]))
             return
-        state.edges.update(self._commands.edges)
-        self._commands.edges.clear()
         state.begin_backward_at(segment, local)
         for value in segment.exports:
             if state.remaining.get(value):

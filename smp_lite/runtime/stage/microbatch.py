@@ -135,6 +135,10 @@ class MicrobatchState:
                 if not segment.has_backward:
                     self.leaves.pop(key, None)
                     self.sums_begin.pop(key, None)
+        segments = self.by_visit.values()
+        begun = {value for segment in segments for value in (*segment.gradient_exports, *segment.roots)}
+        for value in self.edges.keys() - begun:
+            del self.edges[value]
         for value in [v for v in self.data if not self.remaining.get(v)]:
             del self.data[value]
 

@@ -121,6 +121,17 @@ class Borrowed(_Four):
         return self.c(h * bias.exp()) - bias * bias
 
 
+class BorrowedBeforeADecision(_Four):
+    """What has run when Python asks for a number did not know that gradients of its parameters come back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.b.linear.bias
+        h = self.a(x)
+        h = h * bias + h.exp() * bias
+        assert float(h.detach().abs().sum()) > 0
+        return self.d(self.c(self.b(h) * bias))
+
+
 class RootsOwn(_Four):
     """Parameters that no block holds, used several times before and after calls of other stages."""
 
@@ -158,6 +169,7 @@ MODELS = {
         Returned,
         LooksAtAJoin,
         Borrowed,
+        BorrowedBeforeADecision,
         RootsOwn,
         SeenWithoutGradient,
     )

@@ -53,14 +53,14 @@ STEPS = {step.__name__: step for step in (two_forwards, the_later_first, looked_
 
 
 class OwnParameter(Chain):
-    """Its root reads a parameter of its own, which lies on another stage than some of its uses."""
+    """Its root reads a parameter of its own, before calls of another stage and after them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.own = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(torch.tanh(x @ self.own))
+        return super().forward(torch.tanh(x @ self.own)) @ self.own * self.own.mean()
 
 
 MODELS: dict[str, type[nn.Module]] = {"Chain": Chain, "OwnParameter": OwnParameter}

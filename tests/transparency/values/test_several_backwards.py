@@ -25,10 +25,11 @@ def test_gradients_are_those_of_one_process(name: str, pipeline: str) -> None:
     )
 
 
-def test_a_parameter_of_the_root_gets_one_gradient_after_the_other() -> None:
+@pytest.mark.parametrize("name", ["two_forwards", "the_later_first"])
+def test_a_parameter_of_the_root_gets_one_gradient_after_the_other(name: str) -> None:
     run_distributed(
         "tests.transparency.values.several_backwards:train",
         2,
-        kwargs={"name": "two_forwards", "model": "OwnParameter"},
+        kwargs={"name": name, "model": "OwnParameter"},
         parameters={"partitions": 2, "microbatches": NUM_MICROBATCHES},
     )
