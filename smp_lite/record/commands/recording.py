@@ -10,6 +10,7 @@ process.
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -129,10 +130,14 @@ class Command:
 
 @dataclass
 class Backward:
-    """One ``model.backward`` call: values and the gradients to start from (None: ones)."""
+    """One ``model.backward`` call: values and the gradients to start from (None: ones).
+
+    ``num_commands`` is how many commands had been recorded when it came.
+    """
 
     values: tuple[int, ...]
     gradients: tuple[torch.Tensor | None, ...]
+    num_commands: int
 
 
 @dataclass
@@ -263,13 +268,19 @@ class Recording:
     def _reached(self) -> list[int]:
         """Of each command the bits of the backwards that reach it, where there are several.
 
-        None of what has run already, in segments for all of them, nor where views of one tensor change
-        together, which only one segment can do. A command that no backward reaches goes with the one before
-        it on its stage.
+        What runs before the recording ends is taken to be the next backward's, which nobody knows by then.
+        None where views of one tensor change together, which only one segment can do. A command that no
+        backward reaches goes with the one before it on its stage.
         """
+        following = [0] * len(self.commands)
+        if self._may_grow():
+            ends = [backward.num_commands for backward in self.backwards]
+            following = [1 << bisect_right(ends, command.index) for command in self.commands]
+        if not self.complete or not (self._keeps_apart() or self.epoch):
+            return following
+        if any(command.changes_views for command in self.commands):
+            return following
         reached = [0] * len(self.commands)
-        if not self._keeps_apart() or any(command.changes_views for command in self.commands):
-            return reached
         wanted: dict[int, int] = {}
         for bit, backward in enumerate(self.backwards):
             for value in backward.values:
@@ -281,13 +292,13 @@ class Recording:
                 for value in inputs if bits else ():
                     wanted[value] = wanted.get(value, 0) | bits
         latest: dict[int, int] = {}
-        for command in self.commands:
+        for command, otherwise in zip(self.commands, following, strict=True):
             if command.epoch != self.epoch:
-                reached[command.index] = 0
+                reached[command.index] = otherwise
             elif reached[command.index]:
                 latest[command.stage_index] = reached[command.index]
             else:
-                reached[command.index] = latest.get(command.stage_index, 0)
+                reached[command.index] = latest.get(command.stage_index, otherwise)
         return reached
 
     def _keeps_apart(self) -> bool:
@@ -304,9 +315,10 @@ class Recording:
         if self._key is not None and self._key[0] == of:
             return self._key[1]
         apart = [backward.values for backward in self.backwards] if self._keeps_apart() else self.roots()
+        ends = [backward.num_commands for backward in self.backwards] if self._may_grow() else []
         key = (
             self.structure_digest,
-            hash((tuple(apart), self._keeps_apart() and self.epoch, self._may_grow())),
+            hash((tuple(apart), self._keeps_apart() and self.epoch, self._may_grow(), tuple(ends))),
             hash(tuple(sorted(self.needed))),
         )
         self._key = of, key

@@ -25,11 +25,19 @@ def test_gradients_are_those_of_one_process(name: str, pipeline: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["two_forwards", "the_later_first"])
-def test_a_parameter_of_the_root_gets_one_gradient_after_the_other(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("two_forwards", "OwnParameter"),
+        ("the_later_first", "OwnParameter"),
+        ("two_forwards", "LooksWithin"),
+        ("looked_at_between", "LooksWithin"),
+    ],
+)
+def test_a_parameter_of_the_root_gets_one_gradient_after_the_other(name: str, model: str) -> None:
     run_distributed(
         "tests.transparency.values.several_backwards:train",
         2,
-        kwargs={"name": name, "model": "OwnParameter"},
+        kwargs={"name": name, "model": model},
         parameters={"partitions": 2, "microbatches": NUM_MICROBATCHES},
     )
