@@ -151,7 +151,6 @@ class Recording:
     around_backward: Callable[[int, Sequence[int]], AbstractContextManager[Any]] = nothing_around
     needed: set[int] = field(default_factory=set)
     links: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
-    parameters: dict[str, int] = field(default_factory=dict)
     inputs: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     complete: bool = False
     epoch: int = 0

@@ -61,7 +61,6 @@ class CommandWriter:
         self.made: list[weakref.ref[PlacedTensor]] = []
         self._binder: Binder | None = None
         self._drawn: Counter[str] = Counter()
-        self._of_closed: dict[str, bool] = {}
 
     def begin_microbatch(self, recording: Recording) -> None:
         self.made.clear()
@@ -74,33 +73,19 @@ class CommandWriter:
         self._binder = None
 
     def value_of(self, placed: PlacedTensor) -> int:
-        """The value that a placed tensor stands for now."""
+        """The value that a placed tensor stands for now.
+
+        Each use of a parameter outside its module is a value of its own: the module's own uses add to the
+        gradient too, between the others, and so may several backwards, each a sum of its own.
+        """
         recording = self.recorder.recording
         assert recording is not None
         full = placed.smp_parameter
         if full is None:
             return placed.smp_value
-        value = recording.parameters.get(full)
-        if value is None:
-            value = recording.new_value(placed.smp_stage, placed.smp_meta, is_parameter=True)
-            self.source(full, placed.smp_stage, value, parameter=full)
-            # Uses of its module's own add to the gradient too, between those of others: each is a value then.
-            if not self._is_of_closed(full):
-                recording.parameters[full] = value
+        value = recording.new_value(placed.smp_stage, placed.smp_meta, is_parameter=True)
+        self.source(full, placed.smp_stage, value, parameter=full)
         return value
-
-    def _is_of_closed(self, full: str) -> bool:
-        """Whether modules hold the parameter that are called whole."""
-        found = self._of_closed.get(full)
-        if found is None:
-            placement = self.recorder.placement
-            found = any(placement.home(holder) >= 0 for holder in placement.holders(full))
-            self._of_closed[full] = found
-        return found
-
-    def forget_placement(self) -> None:
-        """What modules are, or where they lie, has changed."""
-        self._of_closed.clear()
 
     def source(self, label: str, stage: int, value: int, **what: Any) -> None:
         """A command that has no arguments and makes one value."""
@@ -258,7 +243,6 @@ class CommandWriter:
                 if member.smp_meta.requires_grad and recording.microbatch_index > 0:
                     command.must_stay = (full,)  # to clip it again is no change
                 self.recorder.buffers.note_parameter(full)
-                recording.parameters.pop(full, None)  # who reads it from here on reads other numbers
 
     def _command(
         self, label: str, arguments: Arguments, described: Any, ambient: Ambient, home: int

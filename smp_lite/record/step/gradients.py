@@ -56,7 +56,6 @@ def backward(recorder: Recorder, tensors: Any, grad_tensors: Any = None) -> None
     num_commands = len(recorder.recording.commands)
     recorder.recording.backwards.append(Backward(tuple(values), tuple(gradients), num_commands))
     # What another backward finds for them is added later, not in one sum with what this one does.
-    recorder.recording.parameters.clear()
     recorder.ordinary.forget_inputs()
 
 

@@ -108,7 +108,6 @@ class ModuleCalls:
         self.recorder = recorder
         self.placement = recorder.placement
         self.home: int | None = None  # the stage of the opened module whose code is running
-        self._depth = 0  # of opened modules whose code is running
         self.strict = False  # compare attributes that changed without being heard
         self._subtrees: dict[int, _Subtree] = {}
         self._pending: dict[int, _Pending] = {}
@@ -196,7 +195,7 @@ class ModuleCalls:
     ) -> Any:
         self._refuse_backward_hooks(module, "is split over stages")
         look_at_opened(self.placement.name(module), module, args, kwargs)
-        with self._opened(None):
+        with self.at(None):
             return call_in_runs(call, module, args, kwargs)
 
     def _call_open(
@@ -214,7 +213,7 @@ class ModuleCalls:
                 f"smp.set_activation_checkpointing: {subtree.name} cannot be computed again as one call, "
                 f"since it {reason}: {what}"
             )
-        with self._opened(subtree.home if subtree.home >= 0 else self.home):
+        with self.at(subtree.home if subtree.home >= 0 else self.home):
             return call_in_runs(call, subtree.module, args, kwargs)
 
     def _call_hooked(
@@ -342,20 +341,6 @@ class ModuleCalls:
             yield
         finally:
             self.home = before
-
-    @contextlib.contextmanager
-    def _opened(self, home: int | None) -> Iterator[None]:
-        """Within: the code of a module runs, whose torch functions go to this stage, see :meth:`at`."""
-        if not self._depth and self.recorder.recording is not None:
-            # It may have a backward of its own, whose gradients are sums of their own.
-            self.recorder.recording.parameters.clear()
-            self.recorder.ordinary.forget_inputs()
-        self._depth += 1
-        try:
-            with self.at(home):
-                yield
-        finally:
-            self._depth -= 1
 
     # State between a call and its run -----------------------------------------------------------------------
 

@@ -101,7 +101,6 @@ class Recorder:
         if self.placement.refresh(self):
             self.descriptions.signatures.forget()
             self.repeated.forget()
-            self.writer.forget_placement()
         self.descriptions.signatures.new_step()
         self.modules.begin_step(strict=strict)
         self.buffers.begin_step()

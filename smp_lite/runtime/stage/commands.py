@@ -97,10 +97,9 @@ class CommandRunner:
         if command.parameter is not None:
             (value,) = command.outputs
             local[value] = self.placement.parameter(command.parameter)
-            # Of uses that are a value each, here is where autograd comes to the one of this value. While the
-            # microbatch is being recorded nobody knows where gradients will come back.
-            may_come_back = value in segment.gradient_exports or not recording.complete
-            if may_come_back and not _is_used(value, recording, segment):
+            # Here is where autograd comes to this use. While it is being recorded nobody knows which ones
+            # gradients will come back of.
+            if value in segment.gradient_exports or not recording.complete:
                 self._begin_here(value, local)
             return
         if command.input is not None:
@@ -328,10 +327,6 @@ def _run_function(
         after = tuple(generator.get_state() for generator, _ in before)
     drew = any(not torch.equal(a, b) for (_, a), b in zip(before, after, strict=True))
     return RealRun(tensors, result, drew, states=after if drew else ())
-
-
-def _is_used(value: int, recording: Recording, segment: Segment) -> bool:
-    return any(value in recording.commands[index].sources for index in segment.commands)
 
 
 def _call(command: Command, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -49,7 +49,28 @@ def from_one_forward(model: Any, batch: Batch, backward: Callable[..., None]) ->
     return loss, penalty
 
 
-STEPS = {step.__name__: step for step in (two_forwards, the_later_first, looked_at_between, from_one_forward)}
+def one_for_all(model: Any, batch: Batch, backward: Callable[..., None]) -> Any:
+    """As with the branches of a siamese network."""
+    outputs = [model(batch["x"] * scale) for scale in (1.0, 0.5, 0.25)]
+    loss = sum((F.mse_loss(output, batch["target"]) for output in outputs), torch.zeros(()))
+    backward(loss)
+    return loss
+
+
+def penalised(model: Any, batch: Batch, backward: Callable[..., None]) -> Any:
+    """The step function computes with weights when several forward passes have."""
+    losses = [F.mse_loss(model(batch["x"] * scale), batch["target"]) for scale in (1.0, 0.5)]
+    for i, scale in enumerate((0.01, 0.02)):
+        losses[i] = losses[i] + scale * sum(p.square().sum() for p in model.parameters())
+    for loss in losses:
+        backward(loss)
+    return losses
+
+
+STEPS = {
+    step.__name__: step
+    for step in (two_forwards, the_later_first, looked_at_between, from_one_forward, one_for_all, penalised)
+}
 
 
 class OwnParameter(Chain):

@@ -30,6 +30,8 @@ def test_gradients_are_those_of_one_process(name: str, pipeline: str) -> None:
     [
         ("two_forwards", "OwnParameter"),
         ("the_later_first", "OwnParameter"),
+        ("one_for_all", "OwnParameter"),
+        ("penalised", "OwnParameter"),
         ("two_forwards", "LooksWithin"),
         ("looked_at_between", "LooksWithin"),
     ],
