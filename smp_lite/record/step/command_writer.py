@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from ...errors import SMPError
 from ..backward.checkpoints import is_inside_checkpoint, refuse_effect
@@ -75,8 +76,9 @@ class CommandWriter:
     def value_of(self, placed: PlacedTensor) -> int:
         """The value that a placed tensor stands for now.
 
-        Each use of a parameter outside its module is a value of its own: the module's own uses add to the
-        gradient too, between the others, and so may several backwards, each a sum of its own.
+        Each call that a parameter is given to outside its module has a value of its own of it: the module's
+        own uses add to the gradient too, between the others, and so may several backwards, each a sum of its
+        own.
         """
         recording = self.recorder.recording
         assert recording is not None
@@ -126,7 +128,7 @@ class CommandWriter:
             return self.record_module(name, module, recorder.arguments(args, kwargs), home, bare=bare)
         if home < 0 and isinstance(described, Description) and described.meta.draws:
             return DRAWS, None
-        command = self._command(name, arguments, described, ambient, home)
+        command = self._command(name, arguments, described, ambient, home, may_compare=True)
         command.module, command.bare = module, bare
         command.unit = recorder.placement.unit(module)
         if recorder.num_microbatches > 1 and ambient.grad:
@@ -181,7 +183,8 @@ class CommandWriter:
         assert not isinstance(described, NeedsData | Opened)
         if isinstance(described, Description) and described.meta.kept_bytes and is_inside_checkpoint():
             warn_once_at_user_line(CHECKPOINT_BETWEEN_MODULES)
-        command = self._command(name, arguments, described, ambient, STATELESS)
+        may_compare = type(func) is ApplyFunction or func is F.multi_head_attention_forward
+        command = self._command(name, arguments, described, ambient, STATELESS, may_compare=may_compare)
         command.function = func
         if not isinstance(described, Description):
             self.recorder.draws.look()
@@ -245,21 +248,34 @@ class CommandWriter:
                 self.recorder.buffers.note_parameter(full)
 
     def _command(
-        self, label: str, arguments: Arguments, described: Any, ambient: Ambient, home: int
+        self,
+        label: str,
+        arguments: Arguments,
+        described: Any,
+        ambient: Ambient,
+        home: int,
+        *,
+        may_compare: bool = False,
     ) -> Command:
+        """``may_compare``: its code may ask whether two arguments are the same tensor (``k is v``)."""
         recording = self.recorder.recording
         assert recording is not None
         has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         if has_hooks and not is_inside_checkpoint():
             warn_once_at_user_line(HOOKS_WITHOUT_EFFECT)
-        sources = [
-            -1
-            if type(tensor) is not PlacedTensor
-            else tensor.smp_value
-            if tensor.smp_parameter is None
-            else self.value_of(tensor)
-            for tensor in reversed(arguments.tensors)  # autograd adds the gradient of the first one first
-        ]
+        once: dict[str, int] = {}  # so a parameter that is given twice has to be one there too
+        sources = []
+        for tensor in reversed(arguments.tensors):  # autograd adds the gradient of the first one first
+            if type(tensor) is not PlacedTensor:
+                sources.append(-1)
+            elif (full := tensor.smp_parameter) is None:
+                sources.append(tensor.smp_value)
+            elif full in once:
+                sources.append(once[full])
+            else:
+                sources.append(self.value_of(tensor))
+                if may_compare:
+                    once[full] = sources[-1]
         sources.reverse()
         command = Command(
             index=len(recording.commands),

@@ -132,6 +132,28 @@ class BorrowedBeforeADecision(_Four):
         return self.d(self.c(self.b(h) * bias))
 
 
+class Same(Twice):
+    """Asks whether what it is given is one tensor, as torch's attention does of keys and values."""
+
+    def forward(self, x: Tensor, p: Tensor, q: Tensor) -> Tensor:
+        return super().forward(x * p) + (q if p is q else q * 2)
+
+
+class GivenTwice(_Four):
+    """A parameter of the root's own, and one of a block's, given to one call twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b, self.c = Same(), Same()
+        self.spare = Twice()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, _WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(self.a(x), self.scale, self.scale)
+        bias = self.spare.linear.bias
+        return self.d(self.c(h, bias, bias))
+
+
 class RootsOwn(_Four):
     """Parameters that no block holds, used several times before and after calls of other stages."""
 
@@ -170,6 +192,7 @@ MODELS = {
         LooksAtAJoin,
         Borrowed,
         BorrowedBeforeADecision,
+        GivenTwice,
         RootsOwn,
         SeenWithoutGradient,
     )
