@@ -9,7 +9,7 @@ change such a thing runs under watch: what it really changes is an error.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,11 +35,22 @@ class SavedState:
     def __init__(self) -> None:
         self._calls: list[tuple[nn.Module, ResultMeta, _Moment]] = []  # not looked through yet
         self._saved: dict[_Key, _Moment] = {}  # the first call that saves it
+        self._given: set[str] = set()  # parameters, by name
         self._keys: dict[tuple[int, int], tuple[nn.Module, ResultMeta, list[_Key]]] = {}
 
     def begin_step(self) -> None:
         self._calls.clear()
         self._saved.clear()
+        self._given.clear()
+
+    def note_given(self, names: Iterable[str]) -> None:
+        """A call keeps parameters for its backward that container code has given to it."""
+        self._given.update(names)
+
+    def is_read_later(self, module: nn.Module, name: str) -> bool:
+        """Whether a backward will read this parameter of the whole model, and that of an earlier call."""
+        self._look_through()
+        return name in self._given or _key(module, name) in self._saved
 
     def note(self, module: nn.Module, meta: ResultMeta, recording: Recording) -> tuple[str, ...]:
         """A closed call is recorded.
@@ -99,7 +110,7 @@ def unchanged_parameter(label: str, name: str, tensor: torch.Tensor) -> Iterator
     if not torch.equal(tensor, before):
         raise SMPError(
             f"{label} changes the parameter {name!r} in place inside an smp.step, while other microbatches "
-            "use it: change it between steps"
+            "use it, or backwards of earlier calls: change it between steps, or a clone() of it"
         )
 
 

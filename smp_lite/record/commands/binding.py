@@ -168,7 +168,7 @@ class Binder:
         reached = tuple(command.sources[i] for i in changed.links if command.sources[i] >= 0)
         found = []
         values = self.recording.values
-        family, base = _family(target), _base(target)
+        family, base = family_of(target), _base(target)
         command.hides_base |= base is None or values[base.smp_value].is_view
         of_base = None if base is None else base.smp_value
         if of_base is not None:  # autograd hangs the change, and the views anew, under what they are views of
@@ -180,7 +180,7 @@ class Binder:
             if old in known or any(member is result for result in results):
                 continue
             links: tuple[int, ...] = ()
-            if _family(member) == family:
+            if family_of(member) == family:
                 member.smp_meta = member.smp_meta._replace(requires_grad=changed.meta.requires_grad)
                 with torch._C.DisableTorchFunction():
                     member.requires_grad_(changed.meta.requires_grad)
@@ -189,7 +189,7 @@ class Binder:
             member.smp_value = self.recording.new_value(
                 command.stage_index, member.smp_meta, is_view=values[old].is_view
             )
-            earlier = of_base if of_base is not None and _family(member) == family else old
+            earlier = of_base if of_base is not None and family_of(member) == family else old
             # A buffer of zeros gets no gradient, even if what was written into it does.
             before = (earlier,) if values[earlier].meta.requires_grad else ()
             found.append((old, member.smp_value, tuple(dict.fromkeys((*links, *before)))))
@@ -214,7 +214,7 @@ def _note_view(placed: PlacedTensor, base: PlacedTensor, detached: bool) -> None
     if base.smp_aliases is None:
         base.smp_aliases = [(weakref.ref(base), 0)]
     aliases = placed.smp_aliases = base.smp_aliases
-    family = 1 + max(other for _, other in aliases) if detached else _family(base)
+    family = 1 + max(other for _, other in aliases) if detached else family_of(base)
     aliases.append((weakref.ref(placed), family))
 
 
@@ -226,7 +226,7 @@ def _note_shared(placed: PlacedTensor, other: PlacedTensor, *, is_base: bool) ->
         placed.smp_aliases.insert(0, placed.smp_aliases.pop())
 
 
-def _family(placed: PlacedTensor) -> int:
+def family_of(placed: PlacedTensor) -> int:
     """Those that share a gradient too, among the tensors that share memory."""
     return next((family for reference, family in placed.smp_aliases or () if reference() is placed), 0)
 
@@ -235,7 +235,7 @@ def _base(placed: PlacedTensor) -> PlacedTensor | None:
     """What it is a view of, as far as gradients go, or itself; None: nobody holds that any more."""
     if placed.smp_aliases is None:
         return placed
-    family = _family(placed)
+    family = family_of(placed)
     base = next(reference() for reference, other in placed.smp_aliases if other == family)
     return base if base is None or base.smp_parameter is None else placed
 

@@ -27,7 +27,7 @@ from ...errors import SMPError
 from ..backward.checkpoints import is_inside_checkpoint, refuse_effect
 from ..code.source_line import CHECKPOINT_BETWEEN_MODULES, HOOKS_WITHOUT_EFFECT, warn_once_at_user_line
 from ..commands.apply_function import ApplyFunction
-from ..commands.binding import Binder, sharing_memory
+from ..commands.binding import Binder, family_of, sharing_memory
 from ..commands.recording import Command, Recording
 from ..describe.checkpointed_calls import CheckpointedRun
 from ..describe.descriptions import Description, NeedsData, NotDescribed, Opened, content_token
@@ -233,7 +233,8 @@ class CommandWriter:
     def _note_changed_parameters(self, command: Command, described: Any, arguments: Arguments) -> None:
         """A torch function changes parameters in place: calls of modules that use them keep their order.
 
-        Other microbatches' backwards still need a parameter that is trained as it was for the first.
+        Other microbatches' backwards still need a parameter that is trained as it was for the first, and
+        those of earlier calls what they have kept: a copy where that is on another stage.
         """
         recording = self.recorder.recording
         assert recording is not None
@@ -243,7 +244,12 @@ class CommandWriter:
                 full = member.smp_parameter
                 if full is None:
                     continue
-                if member.smp_meta.requires_grad and recording.microbatch_index > 0:
+                is_trained = member.smp_meta.requires_grad and recording.microbatch_index > 0
+                is_unheard = family_of(member) != family_of(
+                    target
+                )  # by way of .data: autograd does not notice
+                root = self.recorder.placement.root
+                if is_trained or (is_unheard and self.recorder.saved_state.is_read_later(root, full)):
                     command.must_stay = (full,)  # to clip it again is no change
                 self.recorder.buffers.note_parameter(full)
 
@@ -294,6 +300,10 @@ class CommandWriter:
         recording, repeated = self.recorder.recording, self.recorder.repeated
         written = [changed.argument for changed in described.meta.changed]
         given = list(command.arguments.tensors)
+        for i in described.meta.saved_arguments if torch.is_grad_enabled() else ():
+            if type(kept := given[i]) is PlacedTensor:
+                names = [member.smp_parameter for member in sharing_memory(kept)]
+                self.recorder.saved_state.note_given([name for name in names if name is not None])
         self.recorder.ordinary.capture(
             command.arguments, command.sources, described.meta.saved_arguments, written
         )

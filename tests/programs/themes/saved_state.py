@@ -191,6 +191,35 @@ def a_container_shrinks_weights(smp: Any, out: Any) -> None:
     trained(smp, out, Clipped(lambda weight: weight.mul_(0.99)))
 
 
+class Frozen(nn.Module):
+    """Its own frozen scale is changed by way of .data after a call has kept it for its backward."""
+
+    def __init__(self, *, changes_before: bool) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+        self.scale = nn.Parameter(torch.linspace(0.2, 1, 6), requires_grad=False)
+        self.changes_before = changes_before
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.changes_before:
+            with torch.no_grad():
+                self.scale.mul_(0.9)
+            return self.second(self.first(x) + self.scale)
+        h = self.first(x) * self.scale
+        self.scale.data.mul_(0.9)
+        return self.second(h)
+
+
+@program(stages=(2,), ranks=(2,), refused="or backwards of earlier calls")
+def a_frozen_parameter_is_changed_by_data(smp: Any, out: Any) -> None:
+    trained(smp, out, Frozen(changes_before=False))
+
+
+@program(stages=(2,), ranks=(2,))
+def a_frozen_parameter_is_changed_that_nobody_keeps(smp: Any, out: Any) -> None:
+    trained(smp, out, Frozen(changes_before=True))
+
+
 INPUT = r"was changed by way of \.data or numpy.* after a call had read it"
 
 
