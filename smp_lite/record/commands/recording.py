@@ -267,9 +267,9 @@ class Recording:
     def _reached(self) -> list[int]:
         """Of each command the bits of the backwards that reach it, where there are several.
 
-        What runs before the recording ends is taken to be the next backward's, which nobody knows by then.
-        None where views of one tensor change together, which only one segment can do. A command that no
-        backward reaches goes with the one before it on its stage.
+        What runs before the recording ends is taken to be the next backward's, which nobody knows by then; so
+        is all, if some has, where views of one tensor change together, which only one segment can do. A
+        command that no backward reaches goes with the one before it on its stage.
         """
         following = [0] * len(self.commands)
         if self._may_grow():
