@@ -73,17 +73,17 @@ class Placement:
                     full = f"{name}.{own}" if name else own
                     self.parameter_names[id(parameter)] = full
                     self.parameter_stage[full] = stage_of[name]
-        for name, module in reversed(self._modules):
+        for module in _innermost_first(root):
             found = {
                 self.parameter_stage[self.parameter_names[id(parameter)]]
                 for parameter in module._parameters.values()
                 if parameter is not None
             }
             if any(buffer is not None for buffer in module._buffers.values()):
-                found.add(stage_of[name])
+                found.add(stage_of[self.names[id(module)]])
             for child in module._modules.values():
                 if child is not None:
-                    found |= stages.get(id(child), set())
+                    found |= stages[id(child)]
             stages[id(module)] = found
             is_whole = len(found) == 1 and id(module) not in opened
             self._homes[id(module)] = STATELESS if not found else min(found) if is_whole else SPLIT
@@ -436,6 +436,23 @@ class _Swapped:
     def leave(self) -> None:
         for (name, _), table in zip(self.tables, self.real, strict=True):
             self.namespace[name] = table
+
+
+def _innermost_first(root: nn.Module) -> list[nn.Module]:
+    """Every module once, after all that it holds: one that several hold (a shared layer) before each of them,
+    wherever ``named_modules()``, which names it by the first, has it."""
+    ordered: dict[int, nn.Module] = {}
+    begun: set[int] = set()
+    waiting = [root]
+    while waiting:
+        module = waiting[-1]
+        inner = [m for m in module._modules.values() if m is not None and id(m) not in begun]
+        begun.add(id(module))
+        if inner:
+            waiting += inner
+        else:
+            ordered.setdefault(id(waiting.pop()), module)
+    return list(ordered.values())
 
 
 def _units_of(

@@ -170,6 +170,44 @@ class RootsOwn(_Four):
         return F.linear(h, self.mix) * self.scale.exp()
 
 
+class Holding(nn.Module):
+    """A block that calls a layer which others hold as well, as their own."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.linear = nn.Linear(_WIDTH, _WIDTH)
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shared(torch.tanh(self.linear(x)))
+
+
+class HeldBySeveral(_Four):
+    """As relative positions in CoaT's blocks: the root has named the layer before the blocks that call it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b, self.c, self.d = (Holding(self.a) for _ in range(3))
+        self.blocks = nn.ModuleList([Holding(self.a), self.b, self.c, self.d, Holding(self.a)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class HeldByTheFirst(_Four):
+    """The blocks alone hold the layer, so it has its name from the first of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Holding(Twice())
+        self.b, self.c, self.d = (Holding(self.a.shared) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(self.c(self.b(self.a(x))))
+
+
 class SeenWithoutGradient(_Four):
     """A view that was made under ``no_grad`` says that it wants a gradient, and hands none on."""
 
@@ -194,6 +232,8 @@ MODELS = {
         BorrowedBeforeADecision,
         GivenTwice,
         RootsOwn,
+        HeldBySeveral,
+        HeldByTheFirst,
         SeenWithoutGradient,
     )
 }
