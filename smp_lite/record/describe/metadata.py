@@ -428,7 +428,7 @@ class _Watch(TorchDispatchMode):
                     self._note_written(value)
         elif "batch_norm" in schema.name and "backward" not in schema.name:
             self._note_statistics(schema, args)
-        result = as_kernels_lay_out(func, args, run_operator(func, types, args, kwargs))
+        result = as_kernels_lay_out(func, args, kwargs, run_operator(func, types, args, kwargs))
         if draws_numbers(func, args, kwargs):
             self.draws = True
         self.flops += operator_flops(func, args, kwargs, result)

@@ -144,7 +144,7 @@ class ActivationOffload:
 
     def leaf_for(self, leaf: torch.Tensor) -> torch.Tensor:
         """What the commands of a segment are given in place of its leaf."""
-        return leaf.view_as(leaf) if leaf.requires_grad else leaf.detach()
+        return leaf[...] if leaf.requires_grad else leaf.detach()
 
     @contextlib.contextmanager
     def during(self, action: Action) -> Iterator[None]:

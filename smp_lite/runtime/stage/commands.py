@@ -18,6 +18,7 @@ from ...record.backward.engine import edge_of
 from ...record.backward.gradient_reads import parameter_reads
 from ...record.backward.saved_state import unchanged, unchanged_parameter
 from ...record.code.frames import users_line
+from ...record.code.source_line import warn_once_at_user_line
 from ...record.commands.apply_function import ApplyFunction
 from ...record.commands.recording import Command, Recording
 from ...record.describe.checkpointed_calls import seeded_by
@@ -406,19 +407,25 @@ def _checked(command: Command, tensor: Any, described: NewTensor) -> torch.Tenso
             f"{tensor.dtype}{list(tensor.shape)} instead of {meta.dtype}{list(meta.shape)}",
         )
     if tensor.layout is torch.strided and tensor.stride() != meta.stride and described.aliases is None:
-        return _laid_out(tensor, meta)
+        return _laid_out(command, tensor, meta)
     return tensor
 
 
-def _laid_out(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+def _laid_out(command: Command, tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """The tensor with the strides that it was recorded with.
 
     A kernel may lay its result out otherwise than it says of fake tensors; what was recorded after it (a
-    view, a ``contiguous()`` that had nothing to do) counts on what it said.
+    view, a ``contiguous()`` that had nothing to do) counts on what it said. One process goes on with what the
+    kernel made, so it may get other last bits: that is said.
     """
     pairs = zip(meta.shape, tensor.stride(), meta.stride, strict=True)
     if not meta.stride or all(length < 2 or real == said for length, real, said in pairs):
         return tensor
+    warn_once_at_user_line(
+        f"{command.label} lays out its result in memory otherwise than torch says of tensors without data: "
+        f"it is copied from strides {tuple(tensor.stride())} to {tuple(meta.stride)}, and what follows may "
+        "differ from one process in the last bits. contiguous() after it makes both the same"
+    )
     with torch.no_grad():
         empty = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
     return empty.copy_(tensor)

@@ -341,7 +341,7 @@ class StageExecutor:
             # Autocast takes leaves for weights, of which it casts one once for all uses, unless it is a view.
             # (A weight is no view either: under no_grad its own views would not want a gradient, as they do
             # in one process, by which kernels are chosen.)
-            leaf = leaf.view_as(leaf)
+            leaf = leaf[...]  # view_as() would write strides of its own for lengths of one
         return leaf.requires_grad_()
 
     def _keep_exports(self, state: MicrobatchState, segment: Segment, local: dict[int, torch.Tensor]) -> None:

@@ -15,6 +15,7 @@ from smp_lite.comm.wires.wire import Transfer
 from smp_lite.record.values.placed import TensorMeta
 from smp_lite.session import current
 from tests.models import Batch
+from tests.transparency.comparison import NUM_MICROBATCHES
 from tests.transparency.rounds import Round, assert_rounds_equal
 
 __all__ = ["MODELS", "send_all", "train"]
@@ -157,7 +158,40 @@ class Borrowed(nn.Module):
         return x.transpose(0, 1).square().mean((1, 2))[:, None].expand(-1, 4)
 
 
+class OfTokens(nn.Module):
+    """Images made of tokens, one in each microbatch: by its strides such a one is not channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(144, 8 * 36)
+        self.second = nn.Sequential(
+            nn.Conv2d(8, 8, 1, bias=False), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 4, 3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = torch.tanh(self.first(x)).reshape(len(x), 36, 8)
+        image = tokens.transpose(1, 2).reshape(len(x), 8, 6, 6) * 2
+        larger = F.interpolate(image, size=(9, 9), mode="bilinear")
+        return self.second(torch.cat([larger, larger.roll(1, 2)], 1)[:, ::2]).tanh().mean((2, 3))
+
+
+class NormedChannels(nn.Module):
+    """An image whose channels are normed as a row, of one sample, goes to the next stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 8, 3, stride=2)
+        self.second = nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = self.first(x.view(len(x), 1, 12, 12))
+        normed = F.layer_norm(image.permute(0, 2, 3, 1), [8]).permute(0, 3, 1, 2)
+        return self.second(normed).tanh().sum((2, 3))
+
+
 MODELS: dict[str, type[nn.Module]] = {
+    "of tokens": OfTokens,
+    "normed channels": NormedChannels,
     "convolutions": Convolutions,
     "slices": Slices,
     "concatenated": Concatenated,
@@ -170,8 +204,11 @@ MODELS: dict[str, type[nn.Module]] = {
 
 def batch(name: str) -> Batch:
     generator = torch.Generator().manual_seed(3)
-    shape = (8, 144) if name == "convolutions" else (8, 9, WIDTH)
-    return {"x": torch.randn(shape, generator=generator), "target": torch.randn(8, 4, generator=generator)}
+    shape: tuple[int, ...] = (8, 144) if name == "convolutions" else (8, 9, WIDTH)
+    if name in ("of tokens", "normed channels"):
+        shape = (NUM_MICROBATCHES, 144)
+    x = torch.randn(shape, generator=generator)
+    return {"x": x, "target": torch.randn(len(x), 4, generator=generator)}
 
 
 def _step(model: Any, batch: Batch, backward: Any) -> Any:

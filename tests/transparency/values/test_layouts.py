@@ -49,7 +49,36 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed convolution": lambda x: F.conv_transpose2d(x, torch.ones(8, 6, 2, 2), stride=2),
     "unfold": lambda x: F.unfold(x, 1),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "flat": lambda x: x.reshape(x.shape[0], -1),
+    "tokens": lambda x: x.flatten(2).transpose(1, 2),
+    "tokens and back": lambda x: x.flatten(2).transpose(1, 2).contiguous().transpose(1, 2).reshape(x.shape),
+    "heads": lambda x: x.reshape(x.shape[0], 2, 4, -1).transpose(1, 2),
+    "heads and back": lambda x: x.reshape(x.shape[0], 2, 4, -1).transpose(1, 2).reshape(x.shape),
+    "split channels": lambda x: x.unflatten(1, (2, 4)),
+    "windows": lambda x: x.permute(0, 2, 3, 1).reshape(-1, x.shape[3], 8),
+    "linear over channels": lambda x: F.linear(x.movedim(1, -1), torch.ones(8, 8)).movedim(-1, 1),
+    "self attention": lambda x: _self_attention(x.flatten(2).mT),
+    "greater": lambda x: x > 0,
+    "two to the": lambda x: 2**x,
+    "ones like": torch.ones_like,
+    "empty like": torch.empty_like,
+    "numbers": torch.nan_to_num,
+    "flip": lambda x: x.flip(1),
+    "sort": lambda x: x.sort(1)[0],
+    "prelu": lambda x: F.prelu(x, torch.ones(8)),
+    "random leaks": lambda x: F.rrelu(x, training=True),
+    "shuffled channels": lambda x: torch.channel_shuffle(x, 2),
+    "roll twice": lambda x: x.roll((1, 1), (2, 3)),
+    "average of tokens": lambda x: F.avg_pool1d(x.flatten(2), 1),
+    "layer norm over channels": lambda x: F.layer_norm(x.movedim(1, -1), (8,)).movedim(-1, 1),
 }
+
+
+def _self_attention(tokens: Tensor) -> Tensor:
+    heads = F.linear(tokens, torch.ones(8, 8)).reshape(tokens.shape[0], -1, 2, 4).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(tokens.shape)
+
+
 LAYOUTS = {
     "contiguous": torch.randn(2, 8, 2, 3),
     "channels last": torch.randn(2, 8, 2, 3).contiguous(memory_format=torch.channels_last),
@@ -57,6 +86,21 @@ LAYOUTS = {
     "batch last": torch.randn(3, 8, 2, 2).permute(3, 1, 2, 0),
     "column, channels last": torch.randn(2, 8, 2, 1).contiguous(memory_format=torch.channels_last),
     "pixel": torch.randn(2, 8, 1, 1),
+    "slice, channels last": torch.randn(2, 10, 2, 3).contiguous(memory_format=torch.channels_last)[:, 1:9],
+    "expanded": torch.randn(2, 1, 2, 3).expand(2, 8, 2, 3),
+    "one": torch.randn(1, 8, 2, 3),
+    "one of two": torch.randn(2, 8, 2, 3).chunk(2)[1],
+    "one, channels last": torch.randn(1, 8, 2, 3).contiguous(memory_format=torch.channels_last),
+    "one, of tokens": torch.randn(1, 6, 8).transpose(1, 2).reshape(1, 8, 2, 3),
+    "one, heads": torch.randn(1, 2, 8, 3).transpose(1, 2),
+    "one, slice": torch.randn(1, 10, 2, 3)[:, 1:9],
+    "one, slice, channels last": torch.randn(1, 10, 2, 3).contiguous(memory_format=torch.channels_last)[
+        :, 1:9
+    ],
+    "one, expanded": torch.randn(1, 1, 2, 3).expand(1, 8, 2, 3),
+    "one, row": torch.randn(1, 8, 1, 3),
+    "one, row, channels last": torch.randn(1, 8, 1, 3).contiguous(memory_format=torch.channels_last),
+    "one, column, of tokens": torch.randn(1, 3, 8).transpose(1, 2).reshape(1, 8, 3, 1),
     "pixel, channels last": torch.empty_strided((2, 8, 1, 1), (8, 1, 8, 8)).normal_(),
 }
 
