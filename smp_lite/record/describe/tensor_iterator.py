@@ -48,6 +48,14 @@ def looks_like_channels_last(tensor: torch.Tensor) -> bool:
     return True
 
 
+def is_ambiguous(tensor: torch.Tensor) -> bool:
+    """Whether what is added to it in place leaves it other strides than a sum of both would have."""
+    shape = tensor.shape
+    if 1 not in shape or tensor.layout is not torch.strided:
+        return False
+    return tensor.stride() != contiguous(shape) and _is_dense(shape, tensor.stride())
+
+
 def of_view(given: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...] | None:
     """Of ``given.view(shape)``, or None (``computeStride`` in ``aten/src/ATen/TensorUtils.cpp``)."""
     old, strides = given.shape, given.stride()

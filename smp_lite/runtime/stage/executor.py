@@ -38,7 +38,7 @@ from .held import what_is_held
 from .microbatch import MicrobatchState
 from .random_streams import RandomStreams
 from .spans import Spans
-from .starts import taken_starts
+from .starts import keeping_strides, taken_starts
 from .transfers import Transfers
 
 
@@ -376,7 +376,8 @@ class StageExecutor:
             self.graphs.before_backward(state.recording, segment, starts, gradients)
         # What a backward is given for a leaf is there before it adds its own, use by use.
         for value, total in sums.items():
-            starts.append(begin[value] if value in begin else leaves[value])
+            start = begin[value] if value in begin else leaves[value]
+            starts.append(keeping_strides(start, total) if self.graphs is None else start)
             gradients.append(total)
         if self._before_backward is not None:
             for parameter, gradient in self._before_backward(m, segment):

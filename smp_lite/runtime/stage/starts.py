@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from ...plan.step.segments import Segment
+from ...record.describe.tensor_iterator import is_ambiguous
 from .microbatch import MicrobatchState
 
-__all__ = ["sum_latest_first", "taken_starts"]
+__all__ = ["keeping_strides", "sum_latest_first", "taken_starts"]
 
 
 def taken_starts(
@@ -37,7 +38,7 @@ def taken_starts(
     if seeds_taken or own:
         for value, seed in _seeds(state, {*seeds_taken, *own}, scale):
             into = sums if value in seeds_taken else found
-            into[value] = seed + into[value] if value in into else seed
+            into[value] = _added(seed, into[value]) if value in into else seed
     for value, sources in part.gradients_taken[visit]:
         into = sums if value in part.sums_taken[visit] else found
         parts = state.gradients.pop(value, None)
@@ -65,9 +66,32 @@ def sum_latest_first(parts: dict[int, torch.Tensor], total: torch.Tensor | None 
         (total,) = parts.values()
         return total
     for _, gradient in sorted(parts.items(), reverse=True):
-        total = gradient if total is None else total + gradient
+        total = gradient if total is None else _added(total, gradient)
     assert total is not None
     return total
+
+
+def _added(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The sum, with the strides that it has where autograd adds in place, as to what nobody else holds."""
+    if not is_ambiguous(total) or total.dtype is not gradient.dtype:
+        return total + gradient
+    with torch.no_grad():
+        return torch.add(total, gradient, out=torch.empty_like(total))
+
+
+def keeping_strides(start: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Where a backward begins in the place of ``start``, which others add to.
+
+    Autograd never adds in place to what it is given to begin with, as it does to what one of its nodes has
+    made. Where the sum has other strides then, a node makes what is given.
+    """
+    if not is_ambiguous(gradient):
+        return start
+    if start.is_leaf:
+        with torch.enable_grad():
+            start = torch.ops.aten.alias.default(start)
+    start.register_hook(torch.clone)
+    return start
 
 
 def _seeds(state: MicrobatchState, wanted: set[int], scale: float) -> Iterator[tuple[int, torch.Tensor]]:

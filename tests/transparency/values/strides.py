@@ -189,7 +189,31 @@ class NormedChannels(nn.Module):
         return self.second(normed).tanh().sum((2, 3))
 
 
+class Squeeze(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Sequential(nn.Conv2d(8, 4, 1), nn.ReLU(), nn.Conv2d(4, 8, 1), nn.Sigmoid())
+
+    def forward(self, image: Tensor) -> Tensor:
+        return image * self.gate(image.mean((2, 3), keepdim=True))
+
+
+class Squeezed(nn.Module):
+    """An image, one in each microbatch, of which two stages add up gradients of different strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList([nn.Conv2d(1, 8, 3, stride=2), nn.Linear(8, 4)])
+        self.second = Squeeze()
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = F.interpolate(self.first[0](x.view(len(x), 1, 12, 12)), size=(7, 5), mode="bilinear")
+        image = self.second(image) + image * 0.5
+        return self.first[1](image.flatten(2).transpose(1, 2).tanh().mean(1))
+
+
 MODELS: dict[str, type[nn.Module]] = {
+    "squeezed": Squeezed,
     "of tokens": OfTokens,
     "normed channels": NormedChannels,
     "convolutions": Convolutions,
@@ -205,7 +229,7 @@ MODELS: dict[str, type[nn.Module]] = {
 def batch(name: str) -> Batch:
     generator = torch.Generator().manual_seed(3)
     shape: tuple[int, ...] = (8, 144) if name == "convolutions" else (8, 9, WIDTH)
-    if name in ("of tokens", "normed channels"):
+    if name in ("of tokens", "normed channels", "squeezed"):
         shape = (NUM_MICROBATCHES, 144)
     x = torch.randn(shape, generator=generator)
     return {"x": x, "target": torch.randn(len(x), 4, generator=generator)}
