@@ -79,13 +79,14 @@ def _added(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         return torch.add(total, gradient, out=torch.empty_like(total))
 
 
-def keeping_strides(start: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def keeping_strides(start: Any, gradient: torch.Tensor) -> Any:
     """Where a backward begins in the place of ``start``, which others add to.
 
     Autograd never adds in place to what it is given to begin with, as it does to what one of its nodes has
-    made. Where the sum has other strides then, a node makes what is given.
+    made. Where the sum has other strides then, a node makes what is given. (An edge has nothing to put a node
+    on: activations that leave memory, copies.)
     """
-    if not is_ambiguous(gradient):
+    if not isinstance(start, torch.Tensor) or not is_ambiguous(gradient):
         return start
     if start.is_leaf:
         with torch.enable_grad():
