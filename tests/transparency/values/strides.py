@@ -198,13 +198,22 @@ class Squeeze(nn.Module):
         return image * self.gate(image.mean((2, 3), keepdim=True))
 
 
+class Chosen(Squeeze):
+    """What it computes cannot be described without numbers, so it runs while the step is recorded."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        return super().forward(image) + image[image > 0].mean()
+
+
 class Squeezed(nn.Module):
     """An image, one in each microbatch, of which two stages add up gradients of different strides."""
+
+    squeeze: type[nn.Module] = Squeeze
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.ModuleList([nn.Conv2d(1, 8, 3, stride=2), nn.Linear(8, 4)])
-        self.second = Squeeze()
+        self.second = self.squeeze()
 
     def forward(self, x: Tensor) -> Tensor:
         image = F.interpolate(self.first[0](x.view(len(x), 1, 12, 12)), size=(7, 5), mode="bilinear")
@@ -212,7 +221,12 @@ class Squeezed(nn.Module):
         return self.first[1](image.flatten(2).transpose(1, 2).tanh().mean(1))
 
 
+class SqueezedAtOnce(Squeezed):
+    squeeze = Chosen
+
+
 MODELS: dict[str, type[nn.Module]] = {
+    "squeezed at once": SqueezedAtOnce,
     "squeezed": Squeezed,
     "of tokens": OfTokens,
     "normed channels": NormedChannels,
@@ -229,7 +243,7 @@ MODELS: dict[str, type[nn.Module]] = {
 def batch(name: str) -> Batch:
     generator = torch.Generator().manual_seed(3)
     shape: tuple[int, ...] = (8, 144) if name == "convolutions" else (8, 9, WIDTH)
-    if name in ("of tokens", "normed channels", "squeezed"):
+    if name in ("of tokens", "normed channels", "squeezed", "squeezed at once"):
         shape = (NUM_MICROBATCHES, 144)
     x = torch.randn(shape, generator=generator)
     return {"x": x, "target": torch.randn(len(x), 4, generator=generator)}
