@@ -3,6 +3,11 @@
 A leaf's ``.grad`` is laid out like the leaf, which may need a copy. In one process there is no leaf: what
 runs next gets the gradient with the strides that it has, and may choose its kernels by them. So where they
 are others than the leaf's, a hook takes the gradient on its way.
+
+What a leaf gets may be the memory of a parameter's ``.grad`` too: of ``x + self.position[None]``, for one
+sample, both get one tensor, by views, which autograd takes for ``.grad`` without a copy. In one process
+nobody holds the other when the next backward adds to it. Here it waits for its consumer, or is on its way,
+as a copy.
 """
 
 from __future__ import annotations
@@ -16,8 +21,10 @@ from torch._subclasses import FakeTensor
 
 from ...comm.layout import handed_over
 from ...errors import SMPError
+from ...record.describe.tensor_iterator import preserved
+from ...record.values.memory import num_users
 
-__all__ = ["CutGradients"]
+__all__ = ["CutGradients", "of_its_own"]
 
 
 class CutGradients:
@@ -75,4 +82,11 @@ class CutGradients:
                 gradient = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
             # A loss that the step returns keeps its graph's leaves, not what they got.
             leaf.grad = None
-            yield value, gradient
+            yield value, of_its_own(gradient)
+
+
+def of_its_own(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient, or a copy where others have its memory, to which a backward may add: if it is dense."""
+    if num_users(gradient) > 1 and preserved(gradient) is not None:
+        return gradient.clone()
+    return gradient

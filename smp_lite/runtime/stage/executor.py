@@ -32,7 +32,7 @@ from ..sharded.parameters import ShardedParameters
 from ..weights.deferral import WeightGradients
 from .ahead import NOT_RECORDED, NOT_RESUMED, Ahead
 from .commands import CommandRunner, RealRun
-from .cut_gradients import CutGradients
+from .cut_gradients import CutGradients, of_its_own
 from .failure import Failure
 from .held import what_is_held
 from .microbatch import MicrobatchState
@@ -401,6 +401,9 @@ class StageExecutor:
         if self._after_backward is not None:
             self._after_backward(m, segment)
         state.backward_done.add(key)
+        for leaf in state.inputs.values():
+            if leaf.grad is not None:
+                leaf.grad = of_its_own(leaf.grad)
         for value, gradient in cut.taken():
             target = state.graph.gradient_target(segment, value).stage_index
             waiting = state.gradients if target == self.stage_index else state.outgoing

@@ -221,12 +221,38 @@ class Squeezed(nn.Module):
         return self.first[1](image.flatten(2).transpose(1, 2).tanh().mean(1))
 
 
+class Positioned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.linspace(-1, 1, 9 * WIDTH).view(9, WIDTH))
+        self.linear = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        x = self.position[None] + x.reshape(len(x), 9, WIDTH)
+        return self.linear(torch.tanh(x) * scale).mean(1)
+
+
+class Positions(nn.Module):
+    """With one sample, what a parameter and a value of another stage get as their gradients is one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList([nn.Linear(WIDTH, WIDTH), Positioned()])
+        self.second = Positioned()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first[0](x).flatten(1)
+        y = self.second(h, x)
+        return self.first[1](h, y.exp().mean()) + y
+
+
 class SqueezedAtOnce(Squeezed):
     squeeze = Chosen
 
 
 MODELS: dict[str, type[nn.Module]] = {
     "squeezed at once": SqueezedAtOnce,
+    "positions": Positions,
     "squeezed": Squeezed,
     "of tokens": OfTokens,
     "normed channels": NormedChannels,
@@ -245,6 +271,8 @@ def batch(name: str) -> Batch:
     shape: tuple[int, ...] = (8, 144) if name == "convolutions" else (8, 9, WIDTH)
     if name in ("of tokens", "normed channels", "squeezed", "squeezed at once"):
         shape = (NUM_MICROBATCHES, 144)
+    if name == "positions":
+        shape = (NUM_MICROBATCHES, 9, WIDTH)
     x = torch.randn(shape, generator=generator)
     return {"x": x, "target": torch.randn(len(x), 4, generator=generator)}
 
