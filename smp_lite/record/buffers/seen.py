@@ -38,12 +38,14 @@ class SeenBuffers:
         self.recorder = recorder
         self.stale: dict[_Key, None] = {}
         self._held: dict[_Key, tuple[nn.Module, torch.Tensor]] = {}  # as code has got them
+        self._left: list[tuple[nn.Module, torch.Tensor]] = []  # of which calls have bound others since
         self._unheard: set[_Key] = set()  # of which it has got arrays
 
     def forget(self) -> None:
         """The step is over, or begins."""
         self.stale.clear()
         self._held.clear()
+        self._left.clear()
         self._unheard.clear()
 
     def note(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -57,8 +59,9 @@ class SeenBuffers:
         self._unheard.update(key for key, (_, held) in self._held.items() if storage_of(held) in memory)
 
     def module_of(self, memory: int | None) -> nn.Module | None:
-        """Whose buffer lies there, if code has seen it."""
-        return next((module for module, held in self._held.values() if storage_of(held) == memory), None)
+        """Whose buffer lies there, or did before a call of this step bound another, if code has seen it."""
+        all_held = (*self._held.values(), *self._left)
+        return next((module for module, held in all_held if storage_of(held) == memory), None)
 
     def held(self, module: nn.Module, name: str) -> torch.Tensor | None:
         """What code may hold of a buffer."""
@@ -78,7 +81,9 @@ class SeenBuffers:
         """The module binds another tensor: what code holds of the buffer is no longer that."""
         if (id(module), name) in self.stale:
             self._refresh()
-        self._held.pop((id(module), name), None)
+        found = self._held.pop((id(module), name), None)
+        if found is not None:
+            self._left.append(found)  # the call that binds the other has yet to read this one
 
     def recorded(self) -> None:
         """That call is recorded."""

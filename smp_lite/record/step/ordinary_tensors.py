@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ...errors import SMPError
+from ..commands.binding import sharing_memory
 from ..commands.replay import refuse
 from ..describe.descriptions import Description
 from ..describe.signature import tensor_meta
@@ -100,6 +101,11 @@ class OrdinaryTensors:
             if type(placed) is PlacedTensor:
                 (value,) = self.recorder.forced.fetch_quietly([placed])
                 table[name] = value
+                full = f"the buffer {self.recorder.placement.name(module)}.{name} as bound before a call"
+                recording = self.recorder.recording
+                if recording is not None and placed.smp_microbatch == self.recorder.serial:
+                    for member in sharing_memory(placed):  # what has been written there would not follow
+                        recording.values[member.smp_value].lies_in = full
 
     def stand_ins(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -257,3 +257,55 @@ def saved_for_a_backward(smp: Any, out: Any) -> None:
             return self.again(h * mean)
 
     trained(smp, out, Net())
+
+
+class Rebinding(TanhBlock):
+    """Binds its average anew in each call, as user's code does that does not know of in-place changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = self.average * 0.9 + x.detach().mean(0) * 0.1
+        return super().forward(x) + self.average
+
+
+@program(**ON_RANKS)
+def held_and_left_by_the_module(smp: Any, out: Any) -> None:
+    """What is held is the tensor of before the call, which the call reads; the change comes after it."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.block, self.after = TanhBlock(), Rebinding(), TanhBlock()
+
+        def forward(self, x: Tensor) -> Tensor:
+            average = self.block.average
+            h = self.block(self.before(x))
+            with torch.no_grad():
+                average.add_(0.5)
+            return self.after(h) + average
+
+    trained(smp, out, Net())
+
+
+@program(**ON_RANKS, refused="as bound before a call")
+def bound_and_changed_after_a_call(smp: Any, out: Any) -> None:
+    """The buffer is the value that was bound, which changes when it has been written for a call."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.block, self.after = TanhBlock(), Rebinding(), TanhBlock()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.before(x)
+            mean = h.detach().mean(0)
+            self.block.average = mean
+            h = self.block(h)
+            with torch.no_grad():
+                mean.add_(0.5)
+            return self.after(h) + mean
+
+    trained(smp, out, Net())
