@@ -40,8 +40,9 @@ def plain_key(value: Any) -> Hashable:
         return (kind, repr(value))  # 0.0 is not -0.0
     if kind in _PLAIN_SET:
         return (kind, value)
-    if isinstance(value, tuple | list) and len(value) < 64:
-        return (kind, *[plain_key(item) for item in value])
+    base = tuple if isinstance(value, tuple) else list if isinstance(value, list) else None
+    if base is not None and base.__len__(value) < 64:  # a class of the user's may have another len()
+        return (kind, *[plain_key(item) for item in base.__iter__(value)])
     if isinstance(value, torch.Tensor):
         return ("tensor", tensor_meta(value))
     try:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["Forced", "Host"]
 
 
+_WITHOUT_GRADIENT = ("numpy", "__array__", "__dlpack__")
+
+
 class Host(Protocol):
     """Who executes for the recorder while it is still recording."""
 
@@ -58,6 +61,8 @@ class Forced:
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function that needs data: fetches its placed arguments and calls it everywhere."""
+        if function_name(func) in _WITHOUT_GRADIENT and args[0].requires_grad and not kwargs.get("force"):
+            func(torch.empty(0, requires_grad=True))  # raises what it does in one process
         arguments = self.recorder.arguments(args, kwargs, detached=True)
         placed = [tensor for tensor in arguments.tensors if type(tensor) is PlacedTensor]
         fetched = iter(self.fetch(placed, f"{function_name(func)}()"))

@@ -81,6 +81,7 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined
 class PlacedTensor(torch.Tensor):
     """A tensor of one stage, seen from every rank. Made by the recorder only."""
 
+    __module__ = "torch"  # by which opt_einsum and others choose the library that computes with it
     smp_recorder: Listener | None = None
     smp_value: int
     smp_stage: int
