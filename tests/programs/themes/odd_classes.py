@@ -15,7 +15,7 @@ ON_RANKS = {"stages": (2, 3), "ranks": (2,)}
 
 @program(**ON_RANKS)
 def chosen_by_module(smp: Any, out: Any) -> None:
-    """As opt_einsum does: the library that computes is that of the operands' class. Numpy knows no gradients."""
+    """As opt_einsum does: the library that computes is that of the operands. Numpy knows no gradients."""
 
     def outer(a: Tensor, b: Tensor) -> Any:
         if type(a).__module__.partition(".")[0] == "torch":
