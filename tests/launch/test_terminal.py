@@ -19,7 +19,8 @@ if rank == 0:
     for part in range(3):
         print(f'\\rdone {part}', end='')
         time.sleep(0.2)
-print()
+print(flush=True)
+time.sleep(1)  # mpirun, on a machine with too much to do, has lost what came right before the end
 """
 
 
