@@ -102,7 +102,7 @@ def _strides(
             return None
         images = tensor_iterator.looks_like_channels_last(given)
         if func in _BATCH_NORMS:
-            images = not given.is_contiguous() and (images or _is_channels_last(given))
+            images = not given.is_contiguous() and (images or tensor_iterator.is_channels_last(given))
         return tensor_iterator.last_channels(shape) if images else tensor_iterator.contiguous(shape)
     if 1 not in shape or func._schema.is_mutable:
         return None  # strides are ambiguous only where a length is one
@@ -116,23 +116,15 @@ def _strides(
         return tensor_iterator.of_elementwise([_aten.slice.Tensor(given, axis, 0, shape[axis])], shape)
     if torch.Tag.pointwise not in func.tags:
         return None
-    numbers = [
-        arg
+    has_number = any(
+        isinstance(argument.type, torch.TensorType) and isinstance(arg, int | float | complex)
         for arg, argument in zip(args, func._schema.arguments)
-        if isinstance(argument.type, torch.TensorType) and isinstance(arg, int | float | complex)
-    ]
+    )
     return tensor_iterator.of_elementwise(
         [arg for arg in args if isinstance(arg, torch.Tensor)],
         shape,
-        with_number=bool(numbers) or (func._overloadname == "Scalar" and func is not _aten.lerp.Scalar),
+        with_number=has_number or (func._overloadname == "Scalar" and func is not _aten.lerp.Scalar),
     )
-
-
-def _is_channels_last(given: torch.Tensor) -> bool:
-    if given.dim() not in (4, 5):
-        return False
-    last = torch.channels_last if given.dim() == 4 else torch.channels_last_3d
-    return given.is_contiguous(memory_format=last)
 
 
 def _moves_all(given: torch.Tensor, shifts: Any, dims: Any = ()) -> bool:

@@ -14,6 +14,8 @@ import torch
 
 __all__ = [
     "contiguous",
+    "is_ambiguous",
+    "is_channels_last",
     "last_channels",
     "looks_like_channels_last",
     "of_elementwise",
@@ -46,6 +48,14 @@ def looks_like_channels_last(tensor: torch.Tensor) -> bool:
             return False
         least = strides[axis] * max(shape[axis], 1)
     return True
+
+
+def is_channels_last(tensor: torch.Tensor) -> bool:
+    """Of an image or a volume whose memory is so; a length of one may say any stride."""
+    if tensor.dim() not in (4, 5):
+        return False
+    last = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+    return tensor.is_contiguous(memory_format=last)
 
 
 def is_ambiguous(tensor: torch.Tensor) -> bool:
@@ -97,7 +107,7 @@ def of_elementwise(
     if not with_number and all(operand.shape == shape for operand in operands):
         if all(operand.is_contiguous() for operand in operands):
             return contiguous(shape)
-        if len(shape) == 4 and all(_is_channels_last(operand) for operand in operands):
+        if len(shape) == 4 and all(is_channels_last(operand) for operand in operands):
             return last_channels(shape)
         strides = operands[0].stride()
         if all(each.stride() == strides for each in operands) and _is_dense(shape, strides):
@@ -156,7 +166,3 @@ def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
                 return False
             expected *= length
     return True
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last)

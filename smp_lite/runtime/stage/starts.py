@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from ...plan.step.segments import Segment
 from ...record.describe.tensor_iterator import is_ambiguous
@@ -83,16 +84,30 @@ def keeping_strides(start: Any, gradient: torch.Tensor) -> Any:
     """Where a backward begins in the place of ``start``, which others add to.
 
     Autograd never adds in place to what it is given to begin with, as it does to what one of its nodes has
-    made. Where the sum has other strides then, a node makes what is given. (An edge has nothing to put a node
-    on: activations that leave memory, copies.)
+    made. Where the sum has other strides then, a node makes what is given. An edge has nothing to put a node
+    on (activations that leave memory, copies): its own node lays out the sum.
     """
-    if not isinstance(start, torch.Tensor) or not is_ambiguous(gradient):
+    if not is_ambiguous(gradient):
+        return start
+    if isinstance(start, GradientEdge):
+        start.node.register_prehook(_laying_out(start.output_nr, gradient.stride()))
         return start
     if start.is_leaf:
         with torch.enable_grad():
             start = torch.ops.aten.alias.default(start)
     start.register_hook(torch.clone)
     return start
+
+
+def _laying_out(number: int, stride: tuple[int, ...]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    def hook(gradients: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        found = gradients[number]
+        if found.stride() == stride:
+            return gradients
+        laid_out = found.new_empty_strided(found.shape, stride).copy_(found)
+        return (*gradients[:number], laid_out, *gradients[number + 1 :])
+
+    return hook
 
 
 def _seeds(state: MicrobatchState, wanted: set[int], scale: float) -> Iterator[tuple[int, torch.Tensor]]:

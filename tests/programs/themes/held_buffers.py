@@ -271,15 +271,17 @@ class Rebinding(TanhBlock):
         return super().forward(x) + self.average
 
 
+class WithRebinding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.block, self.after = TanhBlock(), Rebinding(), TanhBlock()
+
+
 @program(**ON_RANKS)
 def held_and_left_by_the_module(smp: Any, out: Any) -> None:
     """What is held is the tensor of before the call, which the call reads; the change comes after it."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.block, self.after = TanhBlock(), Rebinding(), TanhBlock()
-
+    class Net(WithRebinding):
         def forward(self, x: Tensor) -> Tensor:
             average = self.block.average
             h = self.block(self.before(x))
@@ -294,11 +296,7 @@ def held_and_left_by_the_module(smp: Any, out: Any) -> None:
 def bound_and_changed_after_a_call(smp: Any, out: Any) -> None:
     """The buffer is the value that was bound, which changes when it has been written for a call."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.block, self.after = TanhBlock(), Rebinding(), TanhBlock()
-
+    class Net(WithRebinding):
         def forward(self, x: Tensor) -> Tensor:
             h = self.before(x)
             mean = h.detach().mean(0)

@@ -13,6 +13,14 @@ from tests.programs.small import TanhBlock, trained
 ON_RANKS = {"stages": (2, 3), "ranks": (2,)}
 
 
+class Between(nn.Module):
+    """A subclass does something between two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = TanhBlock(), TanhBlock()
+
+
 @program(**ON_RANKS)
 def chosen_by_module(smp: Any, out: Any) -> None:
     """As opt_einsum does: the library that computes is that of the operands. Numpy knows no gradients."""
@@ -22,11 +30,7 @@ def chosen_by_module(smp: Any, out: Any) -> None:
             return torch.einsum("bi,bj->bij", a, b)
         return torch.as_tensor(a.detach().numpy()[:, :, None] * b.detach().numpy()[:, None])
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.after = TanhBlock(), TanhBlock()
-
+    class Net(Between):
         def forward(self, x: Tensor) -> Tensor:
             h = self.before(x)
             return self.after(outer(h, h).sum(2))
@@ -38,11 +42,7 @@ def chosen_by_module(smp: Any, out: Any) -> None:
 def numbers_that_want_a_gradient(smp: Any, out: Any) -> None:
     """``numpy()`` of what wants a gradient is an error of torch's, which code may expect."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.after = TanhBlock(), TanhBlock()
-
+    class Net(Between):
         def forward(self, x: Tensor) -> Tensor:
             h = self.before(x)
             try:

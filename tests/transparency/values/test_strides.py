@@ -31,6 +31,17 @@ def test_training_is_that_of_one_process(name: str, pipeline: str, wire: str) ->
     )
 
 
+def test_gradients_that_begin_at_edges_are_laid_out_too() -> None:
+    """Activations that may leave memory have no tensor to begin at."""
+    parameters = {"partitions": 2, "microbatches": NUM_MICROBATCHES, "offload_activations": True}
+    run_distributed(
+        "tests.transparency.values.strides:train",
+        2,
+        kwargs={"name": "squeezed", "wire": "mpi"},
+        parameters={**parameters, "auto_partition": False, "default_partition": 0},
+    )
+
+
 @pytest.mark.parametrize("wire", ["mpi", "c10d"])
 def test_every_layout_arrives(wire: str) -> None:
     _, found = run_distributed(
