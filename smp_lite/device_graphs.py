@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from .device_streams import queue_behind, side_stream, within
 from .devices import event, home, is_host, module, synchronize
 from .errors import SMPError
@@ -15,6 +17,7 @@ from .plan.collecting import without_gc
 __all__ = ["CaptureSpoilt", "DeviceGraph", "can_capture", "new_pool", "unless_capturing"]
 
 _capture = threading.Lock()
+_streams: dict[torch.device, Any] = {}  # of captures: matrix products keep memory for each that they are on
 
 
 def can_capture() -> bool:
@@ -39,6 +42,12 @@ def unless_capturing() -> Iterator[bool]:
     finally:
         if is_free:
             _capture.release()
+
+
+def _stream() -> Any:
+    if home() not in _streams:
+        _streams[home()] = side_stream()
+    return _streams[home()]
 
 
 class CaptureSpoilt(SMPError):
@@ -68,7 +77,7 @@ class DeviceGraph:
         synchronize()
         computed = event()
         # In what Python collects there may be something that a capture forbids to give back.
-        with _capture, within(side_stream()), without_gc():
+        with _capture, within(_stream()), without_gc():
             queue_behind(computed)
             # Other threads (one that pins batches) may go on with what a capture forbids this one.
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

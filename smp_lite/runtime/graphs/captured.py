@@ -1,4 +1,4 @@
-"""One segment of one microbatch as two graphs: its forward, and its backward.
+"""One segment as two graphs: its forward, and its backward; of one microbatch at a time.
 
 Graphs read and write memory that stays where it is. So what comes in is copied there, and what goes out is
 copied from there: nobody outside holds memory of a graph, and the next replay may write over it. To autograd
@@ -72,6 +72,7 @@ class CapturedSegment:
         has_backward: bool,
     ) -> None:
         self.in_flight = False
+        self.turn = 0  # how many forwards there have been
         self.must_run = ""  # why the Python has to run from now on
         self._run: Run | None = None  # while it is in flight
         self._forms = [form_of(tensor) for tensor in (*imports.values(), *given)]
@@ -117,6 +118,7 @@ class CapturedSegment:
             return dict(zip(self._values, self.replay_forward(), strict=True))
         leaves = [imports[value] for value, leaf in self._imports.items() if leaf.requires_grad]
         self.in_flight, self._run = True, run
+        self.turn += 1
         with torch.enable_grad():
             found = _Replayed.apply(self, *leaves, *self._parameters)
         return dict(zip(self._values, found, strict=True))
@@ -159,9 +161,9 @@ class CapturedSegment:
         self._forward.replay()
         return [copy_of(output) for output in self._outputs]
 
-    def replay_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Of the leaves and the parameters."""
-        if not self.in_flight:
+    def replay_backward(self, turn: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Of the leaves and the parameters; ``turn``: of which forward."""
+        if not self.in_flight or turn != self.turn:
             raise SMPError(
                 "static_mode: a backward goes through a step that was replayed, a second time or after the "
                 "step; set SMP_LITE_CUDA_GRAPHS=0"
@@ -229,7 +231,7 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, captured: CapturedSegment, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.captured = captured
+        ctx.captured, ctx.turn = captured, captured.turn
         ctx.set_materialize_grads(False)
         found = captured.replay_forward()
         ctx.mark_non_differentiable(*captured.without_gradient(found))
@@ -238,7 +240,7 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *ctx.captured.replay_backward(gradients)
+        return None, *ctx.captured.replay_backward(ctx.turn, gradients)
 
 
 def first_line(error: Exception) -> str:

@@ -2,15 +2,16 @@
 
 A recording that comes again is that of a step which is replayed. Each of its segments runs as it is the
 first time, is looked at the second time, and is captured the third; from then on it is replayed, as long as
-what its Python reads stays as it was. Each microbatch has graphs of its own, since several are in flight:
-their memory is taken for good.
+what its Python reads stays as it was. Microbatches whose segments do the same (:mod:`.alike`) take turns with
+the same graphs: there are as many of a segment as microbatches are in flight at a time (more, where what they
+are given lies otherwise in memory, by which kernels are chosen). Their memory is taken for good.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,10 +23,12 @@ from ...device_graphs import CaptureSpoilt, can_capture
 from ...devices import home, synchronize
 from ...errors import SMPError
 from ...plan.step.segments import Segment
-from ...record.commands.recording import Command, Recording
+from ...record.commands.recording import Recording
 from ...record.parameters.placement import Placement
+from .alike import Likeness
 from .allowed import modules_of, why_not
 from .captured import CannotCapture, CapturedSegment, Run, first_line
+from .given import given_to, python_of
 from .looking import look
 from .reads import Reads
 from .stand_ins import stand_ins
@@ -53,15 +56,25 @@ def are_wanted(environment: Mapping[str, str] = os.environ) -> bool:
     return value == "1"
 
 
+@dataclass(eq=False)
+class _Graphs:
+    """Of one segment of microbatches that are alike; each is one microbatch's at a time."""
+
+    likeness: Likeness
+    changes: int = 0  # how often what it reads was another
+    why_not: str = ""
+    reads: Reads | None = None
+    captured: list[CapturedSegment] = field(default_factory=list)
+
+
 @dataclass
 class _Known:
     """What has become of one segment of one recording."""
 
     times: int = 0
-    changes: int = 0  # how often what it reads was another
     why_not: str = ""
-    reads: Reads | None = None
-    captured: CapturedSegment | None = None
+    graphs: _Graphs | None = None
+    in_use: CapturedSegment | None = None  # of this step's forward
 
 
 @dataclass
@@ -81,6 +94,9 @@ class StageGraphs:
     replayed: int = 0  # forwards, over all steps
     says: bool = True
     _known: dict[int, dict[tuple[int, ...], _Known]] = field(default_factory=dict)  # by recording's id
+    _alike_of: weakref.WeakValueDictionary[Likeness, _Graphs] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
     _was_said: str = ""
 
     def __post_init__(self) -> None:
@@ -97,48 +113,57 @@ class StageGraphs:
             return None
         known = self._of(recording, segment)
         known.times += 1
-        if known.reads is not None and known.reads.have_changed():
-            self._forget(known)
-            known.changes += 1
-            if known.changes == _MOST_CHANGES:
-                known.why_not = "what its Python reads, or where its memory is, changes from step to step"
-        if known.why_not or known.times == 1:
+        known.in_use = None
+        if known.graphs is None and known.times > 1 and not known.why_not:
+            known.why_not = why_not(recording, segment) or ""
+            if not known.why_not:
+                known.graphs = self._alike(Likeness(recording, segment))
+        graphs = known.graphs
+        if graphs is None:
             return None
-        given = _given(recording, segment)
-        if known.reads is None:
-            self._look(known, recording, segment, leaves, run)
+        if graphs.reads is not None and graphs.reads.have_changed():
+            self._forget(graphs)
+            graphs.changes += 1
+            if graphs.changes == _MOST_CHANGES:
+                graphs.why_not = "what its Python reads, or where its memory is, changes from step to step"
+        if graphs.why_not:
             return None
-
-        def python(imports: dict[int, Tensor], tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-            with _Given(recording, segment, tensors):
-                local = dict(imports)
-                run(local)
-            return {value: local[value] for value in _outputs(segment)}
-
-        if known.captured is None:
-            self._capture(known, recording, segment, leaves, given, python)
-        if known.captured is None or not known.captured.fits(leaves, given):
+        if graphs.reads is None:
+            self._look(graphs, recording, segment, leaves, run)
+            return None
+        if known.times == 2:  # its like has been looked at
+            return None
+        given = given_to(recording, segment)
+        python = python_of(recording, segment, run)
+        captured = next((each for each in graphs.captured if each.fits(leaves, given)), None)
+        if captured is None and len(graphs.captured) < sum(each.graphs is graphs for each in self._all()):
+            captured = self._capture(graphs, recording, segment, leaves, given, python)
+        if captured is None:
             return None
         self.replayed += 1
-        return known.captured.forward(leaves, given, python)
+        known.in_use = captured
+        return captured.forward(leaves, given, python)
 
     def before_backward(
         self, recording: Recording, segment: Segment, starts: list[Any], gradients: list[Tensor | None]
     ) -> None:
         """The segment's backward comes."""
         known = self._known.get(id(recording), {}).get(segment.commands)
-        if known is not None and known.captured is not None and known.captured.in_flight:
-            known.captured.prepare(starts, gradients)
+        if known is not None and known.in_use is not None and known.in_use.in_flight:
+            known.in_use.prepare(starts, gradients)
 
     def end_step(self) -> None:
         """Forwards without a backward are given up; says what has become of the segments, once."""
+        for graphs in self._alike_of.values():
+            reason = next((each.must_run for each in graphs.captured if each.must_run), "")
+            if reason:
+                self._give_up(graphs, reason)
+            elif any(each.lacks_backward() for each in graphs.captured):
+                self._forget(graphs)
+            for captured in graphs.captured:
+                captured.land()
         for known in self._all():
-            if known.captured is not None and known.captured.must_run:
-                self._give_up(known, known.captured.must_run)
-            elif known.captured is not None and known.captured.lacks_backward():
-                self._forget(known)
-            elif known.captured is not None:
-                known.captured.land()
+            known.in_use = None
         text = self.text()
         if self.says and text and text != self._was_said:
             self._was_said = text
@@ -149,12 +174,16 @@ class StageGraphs:
         if self.refused:
             return f"{GRAPHS_VARIABLE}: no graphs on stage {self.stage_index}: {self.refused}"
         replayed = [known for known in self._all() if known.times > 1]
-        decided = [known for known in replayed if known.captured is not None or known.why_not]
-        if not decided or len(decided) < len(replayed):
+        reasons = [known.why_not or (known.graphs.why_not if known.graphs else "") for known in replayed]
+        are = [known.graphs is not None and bool(known.graphs.captured) for known in replayed]
+        if not replayed or not all(is_graph or why for is_graph, why in zip(are, reasons, strict=True)):
             return ""
-        num = sum(known.captured is not None for known in decided)
-        reasons = dict.fromkeys(known.why_not for known in decided if known.why_not)
-        text = f"{GRAPHS_VARIABLE}: {num} of {len(decided)} segments of stage {self.stage_index} are graphs"
+        in_memory = sum(len(graphs.captured) for graphs in self._alike_of.values())
+        text = (
+            f"{GRAPHS_VARIABLE}: {sum(are)} of {len(are)} segments of stage {self.stage_index} are graphs, "
+            f"which share {in_memory}"
+        )
+        reasons = list(filter(None, dict.fromkeys(reasons)))
         return f"{text}; not: {'; '.join(reasons)}" if reasons else text
 
     # --------------------------------------------------------------------------------------------------------
@@ -167,12 +196,18 @@ class StageGraphs:
             weakref.finalize(recording, self._known.pop, number, None)
         return of_recording.setdefault(segment.commands, _Known())
 
+    def _alike(self, likeness: Likeness) -> _Graphs:
+        found = self._alike_of.get(likeness)
+        if found is None:
+            found = self._alike_of[likeness] = _Graphs(likeness)
+        return found
+
     def _all(self) -> list[_Known]:
         return [known for of_recording in list(self._known.values()) for known in of_recording.values()]
 
     def _look(
         self,
-        known: _Known,
+        graphs: _Graphs,
         recording: Recording,
         segment: Segment,
         leaves: dict[int, Tensor],
@@ -184,25 +219,25 @@ class StageGraphs:
             fresh = {value: _leaf_like(leaf) for value, leaf in leaves.items()}
             names, reason = look(modules, lambda: run(fresh))
             if names is not None:
-                known.reads = Reads(modules, names, self._single_parameters(recording, segment))
+                graphs.reads = Reads(modules, names, self._single_parameters(recording, segment))
                 return
-        self._give_up(known, reason)
+        self._give_up(graphs, reason)
 
     def _capture(
         self,
-        known: _Known,
+        graphs: _Graphs,
         recording: Recording,
         segment: Segment,
         leaves: dict[int, Tensor],
         given: list[Tensor],
         python: Run,
-    ) -> None:
+    ) -> CapturedSegment | None:
         modules = modules_of(recording, segment)
         state = [t for module in modules for t in (*module.parameters(), *module.buffers())]
         parameters = {id(p): p for module in modules for p in module.parameters()}
         parameters |= {id(p): p for p in self._single_parameters(recording, segment)}
         try:
-            known.captured = CapturedSegment(
+            captured = CapturedSegment(
                 python,
                 leaves,
                 given,
@@ -214,59 +249,30 @@ class StageGraphs:
         except CaptureSpoilt:
             raise
         except (CannotCapture, RuntimeError) as error:
-            self._give_up(known, f"it cannot be captured ({first_line(error)})")
+            self._give_up(graphs, f"it cannot be captured ({first_line(error)})")
+            return None
+        graphs.captured.append(captured)
+        return captured
 
     def _single_parameters(self, recording: Recording, segment: Segment) -> list[Tensor]:
         commands = [recording.commands[index] for index in segment.commands]
         return [self.placement.parameter(c.parameter) for c in commands if c.parameter is not None]
 
-    def _give_up(self, known: _Known, reason: str) -> None:
-        self._forget(known)
-        known.why_not = reason
+    def _give_up(self, graphs: _Graphs, reason: str) -> None:
+        self._forget(graphs)
+        graphs.why_not = reason
 
     @staticmethod
-    def _forget(known: _Known) -> None:
-        if known.captured is not None:
-            synchronize()  # its memory may still be written to
-        known.captured = known.reads = None
+    def _forget(graphs: _Graphs) -> None:
+        if graphs.captured:
+            synchronize()  # their memory may still be written to
+        # Of those in flight a backward may come: it holds them.
+        graphs.captured, graphs.reads = [], None
 
 
 def _under_a_mode() -> bool:
     """Whether somebody sees each operation that runs, as the script has asked for."""
     return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
-
-
-class _Given:
-    """Within: the commands are given these ordinary tensors in the place of theirs."""
-
-    def __init__(self, recording: Recording, segment: Segment, tensors: Sequence[Tensor]) -> None:
-        self._places = _places(recording, segment)
-        self._own = [command.arguments.tensors[number] for command, number in self._places]
-        self._tensors = tensors
-
-    def __enter__(self) -> None:
-        self._put(self._tensors)
-
-    def __exit__(self, *error: object) -> None:
-        self._put(self._own)
-
-    def _put(self, tensors: Sequence[Tensor]) -> None:
-        for (command, number), tensor in zip(self._places, tensors, strict=True):
-            command.arguments.replace(number, tensor)
-
-
-def _places(recording: Recording, segment: Segment) -> list[tuple[Command, int]]:
-    """Where commands are given ordinary tensors."""
-    commands = [recording.commands[index] for index in segment.commands]
-    return [(c, number) for c in commands for number, source in enumerate(c.sources) if source < 0]
-
-
-def _given(recording: Recording, segment: Segment) -> list[Tensor]:
-    return [command.arguments.tensors[number] for command, number in _places(recording, segment)]
-
-
-def _outputs(segment: Segment) -> list[int]:
-    return list(dict.fromkeys((*segment.exports, *segment.gradient_exports, *segment.roots)))
 
 
 def _leaf_like(leaf: Tensor) -> Tensor:
