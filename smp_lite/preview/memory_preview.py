@@ -4,8 +4,9 @@ Counted is what torch allocates for tensors in the process of one rank, in a tra
 first. At all times that is parameters and buffers, the optimizer's state, the batch and what the step
 function makes of it on every rank, and what the step before returned. Along the stage's list of actions come
 gradients, all that backward keeps (the loss's share as well), values and gradients received, sent and waiting
-for their sum, and what an action needs on top while it runs. The peak is the largest of four moments: within
-the list, at its end when results are shared, while replicas reduce gradients, and in ``optimizer.step()``.
+for their sum, what graphs of a device hold (:mod:`.graph_memory`), and what an action needs on top while it
+runs. The peak is the largest of four moments: within the list, at its end when results are shared, while
+replicas reduce gradients, and in ``optimizer.step()``.
 Gradients are taken to be freed between steps, as ``zero_grad()`` does.
 
 Not counted: Python and torch themselves, what most kernels allocate and free inside, what the script holds
@@ -35,6 +36,7 @@ from ..runtime.step.batches import Batch
 from ..session import Session
 from ..wrapper.cutting.schedules import optimizer_states
 from .action_memory import CannotPlay, Played, play
+from .graph_memory import GraphMemory, graph_memory, graph_notes
 from .optimizer_memory import OptimizerMemory, optimizer_memory
 
 __all__ = ["CannotPlay", "MemoryPreview", "preview_memory"]
@@ -82,6 +84,7 @@ def preview_memory(
     notes: dict[str, None] = {}
     optimizers: dict[Any, OptimizerMemory] = {}  # by what a stage's parameters are like
     stages = []
+    graphs = [graph_memory(session, batch, recordings, stage) for stage in range(session.num_stages)]
     for stage in range(session.num_stages):
         own = [name for name, home in placement.parameter_stage.items() if home == stage]
         trained = [placement.parameter(name) for name in own if name in played.with_gradient]
@@ -89,7 +92,7 @@ def preview_memory(
         if form not in optimizers:
             optimizers[form] = _optimizer_memory(session.optimizer, trained, notes)
         optimizer = optimizers[form]
-        peak = _step_peak(batch.schedule[stage], stage, played, kind_of)
+        peak = _step_peak(batch.schedule[stage], stage, played, kind_of, graphs[stage])
         reduced = _reduced_bytes(session, trained)
         moment = _largest_moment(session, peak, optimizer, reduced, results[stage], sum(results))
         # Buffers of other stages are not freed.
@@ -104,19 +107,24 @@ def preview_memory(
                 batch=on_every_rank + moment.results,
                 kept=moment.kept,
                 running=moment.running,
+                graphs=graphs[stage].num_bytes,
                 not_counted=played.not_counted[stage],
             )
         )
-    notes |= dict.fromkeys(_notes(session, batch, stages))
+    notes |= dict.fromkeys((*_notes(session, batch, stages), *graph_notes(session, batch, graphs)))
     return MemoryPreview(tuple(stages), tuple(notes))
 
 
 def _step_peak(
-    actions: Sequence[Action], stage: int, played: Played, kind_of: Mapping[int, tuple[int, bool]]
+    actions: Sequence[Action],
+    stage: int,
+    played: Played,
+    kind_of: Mapping[int, tuple[int, bool]],
+    graphs: GraphMemory,
 ) -> StagePeak:
     def memory_of(action: Action) -> ActionMemory:
         kind, first = kind_of[action.microbatch_index]
-        return played.memory[kind, first, action._replace(microbatch_index=0)]
+        return graphs.added_to(played.memory[kind, first, action._replace(microbatch_index=0)], action)
 
     listed = set(actions)
     everything = (

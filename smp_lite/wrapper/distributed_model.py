@@ -379,7 +379,7 @@ class DistributedModel(ModelWithState):
             session.cfg.activation_loading_horizon if session.cfg.offload_activations else None,
             waiting,
             schedule_chooser(session, self.schedules),
-            graphs=session.cfg.static_mode and are_wanted(),
+            graphs=session.cfg.static_mode and are_wanted() and session.on_planned is None,
             between=session.between_steps,
         )
         if session.world is not None:

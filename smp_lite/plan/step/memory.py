@@ -63,6 +63,7 @@ class StageMemory:
         batch: the batch and what is made of it on every rank, and what the step function returned.
         kept: what forwards have left for their backwards, and messages.
         running: what runs at the peak needs that on top.
+        graphs: what graphs of a device hold for good beside all this.
         not_counted: calls of which nobody knows what they keep: the figures are lower bounds.
     """
 
@@ -75,10 +76,12 @@ class StageMemory:
     kept: int
     running: int
     not_counted: tuple[str, ...] = ()
+    graphs: int = 0
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.batch + self.kept + self.running
+        always = self.parameters + self.optimizer + self.batch + self.graphs
+        return always + self.gradients + self.kept + self.running
 
     @property
     def total_text(self) -> str:
@@ -124,7 +127,9 @@ def step_peak(
 
 def format_memory_table(stages: Sequence[StageMemory]) -> str:
     """A plain text table, one row a stage; its last columns add up to the peak. No newline at the end."""
-    parts = ("parameters", "gradients", "optimizer", "batch", "kept", "running")
+    parts = ["parameters", "gradients", "optimizer", "batch", "kept", "running"]
+    if any(stage.graphs for stage in stages):
+        parts.append("graphs")
     rows = [
         (
             str(stage.stage_index),
