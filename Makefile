@@ -55,16 +55,16 @@ test-all: $(VENV)/test.stamp
 	SMP_LITE_ALL_TESTS=1 $(PYTEST) tests --ignore=tests/benchmarks $(AT_ONCE)
 
 test-network: $(VENV)/test.stamp
-	SMP_LITE_NETWORK_TESTS=1 $(PYTEST) tests/launch/test_network_hosts.py
+	SMP_LITE_NETWORK_TESTS=1 $(PYTEST) tests/launch/clusters/test_network_hosts.py
 
 test-toolkit: $(VENV)/test.stamp $(VENV)-toolkit/stamp
-	SMP_LITE_TOOLKIT_VENV=$(CURDIR)/$(VENV)-toolkit $(PYTEST) tests/launch/test_toolkit.py
+	SMP_LITE_TOOLKIT_VENV=$(CURDIR)/$(VENV)-toolkit $(PYTEST) tests/launch/containers/test_toolkit.py
 
 test-sdk3: $(VENV)/test.stamp $(VENV)-sdk3/stamp
 	SMP_LITE_SDK_V3_PYTHON=$(CURDIR)/$(VENV)-sdk3/bin/python $(PYTEST) tests/estimator/test_model_trainer.py
 
 test-trainer4: $(VENV)/test.stamp $(VENV)-trainer4/stamp
-	SMP_LITE_TRAINER4_VENV=$(CURDIR)/$(VENV)-trainer4 $(PYTEST) tests/launch/test_trainer4.py
+	SMP_LITE_TRAINER4_VENV=$(CURDIR)/$(VENV)-trainer4 $(PYTEST) tests/launch/containers/test_trainer4.py
 
 test-oldest: $(VENV)-oldest/stamp
 	$(VENV)-oldest/bin/python -m pytest tests --quick --ignore=tests/benchmarks $(AT_ONCE)

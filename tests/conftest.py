@@ -5,6 +5,7 @@ Tests of the pure parts never import torch, so nothing here imports it for them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sys
@@ -17,6 +18,13 @@ from smp_lite.entrypoints.mpi.mpirun import own_session_folder
 
 # Before any test module imports torch, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+with contextlib.suppress(ImportError):  # it is not there where only what needs a GPU is tested
+    from hypothesis import HealthCheck, settings
+
+    # Machines are shared, and nothing that is timed is asserted.
+    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("untimed")
 
 _TOLD_OF_A_FAILURE = 1000
 """Characters; all of it is told at the end."""

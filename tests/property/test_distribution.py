@@ -125,7 +125,7 @@ def distributions(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
 
 
 @pytest.mark.slow
-@settings(max_examples=NUM_EXAMPLES, derandomize=True, database=None, deadline=None)
+@settings(max_examples=NUM_EXAMPLES, derandomize=True, database=None)
 @given(distributions())
 def test_what_passes_here_passes_in_the_container(case: tuple[dict[str, Any], int]) -> None:
     distribution, num_hosts = case
@@ -141,7 +141,7 @@ def test_what_passes_here_passes_in_the_container(case: tuple[dict[str, Any], in
         run_the_container(checked, num_hosts)
 
 
-@settings(max_examples=100, derandomize=True, database=None, deadline=None)
+@settings(max_examples=100, derandomize=True, database=None)
 @given(good_distributions())
 def test_what_fits_passes(case: tuple[dict[str, Any], int]) -> None:
     distribution, num_hosts = case

@@ -68,7 +68,7 @@ def sum_by_segments(recording: RandomRecording, graph: SegmentGraph, value: int)
     return reduce(added, own_gradients(recording, others, value), total)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(recordings())
 def test_gradients_are_grouped_as_in_one_process(recording: RandomRecording) -> None:
     graph = recording.graph()
@@ -80,7 +80,7 @@ def test_gradients_are_grouped_as_in_one_process(recording: RandomRecording) -> 
         assert sum_by_segments(recording, graph, value) == whole
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(recordings())
 def test_a_stage_goes_through_its_segments_backward_in_reverse(recording: RandomRecording) -> None:
     """They may share parameters; and their order is that of their commands."""

@@ -46,19 +46,19 @@ def grouped_lines(draw: st.DrawFn, *, min_size: int = 1, max_size: int = 16) -> 
     return Line(line.costs, line.entry_bytes, tuple(groups))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(lines(), st.integers(1, 12))
 def test_contiguous(line: Line, num_stages: int) -> None:
     assert balance(line, num_stages) == old.balance(line, num_stages)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(grouped_lines(), st.integers(1, 6))
 def test_groups(line: Line, num_stages: int) -> None:
     assert balance(line, num_stages) == old.balance(line, num_stages)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(grouped_lines() | lines(max_size=24), st.integers(1, 6))
 def test_scattered(line: Line, num_stages: int) -> None:
     assert balance(line, num_stages, contiguous=False) == old.balance(line, num_stages, contiguous=False)
@@ -67,7 +67,7 @@ def test_scattered(line: Line, num_stages: int) -> None:
 SHAPES: list[VirtualStages] = [2, 3, 4, "v"]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     grouped_lines(min_size=14, max_size=24) | lines(min_size=20), st.integers(2, 8), st.sampled_from(SHAPES)
 )
@@ -88,7 +88,7 @@ def test_several_pieces_of_many_small_atoms(largest: int) -> None:
         assert balance_pieces(line, num_stages, pieces) == old_pieces.balance_pieces(line, num_stages, pieces)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(module_trees(max_leaves=30), st.integers(1, 8), st.sampled_from([0.0, 0.2, 0.8, 1.0]), st.booleans())
 def test_modules(root: ModuleCost, num_stages: int, memory_weight: float, contiguous: bool) -> None:
     options = {"memory_weight": memory_weight, "contiguous": contiguous}

@@ -100,7 +100,7 @@ def transfers(planned: Planned) -> Iterator[tuple[ActionKind, int, int, int]]:
             yield action.kind, action.microbatch_index, action.value, action.stage_index
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(graphs(), st.integers(1, 5), policies)
 def test_equal_microbatches(graph: SegmentGraph, num_microbatches: int, policy: Policy) -> None:
     works = [Work(m, graph) for m in range(num_microbatches)]
@@ -128,7 +128,7 @@ def most_in_flight(planned: Planned) -> int:
     return most
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(partly_done(), min_size=1, max_size=4), policies)
 def test_different_and_partly_done_microbatches(parts: list[Work], policy: Policy) -> None:
     works = renumbered(parts)
@@ -139,7 +139,7 @@ def test_different_and_partly_done_microbatches(parts: list[Work], policy: Polic
     planned.simulate()  # raises on deadlock
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(partly_done(), policies)
 def test_values_that_have_travelled_stay_where_they_are(work: Work, policy: Policy) -> None:
     graph = work.graph
@@ -162,7 +162,7 @@ def test_values_that_have_travelled_stay_where_they_are(work: Work, policy: Poli
     simulate(schedule, [work])  # raises on deadlock
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(graphs(), st.integers(1, 3))
 def test_only_forward_runs_forwards_and_refuses_backwards(graph: SegmentGraph, num_microbatches: int) -> None:
     works = [Work(m, graph) for m in range(num_microbatches)]
@@ -190,7 +190,7 @@ def one_forward_one_backward(stage_index: int, num_stages: int, num_microbatches
     return names
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(0, 3))
 def test_interleaved_chain_is_1f1b(num_stages: int, num_microbatches: int, spare: int) -> None:
     planned = plan(chain(range(num_stages)), num_microbatches, active_microbatches=num_stages + spare)
@@ -199,7 +199,7 @@ def test_interleaved_chain_is_1f1b(num_stages: int, num_microbatches: int, spare
         assert names == one_forward_one_backward(stage_index, num_stages, num_microbatches)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 6), st.integers(1, 10), st.sampled_from(["simple", "interleaved"]))
 def test_idle_share_of_a_chain(num_stages: int, num_microbatches: int, pipeline: str) -> None:
     planned = plan(
@@ -212,7 +212,7 @@ def test_idle_share_of_a_chain(num_stages: int, num_microbatches: int, pipeline:
     assert planned.simulate().idle_share == pytest.approx(expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 5), st.integers(1, 8), st.integers(1, 6))
 def test_memory_of_a_chain(num_stages: int, num_microbatches: int, active: int) -> None:
     planned = plan(chain(range(num_stages)), num_microbatches, active_microbatches=active)

@@ -69,7 +69,7 @@ def check_plan(works: Sequence[Work], policy: Policy, sent: Mapping[int, frozens
         assert simulate(schedule, works, cost=cost) == old_replay.simulate(schedule, works, cost=cost)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(graphs() | chains(), st.integers(1, 9), policies)
 def test_equal_microbatches(graph: SegmentGraph, num_microbatches: int, policy: Policy) -> None:
     check_plan([Work(m, graph) for m in range(num_microbatches)], policy, {})
@@ -100,7 +100,7 @@ def rows(draw: st.DrawFn) -> SegmentGraph:
     return build_graph(commands, roots=[len(stages) - 1])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(rows(), st.integers(1, 12), policies.filter(lambda policy: policy.pipeline != "simple"))
 def test_rows_need_no_pools(graph: SegmentGraph, num_microbatches: int, policy: Policy) -> None:
     works = [Work(m, graph) for m in range(num_microbatches)]
@@ -111,7 +111,7 @@ def test_rows_need_no_pools(graph: SegmentGraph, num_microbatches: int, policy: 
     assert order == _Machines(table, policy).run()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(graphs(), st.integers(1, 4), policies)
 def test_what_is_no_row_is_not_taken_for_one(graph: SegmentGraph, num: int, policy: Policy) -> None:
     """A row has each stage once, and on each a backward."""
@@ -140,7 +140,7 @@ def works_and_sent(draw: st.DrawFn) -> tuple[list[Work], dict[int, frozenset[tup
     return works, sent
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(works_and_sent(), policies)
 def test_different_and_partly_done_microbatches(
     case: tuple[list[Work], dict[int, frozenset[tuple[int, int]]]], policy: Policy
@@ -156,7 +156,7 @@ def replayed(module: object, schedule: Schedule, works: Sequence[Work]) -> objec
         return str(error)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(chains(), st.integers(1, 4), policies, st.data())
 def test_lists_out_of_order_get_stuck_at_the_same_actions(
     graph: SegmentGraph, num_microbatches: int, policy: Policy, data: st.DataObject
@@ -181,7 +181,7 @@ def annotated(draw: st.DrawFn, recording: RandomRecording) -> list[CommandNode]:
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(recordings(max_commands=16), st.data())
 def test_segments(recording: RandomRecording, data: st.DataObject) -> None:
     commands = data.draw(st.just(recording.commands) | annotated(recording))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from tests.planning_strategies import RandomRecording, recordings
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(recordings())
 def test_every_command_is_in_one_segment_of_its_stage(recording: RandomRecording) -> None:
     commands, graph = recording.commands, recording.graph()
@@ -27,7 +27,7 @@ def test_every_command_is_in_one_segment_of_its_stage(recording: RandomRecording
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(recordings())
 def test_imports_come_from_lower_numbers_and_gradients_from_higher(
     recording: RandomRecording,
@@ -49,7 +49,7 @@ def test_imports_come_from_lower_numbers_and_gradients_from_higher(
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(recordings())
 def test_gradients_flow_where_links_lead_from_a_root(recording: RandomRecording) -> None:
     """Against a plain search through the commands that knows of no segments."""

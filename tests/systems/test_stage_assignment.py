@@ -78,7 +78,7 @@ def test_split_balanced_by_parameters(
     assert [list(found) for found in balanced_intervals(costs, ranks, chunks)] == intervals
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(1, 5), st.integers(1, 3))
 def test_balanced_stages_cover_all_layers_in_order(costs: list[int], ranks: int, chunks: int) -> None:
     if len(costs) <= ranks * chunks and len(costs) % chunks:

@@ -21,7 +21,7 @@ from smp_lite.checkpoints.portable import reading as portable_reading
 from smp_lite.nn.guarding import plain as plain_of
 from smp_lite.nn.one_d import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from smp_lite.session import current
-from tests.launch.api_cases import error_of
+from tests.launch.api.api_cases import error_of
 
 WIDTH, VOCABULARY, BATCH, TOKENS = 8, 11, 8, 3
 

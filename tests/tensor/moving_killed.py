@@ -1,8 +1,8 @@
 """Kills what saves portable checkpoints.
 
 `python -m tests.tensor.moving_killed FOLDER every N`: one process, before each Nth operation on files, as
-:mod:`tests.launch.killed_saves` does. `mpirun -np 2 python -m tests.tensor.moving_killed FOLDER RANK AT`: two
-ranks save once, train on and save again; RANK dies before the first operation whose text contains AT.
+:mod:`tests.launch.saving.killed_saves` does. `mpirun -np 2 python -m tests.tensor.moving_killed FOLDER RANK
+AT`: two ranks save once, train on and save again; RANK dies before the first operation that contains AT.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 import smp_lite as smp
 from tests.api_support import in_memory
-from tests.launch.killed_saves import Trial, before_each_change, die
+from tests.launch.saving.killed_saves import Trial, before_each_change, die
 from tests.tensor.moving_cases import run, start
 
 

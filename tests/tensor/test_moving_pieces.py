@@ -46,7 +46,7 @@ def layouts(
     return tuple(shape), axes, sections, padded
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(layouts())
 def test_boxes_of_all_ranks_are_the_whole_and_each_is_its_ranks_part(case: Any) -> None:
     shape, axes, sections, padded = case
@@ -97,7 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_box_of_a_tensor_is_read(folder: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([name for name, tensor in TENSORS.items() if tensor.numel()]))

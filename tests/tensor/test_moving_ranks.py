@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.harness import run_distributed, run_script
-from tests.launch.test_killed_saves import check
+from tests.launch.saving.test_killed_saves import check
 from tests.tensor.moving_layouts import Layout, train_dense
 
 pytestmark = pytest.mark.sampled(3)

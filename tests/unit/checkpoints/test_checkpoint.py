@@ -1,6 +1,6 @@
 """`smp.save`, `smp.load`, `smp.save_checkpoint` and `smp.resume_from_checkpoint` in one process.
 
-On real ranks, where a partial checkpoint has several parts: `tests/launch/test_api_checkpoint.py`.
+On real ranks, where a partial checkpoint has several parts: `tests/launch/api/test_api_checkpoint.py`.
 """
 
 from __future__ import annotations

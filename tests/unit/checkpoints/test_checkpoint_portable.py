@@ -1,6 +1,6 @@
 """A full checkpoint resumes on any number of partitions, and in plain PyTorch, as if nothing had happened.
 
-On real ranks: `tests/launch/test_api_checkpoint.py`.
+On real ranks: `tests/launch/api/test_api_checkpoint.py`.
 """
 
 from __future__ import annotations

@@ -322,7 +322,7 @@ ANY_VALUE = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.dictionaries(st.sampled_from(sorted(DEFAULTS_OF_TWO_PARTITIONS)), ANY_VALUE))
 def test_whatever_is_given_is_kept_as_it_is_or_refused_in_plain_words(
     parameters: dict[str, Any],

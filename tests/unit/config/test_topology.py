@@ -107,7 +107,7 @@ def placements(draw: st.DrawFn) -> tuple[int, int, int, str]:
     return (*sizes, draw(st.sampled_from(STRATEGIES)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(placements())
 def test_groups_of_every_kind_partition_the_world(placement: tuple[int, int, int, str]) -> None:
     dp, pp, tp, strategy = placement
@@ -124,7 +124,7 @@ def test_groups_of_every_kind_partition_the_world(placement: tuple[int, int, int
                 assert topology.group_rank(kind, rank) == index
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(placements())
 def test_identities_of_sizes_and_groups(placement: tuple[int, int, int, str]) -> None:
     dp, pp, tp, strategy = placement
@@ -146,7 +146,7 @@ def test_identities_of_sizes_and_groups(placement: tuple[int, int, int, str]) ->
         assert group["PP"] & group["DP"] == {rank}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(placements())
 def test_right_most_letter_varies_fastest(placement: tuple[int, int, int, str]) -> None:
     dp, pp, tp, strategy = placement

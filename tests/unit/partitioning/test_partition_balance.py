@@ -81,7 +81,7 @@ def test_groups_take_their_best_seats(line: Line, num_stages: int) -> None:
         assert len({stages[atom] for atom in group.atoms}) == 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(lines(max_size=6), st.integers(1, 4))
 def test_scattered_equals_the_enumerated_optimum_or_stays_contiguous(line: Line, num_stages: int) -> None:
     contiguous = balance(line, num_stages)
@@ -104,7 +104,7 @@ def test_scattered_keeps_groups_and_never_loses(line: Line, num_stages: int) -> 
         assert len({stages[atom] for atom in group.atoms}) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lines(min_size=13, max_size=30), st.integers(2, 6))
 def test_scattered_by_local_search_never_loses(line: Line, num_stages: int) -> None:
     contiguous = score(line, balance(line, num_stages), num_stages)
@@ -132,7 +132,7 @@ def test_a_few_atoms_are_searched_exactly() -> None:
     assert score(line, balance(line, 3, contiguous=False), 3)[1] == 20
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(grouped_lines() | lines(min_size=6, max_size=14), st.data())
 def test_each_step_of_local_search_is_the_best_of_all(line: Line, data: st.DataObject) -> None:
     """Of all moves and swaps that take load off the largest stage, looked at one by one."""

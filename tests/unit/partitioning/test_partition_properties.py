@@ -30,7 +30,7 @@ def _holders(module: ModuleCost) -> list[ModuleCost]:
 weights = st.sampled_from([0.0, 0.2, 0.8, 1.0])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(trees(), st.integers(1, 5), weights, st.booleans())
 def test_invariants(root: ModuleCost, num_stages: int, weight: float, contiguous: bool) -> None:
     partition = solve_partition(root, num_stages, memory_weight=weight, contiguous=contiguous)
@@ -51,7 +51,7 @@ def test_invariants(root: ModuleCost, num_stages: int, weight: float, contiguous
                 assert stage_of[child.name] == stage_of[module.name]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(trees(shared=False), st.integers(1, 5), weights)
 def test_contiguous_and_close_to_the_enumerated_optimum_of_single_modules(
     root: ModuleCost, num_stages: int, weight: float

@@ -184,7 +184,7 @@ def rows_and_trees(draw: st.DrawFn) -> SegmentGraph:
     return build_graph(commands, roots=[len(commands) - 1])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     rows_and_trees(),
     st.integers(1, 20),

@@ -47,7 +47,7 @@ def _best(line: Line, num_stages: int, pieces: tuple[int, ...]) -> tuple[int, in
     return min(found, key=lambda split: (step_cost(num_stages, *split[:2]), split[2]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.integers(2, 4), st.sampled_from(SHAPES))
 def test_of_few_splits_the_best_is_found(data: st.DataObject, num_stages: int, shape: Any) -> None:
     pieces = piece_stages(num_stages, shape)

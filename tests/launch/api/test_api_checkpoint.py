@@ -10,7 +10,7 @@ import pytest
 from tests.api_support import same
 from tests.harness import run_distributed
 
-CASES = "tests.launch.api_checkpoint_cases:"
+CASES = "tests.launch.api.api_checkpoint_cases:"
 MANUAL = {"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0}
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from smp_lite.comm.tree import place
 from tests.harness import run_distributed, run_script
+from tests.launch.api.test_api_failures import HANG_S, fails, write
 from tests.launch.launching import left_behind
-from tests.launch.test_api_failures import HANG_S, fails, write
-from tests.launch.tree_cases import LARGE
+from tests.launch.processes.tree_cases import LARGE
 
 
 def parameters(size: int) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def parameters(size: int) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [4, pytest.param(2, marks=pytest.mark.thorough), 8])
 def test_each_collective_gives_what_it_gives_without_trees(size: int) -> None:
-    found = run_distributed("tests.launch.tree_cases:trees", size, parameters=parameters(size))
+    found = run_distributed("tests.launch.processes.tree_cases:trees", size, parameters=parameters(size))
     ranks = list(range(size))
     for rank, (*turns, small, some_large, of_last, large, error, after) in enumerate(found):
         pair = [rank - rank % 2, rank - rank % 2 + 1]
@@ -41,7 +41,10 @@ def test_each_collective_gives_what_it_gives_without_trees(size: int) -> None:
 @pytest.mark.parametrize("absent", [0, 3])
 def test_whoever_waits_hears_who_is_missing_when_the_first_gives_up(size: int, absent: int) -> None:
     found = run_distributed(
-        "tests.launch.tree_cases:missing", size, kwargs={"absent": absent}, parameters=parameters(size)
+        "tests.launch.processes.tree_cases:missing",
+        size,
+        kwargs={"absent": absent},
+        parameters=parameters(size),
     )
     for rank, error in enumerate(found):
         if rank != absent:

@@ -1,7 +1,7 @@
 """Kills a process that saves, with SIGKILL from inside, before each operation on files; then resumes.
 
-`python -m tests.launch.killed_saves FOLDER partial|full N` prints a JSON list: for every Nth operation what
-was resumed after it. Children are forked from one warmed-up parent, so that hundreds of them take seconds.
+`python -m tests.launch.saving.killed_saves FOLDER partial|full N` prints a JSON list: for every Nth operation
+what was resumed after it. Children are forked from one warmed-up parent, so that hundreds take seconds.
 """
 
 from __future__ import annotations

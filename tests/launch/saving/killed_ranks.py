@@ -1,4 +1,4 @@
-"""A rank is killed while all save: `mpirun -np 2 python -m tests.launch.killed_ranks FOLDER RANK AT`.
+"""A rank is killed while all save: `mpirun -np 2 python -m tests.launch.saving.killed_ranks FOLDER RANK AT`.
 
 The ranks save once, train on and save again under the same tag; then RANK dies before the first operation
 on files whose text contains AT. `resumed` tells what two fresh ranks find afterwards.
@@ -12,8 +12,8 @@ import torch
 
 import smp_lite as smp
 from tests.api_support import same
-from tests.launch.api_model_cases import restart, run, start
-from tests.launch.killed_saves import before_each_change, die
+from tests.launch.api.api_model_cases import restart, run, start
+from tests.launch.saving.killed_saves import before_each_change, die
 
 
 def save(folder: str, index: int, model: object, optimizer: object) -> None:

@@ -14,7 +14,7 @@ MANUAL = {"partitions": 2, "microbatches": 2, "auto_partition": False, "default_
 
 def run(case: str, folder: Path, **kwargs: Any) -> list[Any]:
     return run_distributed(
-        f"tests.launch.api_loading_cases:{case}",
+        f"tests.launch.api.api_loading_cases:{case}",
         2,
         kwargs={"folder": str(folder), **kwargs},
         parameters=MANUAL,

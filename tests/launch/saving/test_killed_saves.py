@@ -15,7 +15,7 @@ from tests.harness import run_distributed, run_script
 
 pytestmark = pytest.mark.sampled(3)
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.mark.slow
@@ -32,7 +32,7 @@ def test_a_kill_at_any_operation_on_files_leaves_a_whole_checkpoint(
     kind: str, one_in: int, tmp_path: Path
 ) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "tests.launch.killed_saves", str(tmp_path), kind, str(one_in)],
+        [sys.executable, "-m", "tests.launch.saving.killed_saves", str(tmp_path), kind, str(one_in)],
         cwd=REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -73,7 +73,7 @@ def test_a_rank_that_is_killed_leaves_a_whole_checkpoint_to_all(
 ) -> None:
     parameters = {"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0}
     killed = run_script(
-        ["-m", "tests.launch.killed_ranks", str(tmp_path), str(rank), operation],
+        ["-m", "tests.launch.saving.killed_ranks", str(tmp_path), str(rank), operation],
         2,
         env={"SM_HP_MP_PARAMETERS": json.dumps(parameters)},
     )
@@ -81,7 +81,7 @@ def test_a_rank_that_is_killed_leaves_a_whole_checkpoint_to_all(
     left = [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
     assert left
     found = run_distributed(
-        "tests.launch.killed_ranks:resumed", 2, kwargs={"folder": str(tmp_path)}, parameters=parameters
+        "tests.launch.saving.killed_ranks:resumed", 2, kwargs={"folder": str(tmp_path)}, parameters=parameters
     )
     assert found == [(wanted, True)] * 2
 

@@ -17,7 +17,7 @@ from torch import nn
 import smp_lite as smp
 from smp_lite.record.parameters.away import is_away
 from tests.api_support import batch, build, place, plain_train, same, train, wrap
-from tests.launch.api_cases import error_of
+from tests.launch.api.api_cases import error_of
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 

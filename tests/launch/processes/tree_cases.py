@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import smp_lite as smp
-from tests.launch.api_cases import error_of
+from tests.launch.api.api_cases import error_of
 
 LARGE = 100_000
 

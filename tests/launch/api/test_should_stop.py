@@ -23,7 +23,7 @@ from tests.api_support import batch, build, in_memory, train, wrap
 from tests.harness import run_distributed
 from tests.launch.launching import HANG_S, left_behind
 
-CASES = "tests.launch.cases:"
+CASES = "tests.launch.processes.cases:"
 DDP = {"partitions": 2, "microbatches": 2, "ddp": True}
 
 

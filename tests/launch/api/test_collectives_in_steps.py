@@ -9,7 +9,7 @@ import torch
 
 from tests.harness import run_distributed
 
-OWN = "tests.launch.collective_cases"
+OWN = "tests.launch.api.collective_cases"
 WRITTEN: dict[str, list[list[float]]] = {
     "all_reduce": [[3, 3], [3, 3]],
     "all_gather": [[1, 1, 2, 2], [1, 1, 2, 2]],

@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness import run_distributed
 
-CASES = "tests.launch.api_batch_cases:"
+CASES = "tests.launch.api.api_batch_cases:"
 TWO = {"partitions": 2, "microbatches": 2}
 
 

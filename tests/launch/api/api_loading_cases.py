@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import smp_lite as smp
 from tests.api_support import place, same
-from tests.launch.api_cases import error_of
+from tests.launch.api.api_cases import error_of
 
 WIDTH = 4
 

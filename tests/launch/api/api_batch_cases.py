@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import smp_lite as smp
-from tests.launch.api_cases import error_of
+from tests.launch.api.api_cases import error_of
 
 VOCABULARY, LENGTH = 11, 5
 

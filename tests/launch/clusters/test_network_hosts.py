@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from smp_lite.entrypoints.hosts.secret import SECRET_VARIABLE
+from tests.launch.containers.test_train import START
 from tests.launch.launching import HANG_S, processes_mentioning
-from tests.launch.test_train import START
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("SMP_LITE_NETWORK_TESTS") != "1" or os.geteuid() != 0 or shutil.which("ip") is None,

@@ -13,8 +13,8 @@ import torch
 
 import smp_lite as smp
 from tests.api_support import Net, batch, build, place, plain_train, same, wrap
-from tests.launch.api_cases import error_of
-from tests.launch.api_model_cases import ADAMW, restart, run, start
+from tests.launch.api.api_cases import error_of
+from tests.launch.api.api_model_cases import ADAMW, restart, run, start
 
 
 def resume(directory: str, steps_before: int, by_tag: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.test_train import make_tree, train
+from tests.launch.containers.test_train import make_tree, train
 
 SHOW = """
 names = ["SMP_LITE_DEVICE", "SM_NUM_GPUS", "FI_PROVIDER", "NCCL_PROTO", "NCCL_SOCKET_IFNAME"]

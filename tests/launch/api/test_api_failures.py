@@ -212,7 +212,7 @@ def test_different_calls_before_the_first_step_do_not_hang_either(tmp_path: Path
 def test_a_number_of_processes_that_does_not_fit(
     world_size: int, parameters: dict[str, object], text: str
 ) -> None:
-    errors = run_distributed("tests.launch.api_cases:init_error", world_size, parameters=parameters)
+    errors = run_distributed("tests.launch.api.api_cases:init_error", world_size, parameters=parameters)
     for error in errors:
         assert error.startswith("ConfigError: ")
         assert text in error

@@ -24,7 +24,7 @@ from tests.harness import run_distributed
 from tests.launch.launching import left_behind
 from tests.transparency.comparison import NUM_MICROBATCHES
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 HANG_S = 90.0
 """A bound against hanging; a launch takes five to ten seconds."""
 

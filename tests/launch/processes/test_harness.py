@@ -11,7 +11,7 @@ import pytest
 from tests.harness import WorldPool, run_distributed, run_script
 from tests.launch.launching import left_behind, write
 
-CASES = "tests.launch.cases:"
+CASES = "tests.launch.processes.cases:"
 
 
 def is_running(pid: int) -> bool:

@@ -30,7 +30,9 @@ def threads_of_groups() -> int:
 def test_threads_of_process_groups_end() -> None:
     found = [
         run_distributed(
-            "tests.launch.test_ended_sessions:threads_of_groups", 2, parameters={"ddp": True, "partitions": 1}
+            "tests.launch.processes.test_ended_sessions:threads_of_groups",
+            2,
+            parameters={"ddp": True, "partitions": 1},
         )
         for _ in range(4)
     ]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness import run_distributed
 
-CASES = "tests.launch.api_model_cases:"
+CASES = "tests.launch.api.api_model_cases:"
 MANUAL = {"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0}
 WHEN = pytest.mark.parametrize("partitioned", [False, True], ids=["before", "after"])
 

@@ -10,7 +10,7 @@ from tests.harness import run_distributed
 
 pytestmark = pytest.mark.sampled(3)
 
-CASES = "tests.launch.api_cases:"
+CASES = "tests.launch.api.api_cases:"
 
 # (world size, partitions, strategy) -> (mp groups, dp groups), worked out by hand.
 LAYOUTS = {

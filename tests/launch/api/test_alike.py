@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness import run_distributed
 
-OWN = "tests.launch.alike_cases"
+OWN = "tests.launch.api.alike_cases"
 
 
 def run(function: str, num_ranks: int, **kwargs: Any) -> list[Any]:

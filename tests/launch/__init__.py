@@ -1,0 +1,1 @@
+"""Jobs as users start them, and what their processes do together."""

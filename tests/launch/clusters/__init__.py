@@ -1,0 +1,1 @@
+"""Other ways to start ranks: clusters, torchrun, by hand."""

@@ -1,0 +1,1 @@
+"""`smp-lite run` and what it shows."""
