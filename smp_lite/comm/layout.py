@@ -199,6 +199,15 @@ def wire_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, .
     return _dense(shape, range(len(shape)))
 
 
+def shaped_like(row: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A row of as many elements with the tensor's shape; with its strides as well, if it is dense.
+
+    What is a parameter's lies as it does: sums over all of it (norms) go along its memory.
+    """
+    shape = tuple(tensor.shape)
+    return row.as_strided(shape, wire_stride(shape, tensor.stride()), row.storage_offset())
+
+
 def arrival(meta: TensorMeta) -> torch.Tensor:
     """An uninitialised dense tensor to receive into."""
     stride = wire_stride(meta.shape, meta.stride)

@@ -34,6 +34,7 @@ __all__ = [
     "is_elementwise",
     "is_unguarded",
     "of_state",
+    "piece_like",
     "plain",
     "set_whole_shape",
     "tensors_of",
@@ -49,6 +50,7 @@ _OWN_CODE = f"{__name__.partition('.')[0]}."
 _READS_MEMORY = "safetensors."
 """A package that takes as many bytes as the shape says from where a tensor's memory begins."""
 _WHOLE_SHAPE = "smp_whole_shape"
+_WHOLE_STRIDE = "smp_whole_stride"
 _AWAY = "smp_root"
 """What types of tensors have that live on another rank (:mod:`smp_lite.record.parameters.away`)."""
 
@@ -287,9 +289,21 @@ def _whole_shape(piece: torch.Tensor) -> torch.Size:
     return found
 
 
-def set_whole_shape(tensor: torch.Tensor, shape: Iterable[int]) -> None:
-    """Says of what shape the tensor is whose piece this one is."""
+def set_whole_shape(
+    tensor: torch.Tensor, shape: Iterable[int], stride: tuple[int, ...] | None = None
+) -> None:
+    """Says of what shape, and of what strides (None: contiguous), the tensor is whose piece this one is."""
     setattr(tensor, _WHOLE_SHAPE, torch.Size(shape))
+    if stride is not None:
+        setattr(tensor, _WHOLE_STRIDE, stride)
+
+
+def piece_like(tensor: torch.Tensor | None, piece: torch.Tensor) -> torch.Tensor | None:
+    """The tensor as a piece of a whole like that of this one."""
+    if tensor is not None:
+        tensor = guarded(tensor, _whole_shape(piece))
+        set_whole_shape(tensor, _whole_shape(piece), getattr(piece, _WHOLE_STRIDE, None))
+    return tensor
 
 
 def _is_asked_by(package: str) -> bool:
@@ -299,12 +313,14 @@ def _is_asked_by(package: str) -> bool:
 
 def _measured(piece: torch.Tensor) -> torch.Tensor:
     """What has the sizes of a piece's whole."""
-    return _measures(_whole_shape(piece), piece.dtype)
+    return _measures(_whole_shape(piece), getattr(piece, _WHOLE_STRIDE, None), piece.dtype)
 
 
 @functools.lru_cache(maxsize=4096)
-def _measures(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+def _measures(shape: torch.Size, stride: tuple[int, ...] | None, dtype: torch.dtype) -> torch.Tensor:
+    if stride is None:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
 def _take_gradient(parameter: torch.Tensor, gradient: Any) -> None:

@@ -50,6 +50,8 @@ class ParameterLayout:
         flat: an axis along which that part lies in equal consecutive pieces of its elements in row-major
             order, one-dimensional and with zeros at the end of the last (sharded parameters, ZeRO-3:
             Rajbhandari et al. 2020). None: it does not.
+        stride: with ``flat``, of the whole parameter in memory (channels last); None: its elements are one
+            after another.
     """
 
     shape: tuple[int, ...]
@@ -58,6 +60,7 @@ class ParameterLayout:
     sections: dict[int, tuple[int, ...]] = field(default_factory=dict)
     padded: dict[int, int] = field(default_factory=dict)
     flat: Axis | None = None
+    stride: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if len(self.dims) != len(self.shape):
@@ -176,6 +179,10 @@ def whole_of(part: torch.Tensor, layout: ParameterLayout) -> torch.Tensor:
             whole = torch.cat([piece for section in zip(*parts, strict=True) for piece in section], dim)
     for dim in layout.padded:
         whole = whole.narrow(dim, 0, layout.shape[dim])
+    if layout.stride is not None and whole.shape == layout.shape and not any(layout.dims):
+        return torch.empty_strided(whole.shape, layout.stride, dtype=whole.dtype, device=whole.device).copy_(
+            whole
+        )
     return whole.clone(memory_format=torch.contiguous_format)
 
 

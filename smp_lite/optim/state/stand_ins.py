@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from ...comm.groups.axis import Axis
+from ...comm.layout import shaped_like
 from ...errors import SMPError
 from ...nn.guarding import plain, unguarded
 from ...nn.layout import ParameterLayout, layout_of, set_layout, whole_of
@@ -88,22 +90,19 @@ class StandIns:
                 for parameter, value, kind in zip(members, values, kinds, strict=True)
             ]
             # One flat buffer for a group and type.
+            sizes = Counter[torch.dtype]()
+            for value, kind, is_copy in zip(values, kinds, copied, strict=True):
+                sizes[kind] += value.numel() if is_copy else 0
             flat = {
-                kind: torch.cat(
-                    [
-                        v.reshape(-1).to(kind)
-                        for v, k, c in zip(values, kinds, copied, strict=True)
-                        if c and k == kind
-                    ]
-                )
-                for kind in {k for k, c in zip(kinds, copied, strict=True) if c}
+                kind: torch.empty(size, dtype=kind, device=values[kinds.index(kind)].device)
+                for kind, size in sizes.items()
             }
-            used = dict.fromkeys(flat, 0)
+            used = Counter[torch.dtype]()
             for parameter, value, kind, is_copy in zip(members, values, kinds, copied, strict=True):
                 if is_copy:
                     start = used[kind]
                     used[kind] += value.numel()
-                    value = flat[kind][start : used[kind]].view(value.shape)
+                    value = shaped_like(flat[kind][start : used[kind]], value).copy_(value)
                 stand_in = nn.Parameter(value)
                 notes = {k: v for k, v in vars(parameter).items() if not k.startswith("smp_")}
                 vars(stand_in).update(notes)  # what optimizers ask of a parameter (an axis, a decay)

@@ -15,7 +15,7 @@ from torch import nn
 
 from ...comm.collectives import Collectives, Pending
 from ...devices import is_host
-from ...nn.guarding import guarded
+from ...nn.guarding import piece_like
 from ..sharded.parameters import ShardGroup
 from .reducer import Reducer, _Bucket, refuse_sparse
 
@@ -122,7 +122,7 @@ class PieceReducer(Reducer):
         for parameter, was_used in zip(bucket.parameters, used, strict=True):
             start, end = self._pieces[id(parameter)]
             gradient = bucket.flat[start:end].clone() if was_used else None
-            parameter.grad = guarded(gradient, parameter.smp_whole_shape)  # type: ignore[attr-defined]
+            parameter.grad = piece_like(gradient, parameter)
 
 
 class _All:

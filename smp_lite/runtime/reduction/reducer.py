@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ...comm.collectives import Collectives, Pending
-from ...comm.layout import sum_of_bits
+from ...comm.layout import shaped_like, sum_of_bits
 from ...comm.waiting import wait_until
 from ...devices import CPU, is_host
 from ...errors import SMPError, SMPMismatch
@@ -69,7 +69,7 @@ class _Bucket:
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         sizes = [parameter.numel() for parameter in self.parameters]
         return [
-            part.view(parameter.shape)
+            shaped_like(part, parameter)
             for part, parameter in zip(flat.split(sizes), self.parameters, strict=True)
         ]
 

@@ -53,20 +53,25 @@ class ShardGroup:
         self.bounds: list[tuple[int, int]] = []
         pieces, start = [], 0
         self._shapes = [tuple(parameter.shape) for parameter in parameters]
+        # None: pieces in turn are its memory. Others (channels last) lie as they did.
+        self._strides = [_own_strides(parameter) for parameter in parameters]
         self._given: dict[int, torch.Tensor] = {}  # what a script has put in the place of a piece
         with torch.no_grad():
-            for parameter in parameters:
+            for parameter, stride in zip(parameters, self._strides, strict=True):
                 layout = layout_of(parameter)
                 whole = ParameterLayout(tuple(parameter.shape), ((),) * parameter.dim(), flat=axis)
                 pieces.append(part_of(parameter, whole))
                 self.bounds.append((start, start + len(pieces[-1])))
                 start += len(pieces[-1])
                 parameter.data = pieces[-1]
-                set_layout(parameter, over(layout, whole.shape, axis))
-                set_whole_shape(parameter, whole.shape)
+                set_layout(parameter, over(layout, whole.shape, axis, stride))
+                set_whole_shape(parameter, whole.shape, stride)
             self.mine = torch.cat(pieces)
             self._rows = self.mine.new_empty((axis.size, 0))
-            self._wholes = [self.mine.new_empty(axis.size * (b - a)) for a, b in self.bounds]
+            self._wholes = [
+                self.mine.new_empty(axis.size * (b - a) if stride is None else _extent(shape, stride))
+                for (a, b), shape, stride in zip(self.bounds, self._shapes, self._strides, strict=True)
+            ]
             for whole in self._wholes:
                 whole.untyped_storage().resize_(0)
             nan = self.mine.new_full((), math.nan)
@@ -150,10 +155,15 @@ class ShardGroup:
         with torch.no_grad():
             for number, parameter in enumerate(self.parameters):
                 start, end = self.bounds[number]
-                whole, shape = self._wholes[number], self._shapes[number]
+                whole, shape, stride = self._wholes[number], self._shapes[number], self._strides[number]
                 whole.untyped_storage().resize_(whole.numel() * whole.element_size())
-                whole.view(self.axis.size, end - start).copy_(self._rows[:, start:end])
-                parameter.data = whole[: math.prod(shape)].view(shape)
+                pieces = self._rows[:, start:end]
+                if stride is None:
+                    whole.view(self.axis.size, end - start).copy_(pieces)
+                    parameter.data = whole[: math.prod(shape)].view(shape)
+                else:
+                    row = pieces.reshape(-1)[: math.prod(shape)]
+                    parameter.data = whole.as_strided(shape, stride).copy_(row.view(shape))
         self._rows = self._rows.new_empty((self.axis.size, 0))
         self._versions = [parameter._version for parameter in self.parameters]
         self._digests = [_digest(whole) for whole in self._wholes]
@@ -351,19 +361,40 @@ class ShardedParameters:
                 group.show()
 
 
+def _own_strides(parameter: torch.Tensor) -> tuple[int, ...] | None:
+    """Its strides; None: its elements are one after another, or some of them in one place."""
+    if parameter.stride() == torch.empty(parameter.shape, device="meta").stride():
+        return None
+    reach = 0
+    for step, length in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if length > 1:
+            if step <= reach:
+                return None
+            reach += (length - 1) * step
+    return parameter.stride()
+
+
+def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Elements of memory from the first to the last."""
+    return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
+
+
 def _digest(whole: torch.Tensor) -> torch.Tensor:
     """Of all its bits; autograd hears nothing of changes through ``parameter.data``."""
     return torch.stack([bits_summed(whole), bits_summed(whole[: len(whole) // 2])])
 
 
-def over(layout: ParameterLayout | None, shape: tuple[int, ...], axis: Axis) -> ParameterLayout:
+def over(
+    layout: ParameterLayout | None, shape: tuple[int, ...], axis: Axis, stride: tuple[int, ...] | None = None
+) -> ParameterLayout:
     """How a parameter lies when a rank's part of it is cut into pieces.
 
     Args:
         layout: how it lies before; None: a rank has all of it.
         shape: of what a rank has.
         axis: of the pieces.
+        stride: of that part, unless its elements are one after another.
     """
     if layout is None:
-        return ParameterLayout(shape, ((),) * len(shape), flat=axis)
-    return dataclasses.replace(layout, flat=axis)
+        layout = ParameterLayout(shape, ((),) * len(shape))
+    return dataclasses.replace(layout, flat=axis, stride=stride)

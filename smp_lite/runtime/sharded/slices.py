@@ -3,7 +3,8 @@
 A parameter of n elements is padded with zeros to a multiple of d, the number of ranks that share it, and each
 rank has ceil(n / d) consecutive ones (SMP 1.11, sharded data parallelism). That is what lies here of a
 sharded parameter. One that stays whole has slices too, since checkpoints and scripts make no difference; its
-memory is padded, so that the slice is a view.
+memory is padded, so that the slice is a view. Of one that lies in another order than that of its indices
+(channels last) no view is a slice: its ``ds_tensor`` says so.
 
 Names are those of Rajbhandari et al.'s DeepSpeed: ``ds_shape`` and ``ds_numel`` of the whole, and
 ``ds_tensor``, an ordinary tensor with this rank's slice and a ``ds_numel`` of its own.
@@ -21,7 +22,7 @@ from ...errors import MissingAttribute
 from ...nn.guarding import plain
 from ...nn.layout import layout_of
 
-__all__ = ["NotCutYet", "add_names", "announce_names", "slice_of"]
+__all__ = ["NoSlice", "add_names", "announce_names", "slice_of"]
 
 
 def slice_of(parameter: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -50,11 +51,15 @@ def add_names(parameter: nn.Parameter, axis: Axis) -> None:
     layout = layout_of(parameter)
     if layout is None or layout.flat is None:
         shape = tuple(parameter.shape)
+        if not parameter.is_contiguous():  # kernels are chosen by how it lies
+            _name(parameter, shape, NoSlice(-(-parameter.numel() // axis.size), _IN_ANOTHER_ORDER))
+            return
         with torch.no_grad():
             length = -(-parameter.numel() // axis.size)
             padded = parameter.data.new_zeros(length * axis.size)
             padded[: parameter.numel()] = parameter.data.reshape(-1)
-            parameter.data = padded[: parameter.numel()].view(shape)
+            # As it was, where a length of one may have any stride.
+            parameter.data = padded.as_strided(shape, parameter.stride())
     else:
         shape = layout.part_shape
     mine = slice_of(parameter, axis)
@@ -64,7 +69,7 @@ def add_names(parameter: nn.Parameter, axis: Axis) -> None:
 
 def announce_names(parameter: nn.Parameter, num_ranks: int) -> None:
     """Before it is cut: sizes are known, contents are not."""
-    _name(parameter, tuple(parameter.shape), NotCutYet(-(-parameter.numel() // num_ranks)))
+    _name(parameter, tuple(parameter.shape), NoSlice(-(-parameter.numel() // num_ranks), _NOT_CUT_YET))
 
 
 def _name(parameter: nn.Parameter, shape: tuple[int, ...], mine: object) -> None:
@@ -73,21 +78,27 @@ def _name(parameter: nn.Parameter, shape: tuple[int, ...], mine: object) -> None
     parameter.ds_tensor = mine  # type: ignore[attr-defined]
 
 
-class NotCutYet:
+_NOT_CUT_YET = (
+    "over several partitions a parameter is cut into slices by the first step, and only those of a rank's "
+    "own partition have them there: ask after it, for model.local_parameters()"
+)
+_IN_ANOTHER_ORDER = (
+    "this parameter is small and stays whole, and its memory is not in the order of its indices (channels "
+    "last, or transposed), so no view of it is this rank's slice: read the parameter itself"
+)
+
+
+class NoSlice:
     """In the place of a slice that is not there.
 
     Attributes:
-        ds_numel: that it will have.
+        ds_numel: that it would have.
     """
 
-    def __init__(self, ds_numel: int) -> None:
-        self.ds_numel = ds_numel
+    def __init__(self, ds_numel: int, reason: str) -> None:
+        self.ds_numel, self._reason = ds_numel, reason
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise MissingAttribute(
-            f"parameter.ds_tensor.{name}: over several partitions a parameter is cut into slices by the "
-            "first step, and only those of a rank's own partition have them there: ask after it, for "
-            "model.local_parameters()"
-        )
+        raise MissingAttribute(f"parameter.ds_tensor.{name}: {self._reason}")
