@@ -17,7 +17,7 @@ from .plan.collecting import without_gc
 __all__ = ["CaptureSpoilt", "DeviceGraph", "can_capture", "new_pool", "unless_capturing"]
 
 _capture = threading.Lock()
-_streams: dict[torch.device, Any] = {}  # of captures: matrix products keep memory for each that they are on
+_streams: dict[torch.device, Any] = {}  # on which all captures are
 
 
 def can_capture() -> bool:
@@ -50,6 +50,18 @@ def _stream() -> Any:
     return _streams[home()]
 
 
+def _forget_workspaces() -> None:
+    """Matrix products make others from now on.
+
+    They keep one for each stream that they have been on. One of a capture lies in the memory of its graph and
+    goes with it; some versions of torch (2.12, 2.13) give back all of a stream's as soon as one of its graphs
+    goes. So each capture has its own (as in torch's ``torch/_inductor/cudagraph_trees.py``).
+    """
+    forget = getattr(torch._C, f"_{home().type}_clearCublasWorkspaces", None)
+    if forget is not None:
+        forget()
+
+
 class CaptureSpoilt(SMPError):
     """The device has not ended a capture properly; torch's memory of it may count as captured for good."""
 
@@ -79,6 +91,7 @@ class DeviceGraph:
         # In what Python collects there may be something that a capture forbids to give back.
         with _capture, within(_stream()), without_gc():
             queue_behind(computed)
+            _forget_workspaces()
             # Other threads (one that pins batches) may go on with what a capture forbids this one.
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -92,6 +105,8 @@ class DeviceGraph:
                         "after which torch's memory there is not to be relied on: start the job again "
                         "without SMP_LITE_CUDA_GRAPHS=1"
                     ) from error
+                finally:
+                    _forget_workspaces()
 
     def replay(self) -> None:
         """Gives all of it to the current stream, to be done on the same memory."""

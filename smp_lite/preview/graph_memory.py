@@ -1,20 +1,20 @@
 """What graphs of a device hold of a stage's memory, beside what the same step needs without them.
 
-A graph reads and writes memory that stays where it is. So for good there are places for what comes in, what
-goes out and its gradients, and each parameter's gradient of one microbatch; all that comes out is copied from
-there. A microbatch has its graphs from its forward to the end of its backward, and microbatches that do the
-same take turns (:mod:`..runtime.graphs.stage_graphs`): how many there are is read off a stage's list.
+A graph reads and writes memory that stays where it is, and that nobody else can use in between: activations
+and gradients of one microbatch, and places for what comes in. What comes out is copied from there. Each
+microbatch has its graphs from its forward to the end of its backward, and those that do the same take turns
+(:mod:`..runtime.graphs.stage_graphs`): how many there are is read off a stage's list.
 
-Activations are counted as without graphs. They lie in memory of the graphs' own, which nobody else can use in
-between: what is allocated may be less than what is said here, what the process has reserved is not.
+Not counted: what matrix products work in, some 8 MiB for each graph, 32 on Hopper.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from ..plan.step.actions import Action, ActionKind
 from ..plan.step.memory import ActionMemory
@@ -22,7 +22,9 @@ from ..plan.step.segments import Segment
 from ..record.commands.recording import Recording
 from ..record.parameters.placement import Placement
 from ..runtime.graphs.alike import Likeness
-from ..runtime.graphs.allowed import modules_of, why_not
+from ..runtime.graphs.allowed import modules_of, why_none, why_not
+from ..runtime.graphs.captured import form_of, length_of
+from ..runtime.graphs.given import given_to
 from ..runtime.graphs.stage_graphs import GRAPHS_VARIABLE, are_wanted
 from ..runtime.step.batches import Batch
 from ..session import Session
@@ -36,25 +38,23 @@ class GraphMemory:
 
     Attributes:
         num_bytes: what graphs hold for good.
-        copied: by backward action, bytes of gradients of parameters that are copied at its end.
         num_graphs: how many graphs of a forward, each with that of its backward.
+        beside: what an action does to other memory, where its segment is a graph.
         not_graphs: why segments are none.
     """
 
     num_bytes: int = 0
     num_graphs: int = 0
-    copied: dict[Action, int] = field(default_factory=dict)
+    beside: dict[Action, ActionMemory] = field(default_factory=dict)
     not_graphs: dict[str, None] = field(default_factory=dict)
-
-    def added_to(self, memory: ActionMemory, action: Action) -> ActionMemory:
-        """What the action does to memory where its segment is a graph."""
-        if action not in self.copied:
-            return memory
-        return replace(memory, peak=max(memory.peak, memory.kept + self.copied[action]))
 
 
 def graph_memory(
-    session: Session, batch: Batch, recordings: Mapping[int, Recording], stage_index: int
+    session: Session,
+    batch: Batch,
+    recordings: Mapping[int, Recording],
+    stage_index: int,
+    memory_of: Callable[..., ActionMemory],
 ) -> GraphMemory:
     """Empty where there are no graphs.
 
@@ -63,6 +63,7 @@ def graph_memory(
         batch: the step's last batch of work.
         recordings: by microbatch.
         stage_index: which stage.
+        memory_of: what an action does without graphs; ``new=True``: if it is the first to make gradients.
     """
     found = GraphMemory()
     if not _are_wanted(session) or _refused(session, batch):
@@ -74,29 +75,48 @@ def graph_memory(
         for segment in work.graph.segments
         if segment.stage_index == stage_index
     }
-    free: Counter[Likeness] = Counter()
-    in_use: dict[tuple[int, int], Likeness] = {}
+    free: Counter[Any] = Counter()
+    in_use: dict[tuple[int, int], Any] = {}
     for action in batch.schedule[stage_index]:
         where = action.microbatch_index, action.visit
-        if action.kind is ActionKind.FORWARD:
-            segment, recording = segments[where], recordings[action.microbatch_index]
-            if (reason := why_not(recording, segment)) is not None:
-                found.not_graphs[reason] = None
+        if where not in segments or action.kind not in (ActionKind.FORWARD, ActionKind.BACKWARD):
+            continue
+        segment, recording = segments[where], recordings[action.microbatch_index]
+        forward = action._replace(kind=ActionKind.FORWARD)
+        before = memory_of(forward)
+        made = _value_bytes(recording, {*segment.exports, *segment.gradient_exports, *segment.roots})
+        stays = min(made, before.kept)
+        if action.kind is ActionKind.BACKWARD:
+            if where not in in_use:
                 continue
-            likeness = Likeness(recording, segment)
-            if free[likeness]:
-                free[likeness] -= 1
-            else:
-                found.num_graphs += 1
-                found.num_bytes += _held(placement, recording, segment)
-            if segment.has_backward:
-                in_use[where] = likeness
-            else:
-                free[likeness] += 1
-        elif action.kind is ActionKind.BACKWARD and where in in_use:
             free[in_use.pop(where)] += 1
-            recording = recordings[action.microbatch_index]
-            found.copied[action] = _parameter_bytes(placement, recording, segments[where])
+            after = memory_of(action)
+            copied = _parameter_bytes(placement, recording, segment)
+            copied += _value_bytes(recording, segment.gradient_imports)
+            kept = after.kept + before.kept - stays
+            found.beside[action] = ActionMemory(kept, after.gradients, max(copied, kept + after.gradients))
+            continue
+        if (reason := why_not(recording, segment)) is not None:
+            found.not_graphs[reason] = None
+            continue
+        given = given_to(recording, segment)
+        key = Likeness(recording, segment), tuple(map(form_of, given))
+        if free[key]:
+            free[key] -= 1
+        else:
+            found.num_graphs += 1
+            found.num_bytes += _value_bytes(recording, segment.imports)
+            found.num_bytes += sum(length_of(tensor) * tensor.element_size() for tensor in given)
+            found.num_bytes += before.peak
+            if segment.has_backward:
+                new = memory_of(action._replace(kind=ActionKind.BACKWARD), new=True)
+                found.num_bytes += max(0, before.kept + new.peak - before.peak)
+                found.num_bytes += _value_bytes(recording, {*segment.gradient_exports, *segment.roots})
+        found.beside[action] = ActionMemory(stays, before.gradients, made)
+        if segment.has_backward:
+            in_use[where] = key
+        else:
+            free[key] += 1
     return found
 
 
@@ -120,31 +140,17 @@ def _are_wanted(session: Session) -> bool:
 
 
 def _refused(session: Session, batch: Batch) -> str:
-    if session.cfg.sharded_data_parallel_degree > 1 or session.shard_axes:
-        return "parameters are sharded"
-    if session.cfg.offload_activations:
-        return "activations are offloaded"
-    if session.stage_peers and not session.stage_peers.is_alone:
-        return "several ranks share a stage"
-    if any(action.kind is ActionKind.WEIGHT for actions in batch.schedule for action in actions):
-        return "gradients of weights may come in actions of their own (pipeline)"
-    return ""
-
-
-def _held(placement: Placement, recording: Recording, segment: Segment) -> int:
-    given = sum(
-        tensor.numel() * tensor.element_size()
-        for index in segment.commands
-        for tensor, source in zip(
-            recording.commands[index].arguments.tensors, recording.commands[index].sources, strict=True
-        )
-        if source < 0
+    return why_none(
+        shared=bool(session.stage_peers) and not session.stage_peers.is_alone,
+        sharded=session.cfg.sharded_data_parallel_degree > 1 or bool(session.shard_axes),
+        offloaded=session.cfg.offload_activations,
+        splits=any(action.kind is ActionKind.WEIGHT for actions in batch.schedule for action in actions),
+        wire=None,
     )
-    forward = {*segment.imports}, {*segment.exports, *segment.gradient_exports, *segment.roots}
-    backward = {*segment.gradient_imports}, {*segment.gradient_exports, *segment.roots}
-    values = [value for values in (*forward, *backward) for value in values]
-    parameters = _parameter_bytes(placement, recording, segment) if segment.has_backward else 0
-    return given + parameters + sum(recording.values[value].meta.num_bytes for value in values)
+
+
+def _value_bytes(recording: Recording, values: Iterable[int]) -> int:
+    return sum(recording.values[value].meta.num_bytes for value in values)
 
 
 def _parameter_bytes(placement: Placement, recording: Recording, segment: Segment) -> int:

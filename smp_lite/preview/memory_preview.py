@@ -36,7 +36,7 @@ from ..runtime.step.batches import Batch
 from ..session import Session
 from ..wrapper.cutting.schedules import optimizer_states
 from .action_memory import CannotPlay, Played, play
-from .graph_memory import GraphMemory, graph_memory, graph_notes
+from .graph_memory import graph_memory, graph_notes
 from .optimizer_memory import OptimizerMemory, optimizer_memory
 
 __all__ = ["CannotPlay", "MemoryPreview", "preview_memory"]
@@ -84,7 +84,14 @@ def preview_memory(
     notes: dict[str, None] = {}
     optimizers: dict[Any, OptimizerMemory] = {}  # by what a stage's parameters are like
     stages = []
-    graphs = [graph_memory(session, batch, recordings, stage) for stage in range(session.num_stages)]
+
+    def memory_of(action: Action, new: bool = False) -> ActionMemory:
+        kind, first = kind_of[action.microbatch_index]
+        return played.memory[kind, first or new, action._replace(microbatch_index=0)]
+
+    graphs = [
+        graph_memory(session, batch, recordings, stage, memory_of) for stage in range(session.num_stages)
+    ]
     for stage in range(session.num_stages):
         own = [name for name, home in placement.parameter_stage.items() if home == stage]
         trained = [placement.parameter(name) for name in own if name in played.with_gradient]
@@ -92,7 +99,13 @@ def preview_memory(
         if form not in optimizers:
             optimizers[form] = _optimizer_memory(session.optimizer, trained, notes)
         optimizer = optimizers[form]
-        peak = _step_peak(batch.schedule[stage], stage, played, kind_of, graphs[stage])
+        done = _not_listed(batch.schedule[stage], played, stage, kind_of)
+        peak = step_peak(
+            batch.schedule[stage],
+            lambda action, beside=graphs[stage].beside: beside.get(action) or memory_of(action),
+            kept=sum(memory_of(action).kept for action in done),
+            gradients=sum(memory_of(action).gradients for action in done),
+        )
         reduced = _reduced_bytes(session, trained)
         moment = _largest_moment(session, peak, optimizer, reduced, results[stage], sum(results))
         # Buffers of other stages are not freed.
@@ -115,28 +128,17 @@ def preview_memory(
     return MemoryPreview(tuple(stages), tuple(notes))
 
 
-def _step_peak(
-    actions: Sequence[Action],
-    stage: int,
-    played: Played,
-    kind_of: Mapping[int, tuple[int, bool]],
-    graphs: GraphMemory,
-) -> StagePeak:
-    def memory_of(action: Action) -> ActionMemory:
-        kind, first = kind_of[action.microbatch_index]
-        return graphs.added_to(played.memory[kind, first, action._replace(microbatch_index=0)], action)
-
+def _not_listed(
+    actions: Sequence[Action], played: Played, stage: int, kind_of: Mapping[int, tuple[int, bool]]
+) -> list[Action]:
+    """What has run while the step was recorded."""
     listed = set(actions)
     everything = (
         action._replace(microbatch_index=m)
         for m, (kind, _) in kind_of.items()
         for action in played.lists[kind][stage]
     )
-    # What is not in the list has run while the step was recorded.
-    done = [memory_of(action) for action in everything if action not in listed]
-    return step_peak(
-        actions, memory_of, kept=sum(m.kept for m in done), gradients=sum(m.gradients for m in done)
-    )
+    return [action for action in everything if action not in listed]
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,6 @@ from ..alike_between import BetweenSteps
 from ..comm.groups.peers import Peers
 from ..comm.groups.ranks import Ranks
 from ..comm.groups.stage_peers import StagePeers
-from ..comm.wires.announced import AnnouncedWire
-from ..comm.wires.grouped import GroupedCarrier
 from ..comm.wires.memory import MemoryWire
 from ..comm.wires.wire import Wire
 from ..deferred import Waiting
@@ -32,6 +30,7 @@ from ..record.describe.checkpointed_calls import is_marked
 from ..record.parameters.placement import Placement
 from ..record.step.recorder import Recorder
 from .choosing import ScheduleChooser
+from .graphs.allowed import why_none
 from .graphs.stage_graphs import StageGraphs
 from .offloading.offload import ActivationOffload, longest_wait
 from .reduction.drift import drift_between
@@ -201,8 +200,12 @@ class ModelRuntime:
                     StageGraphs(
                         stage,
                         placement,
-                        _no_graphs(
-                            stage_peers is not None, self.sharded, activation_horizon, weights[stage], wire
+                        why_none(
+                            shared=stage_peers is not None,
+                            sharded=self.sharded is not None,
+                            offloaded=activation_horizon is not None,
+                            splits=weights[stage] is not None,
+                            wire=wire,
                         ),
                     )
                     if graphs
@@ -463,19 +466,3 @@ class ModelRuntime:
     def _on_final(self, parameter: nn.Parameter) -> None:
         if self.reducer is not None and self._reduce_now:
             self.reducer.on_final(parameter)
-
-
-def _no_graphs(
-    share_stage: bool, sharded: object, horizon: int | None, weights: object, wire: Wire | None
-) -> str:
-    """Why no segment may be a graph; "": some may."""
-    if isinstance(wire, AnnouncedWire) and isinstance(wire.carrier, GroupedCarrier):
-        # What it sends keeps the device busy until the receiver's host has come, and a capture waits for it.
-        return "the wire is nccl, on which two ranks that capture could wait for each other"
-    if share_stage:
-        return "several ranks share a stage, and talk to each other within modules"
-    if sharded is not None:
-        return "parameters are sharded"
-    if horizon is not None:
-        return "activations are offloaded"
-    return "" if weights is None else "gradients of weights may come in actions of their own (pipeline)"

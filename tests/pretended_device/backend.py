@@ -189,6 +189,7 @@ def _fill_gaps() -> None:
             return address(self)
 
     torch.Tensor.data_ptr = data_ptr  # type: ignore[method-assign]
+    torch._C._pretended_clearCublasWorkspaces = graphs.clear_workspaces  # type: ignore[attr-defined]
     torch.Tensor.pin_memory = lateness.pin_memory  # type: ignore[method-assign, assignment]
     torch.Tensor.is_pinned = lateness.is_pinned  # type: ignore[method-assign, assignment]
     torch.UntypedStorage.resize_ = resize_storage  # type: ignore[method-assign, assignment]

@@ -4,6 +4,10 @@ As on a real device nothing has happened when a capture ends: memory that was ma
 a replay, and memory that was there before is as it was. Reading numbers from the device within is an error.
 So is the query of an event, in whatever thread, and it spoils the capture. CUDA allows it to other threads in
 the mode that the library asks for, but not in its usual mode.
+
+Matrix products keep memory to work in for each stream, which the first of them makes, in a capture in the
+graph's pool. A graph that another one's memory would serve for that cannot be replayed: that memory goes with
+its own graph.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ captures = 0
 """How many there have been."""
 
 _current: Graph | None = None
+_workspaces: dict[int, Any] = {}
+"""By stream the pool that it lies in, as if there were a matrix product in each capture."""
 
 
 class Graph:
@@ -43,6 +49,7 @@ class Graph:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream")
         captures += 1
         _current = self
+        self._pool, self._works_in = pool, _workspaces.setdefault(current(0).number, pool)
         note_only(True)
 
     def capture_end(self) -> None:
@@ -64,9 +71,15 @@ class Graph:
 
     def replay(self) -> None:
         assert self._is_captured and _current is None
+        assert self._works_in is self._pool, "its matrix products work in the memory of another graph"
         with _below():
             for call in self._calls:
                 call()
+
+
+def clear_workspaces() -> None:
+    """Matrix products make others."""
+    _workspaces.clear()
 
 
 def is_capturing() -> bool:

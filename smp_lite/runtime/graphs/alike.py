@@ -14,6 +14,7 @@ from ...plan.step.segments import Segment
 from ...record.commands.recording import Command, Recording
 from ...record.state.places import PLAIN
 from ...record.values.placed import TensorMeta
+from .given import given_to_command
 
 __all__ = ["Likeness"]
 
@@ -27,10 +28,11 @@ class Likeness:
     It keeps what is told apart by identity, so that nothing else comes to have that.
     """
 
-    __slots__ = ("_hash", "_kept", "_key")
+    __slots__ = ("_hash", "_kept", "_key", "_numbers")
 
     def __init__(self, recording: Recording, segment: Segment) -> None:
         self._kept: list[Any] = []
+        self._numbers: dict[int, int] = {}
         commands = [recording.commands[index] for index in segment.commands]
         imports = [recording.values[value] for value in segment.imports]
         self._key = (
@@ -57,17 +59,25 @@ class Likeness:
             command.bare,
             command.outputs,
             tuple(command.sources),
-            arguments.spec,
+            self._of_spec(arguments.spec),
             tuple(arguments.positions),
-            tuple(
-                TensorMeta.of(tensor)
-                for tensor, source in zip(arguments.tensors, command.sources, strict=True)
-                if source < 0
-            ),
+            tuple(self._of_given(tensor) for tensor in given_to_command(command)),
             tuple(self._of_leaf(leaf) for leaf in arguments.leaves if not isinstance(leaf, torch.Tensor)),
             command.must_stay,
             command.unit,
         )
+
+    def _of_given(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        """With its number among the segment's: code may ask whether two of them are one."""
+        number = self._numbers.setdefault(id(tensor), len(self._numbers))
+        self._kept.append(tensor)
+        return number, TensorMeta.of(tensor), tensor.is_conj(), tensor.is_neg()
+
+    def _of_spec(self, spec: Any) -> Any:
+        """Nests with the keys of dicts as leaves are told: 1 and True are equal."""
+        if type(spec) is tuple:
+            return tuple(map(self._of_spec, spec))
+        return self._of_leaf(spec)
 
     def _of_leaf(self, leaf: Any) -> Any:
         return (type(leaf), repr(leaf)) if type(leaf) in _TOLD else self._this(leaf)

@@ -23,10 +23,10 @@ from ...device_graphs import CaptureSpoilt, DeviceGraph, new_pool
 from ...devices import home
 from ...errors import SMPError
 
-__all__ = ["CannotCapture", "CapturedSegment", "StandIns", "first_line"]
+__all__ = ["CannotCapture", "CapturedSegment", "StandIns", "first_line", "form_of", "length_of"]
 
-_ALIGNMENT = 512
-"""Bytes; memory of a device begins at multiples of it."""
+_ALIGNMENT = 256
+"""Bytes; the most that kernels are chosen by (torch tells cublasLt of no more)."""
 
 Run = Callable[[dict[int, Tensor], Sequence[Tensor]], dict[int, Tensor]]
 """The segment's own Python: from its imports by value, and the ordinary tensors that it is given, to what it
@@ -143,7 +143,7 @@ class CapturedSegment:
                 )
         except CaptureSpoilt:
             raise
-        except (CannotCapture, RuntimeError) as error:
+        except Exception as error:  # what is an error without a graph too comes up again there
             self.must_run = f"its backward cannot be captured ({first_line(error)})"
             return
         self._gradients, self._backward = list(found), graph
@@ -253,14 +253,14 @@ def copy_of(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     found = _room_for(tensor)
     if tensor.numel():
-        length = _length(tensor)
+        length = length_of(tensor)
         found.as_strided((length,), (1,)).copy_(tensor.as_strided((length,), (1,)))
     return found
 
 
 def form_of(tensor: Tensor) -> tuple[Any, ...]:
     """All but the numbers, as far as kernels are chosen by it."""
-    return (*_layout(tensor), tensor.requires_grad, type(tensor))
+    return (*_layout(tensor), tensor.requires_grad, type(tensor), tensor.is_conj(), tensor.is_neg())
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
@@ -268,19 +268,23 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _lead(tensor: Tensor) -> int:
-    """By how many elements it begins after a place where the device's memory may begin."""
+    """By how many elements it begins after a place where the device's memory may begin; 0 for whole numbers,
+    with which all kernels compute alike."""
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return 0
     size = tensor.element_size()
     return tensor.storage_offset() * size % _ALIGNMENT // size
 
 
-def _length(tensor: Tensor) -> int:
+def length_of(tensor: Tensor) -> int:
+    """Elements of memory from its first to its last, if it has any."""
     return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _room_for(tensor: Tensor) -> Tensor:
     """New memory that is laid out alike."""
     lead = _lead(tensor)
-    row = torch.empty(lead + (_length(tensor) if tensor.numel() else 0), dtype=tensor.dtype, device=home())
+    row = torch.empty(lead + (length_of(tensor) if tensor.numel() else 0), dtype=tensor.dtype, device=home())
     return row.as_strided(tensor.shape, tensor.stride(), lead)
 
 

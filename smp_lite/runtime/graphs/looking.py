@@ -27,6 +27,10 @@ __all__ = ["look"]
 _STREAMS = frozenset(
     ["Stream", "ExternalStream", "stream", "current_stream", "synchronize", "data_ptr", "from_dlpack"]
 )
+_PLACES = frozenset(
+    ["grad", "_grad", "_is_view", "_base", "storage_offset", "untyped_storage", "storage", "_typed_storage"]
+)
+"""What tells of a tensor beside its numbers and layout, which may be another one's at each run."""
 _NAMESPACES = frozenset(["aten", "prim", "prims"])  # not c10d, which talks to other processes
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -62,6 +66,8 @@ def look(modules: Sequence[nn.Module], run: Callable[[], None]) -> tuple[Names |
         found = "draws random numbers"
     if found is None and (own := sorted(effects.names.attributes & _STREAMS)):
         found = f"works with streams or addresses itself ({own[0]})"
+    if found is None and (own := sorted(effects.names.attributes & _PLACES)):
+        found = f"looks at more of a tensor than its numbers ({own[0]})"
     return (None, found) if found is not None else (effects.names, "")
 
 

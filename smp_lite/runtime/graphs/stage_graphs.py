@@ -27,7 +27,7 @@ from ...record.commands.recording import Recording
 from ...record.parameters.placement import Placement
 from .alike import Likeness
 from .allowed import modules_of, why_not
-from .captured import CannotCapture, CapturedSegment, Run, first_line
+from .captured import CapturedSegment, Run, first_line
 from .given import given_to, python_of
 from .looking import look
 from .reads import Reads
@@ -154,16 +154,19 @@ class StageGraphs:
 
     def end_step(self) -> None:
         """Forwards without a backward are given up; says what has become of the segments, once."""
+        for known in self._all():
+            if known.in_use is not None:
+                known.in_use.land()
+            known.in_use = None
         for graphs in self._alike_of.values():
             reason = next((each.must_run for each in graphs.captured if each.must_run), "")
             if reason:
                 self._give_up(graphs, reason)
             elif any(each.lacks_backward() for each in graphs.captured):
-                self._forget(graphs)
-            for captured in graphs.captured:
+                synchronize()  # their memory may still be written to
+                graphs.captured = [each for each in graphs.captured if not each.lacks_backward()]
+            for captured in graphs.captured:  # of microbatches that are forgotten
                 captured.land()
-        for known in self._all():
-            known.in_use = None
         text = self.text()
         if self.says and text and text != self._was_said:
             self._was_said = text
@@ -248,7 +251,7 @@ class StageGraphs:
             )
         except CaptureSpoilt:
             raise
-        except (CannotCapture, RuntimeError) as error:
+        except Exception as error:  # what is an error without a graph too comes up again there
             self._give_up(graphs, f"it cannot be captured ({first_line(error)})")
             return None
         graphs.captured.append(captured)

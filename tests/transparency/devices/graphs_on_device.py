@@ -257,6 +257,20 @@ class _Summing(nn.Module):
         return x.sum(1, keepdim=True).expand(-1, 8)
 
 
+class _HoldingInList(_Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extras = [torch.ones(8)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.extras[0].to(x.device)
+
+
+class _ReadingPlace(_Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if x.storage_offset() else 1.0)
+
+
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: nn.Dropout(0.5),
     "batchnorm": lambda: nn.BatchNorm1d(8),
@@ -264,6 +278,8 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "reading": _Reading,
     "function": _WithFunction,
     "holding": _Holding,
+    "holding in a list": _HoldingInList,
+    "place": _ReadingPlace,
     "writing": _Writing,
     "summing": _Summing,
 }

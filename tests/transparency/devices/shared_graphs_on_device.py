@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from smp_lite.devices import home
 from smp_lite.runtime.graphs.captured import CapturedSegment
 from smp_lite.runtime.graphs.stage_graphs import GRAPHS_VARIABLE
 
-__all__ = ["NUM_MICROBATCHES", "train", "two_turns"]
+__all__ = ["GIVEN", "NUM_MICROBATCHES", "train", "train_given", "two_turns"]
 
 NUM_MICROBATCHES = 6
 _STEPS = 6
@@ -67,6 +67,95 @@ def train(
     stages = [executor.graphs for executor in smp.state.model.runtime.executors.values()]
     used = [stage for stage in stages if stage is not None]
     return found, [stage.text() for stage in used], sum(stage.replayed for stage in used)
+
+
+class _Bag(dict[str, Tensor]):
+    """With a number that no look at its entries shows."""
+
+    scale = 1.0
+
+
+class _Second(nn.Module):
+    """Looks at what it is given in each way that a class knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, given: Any, a: Tensor, b: Tensor) -> Tensor:
+        factor = 1.0
+        if isinstance(given, dict):
+            factor = getattr(given, "scale", 1.0) + 2.0 * any(key is True for key in given)
+            (given,) = given.values()
+        if a is b:
+            factor += 4.0
+        if a.is_conj():
+            factor += 8.0
+        return self.linear(given) * factor + a.real + b.real
+
+
+def _bag(y: Tensor, number: int) -> _Bag:
+    found = _Bag(y=y)
+    found.scale = float(number)
+    return found
+
+
+#: What the second block is given, from a value, two tensors, and the microbatch's number.
+GIVEN: dict[str, Callable[[Any, Tensor, Tensor, int], tuple[Any, Tensor, Tensor]]] = {
+    "a class of the script's": lambda y, a, b, number: (_bag(y, number), a, b),
+    "keys": lambda y, a, b, number: ({True if number % 2 else 1: y}, a, b),
+    "one tensor, twice": lambda y, a, b, number: (y, a, a),
+    "one tensor, sometimes twice": lambda y, a, b, number: (y, a, a if number % 2 else b),
+    "conjugated": lambda y, a, b, number: (y, a.conj() if number % 2 else a, b),
+}
+
+
+class _Giving(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.second, self.kind = nn.Linear(8, 8), _Second(), kind
+
+    def forward(self, x: Tensor, a: Tensor, b: Tensor, number: int) -> Tensor:
+        return self.second(*GIVEN[self.kind](self.first(x), a, b, number))
+
+
+def train_given(kind: str, graphs: bool) -> tuple[list[Any], int]:
+    """Losses and gradients, and how many forwards were replays."""
+    os.environ[GRAPHS_VARIABLE] = str(int(graphs))
+    smp.init_in_memory(
+        {
+            "partitions": 2,
+            "pipeline": "interleaved",
+            "microbatches": NUM_MICROBATCHES,
+            "static_mode": True,
+            "auto_partition": False,
+            "default_partition": 0,
+        }
+    )
+    torch.manual_seed(0)
+    net = _Giving(kind)
+    smp.set_partition(net.second, 1)
+    model = smp.DistributedModel(net)
+    dtype = torch.complex64 if kind == "conjugated" else torch.float32
+    tensors = [torch.randn(4, 8).to(dtype=dtype, device=home()) for _ in range(2)]
+    turns = [0]
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Tensor:
+        number = turns[0] % NUM_MICROBATCHES
+        turns[0] += 1
+        loss = model(x, *tensors, number).square().mean()
+        model.backward(loss)
+        return loss
+
+    found: list[Any] = []
+    for number in range(_STEPS):
+        model.zero_grad()
+        torch.manual_seed(number)
+        found += [loss.detach().cpu() for loss in step(model, torch.randn(NUM_MICROBATCHES * 4, 8)).outputs]
+        found += [p.grad.cpu().clone() for p in model.parameters() if p.grad is not None]
+    stages = [executor.graphs for executor in smp.state.model.runtime.executors.values()]
+    return found, sum(stage.replayed for stage in stages if stage is not None)
 
 
 def two_turns() -> tuple[list[float], str]:

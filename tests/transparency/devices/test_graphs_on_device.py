@@ -116,6 +116,8 @@ def test_what_is_set_anew_between_steps_counts(what: str) -> None:
         ("reading", "draws random numbers"),
         ("function", "Python code runs in its backward"),
         ("holding", "holds a tensor that is neither parameter nor buffer"),
+        ("holding in a list", "holds a tensor that is neither parameter nor buffer"),
+        ("place", "looks at more of a tensor than its numbers (storage_offset)"),
     ],
 )
 def test_what_is_no_graph_runs_as_it_is_and_is_named(kind: str, reason: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.harness import run_distributed
-from tests.transparency.devices.shared_graphs_on_device import NUM_MICROBATCHES
+from tests.transparency.devices.shared_graphs_on_device import GIVEN, NUM_MICROBATCHES
 
 OWN = "tests.transparency.devices.shared_graphs_on_device"
 _SAME = (1.0,) * NUM_MICROBATCHES
@@ -26,7 +26,7 @@ def run(function: str, **kwargs: Any) -> Any:
     [
         ({"factors": _SAME, "sizes": _WHOLE}, [2, 1]),
         ({"factors": _SAME, "sizes": _WHOLE, "pipeline": "simple"}, [6, 6]),
-        ({"factors": _SAME, "sizes": _WHOLE, "width": 8}, [4, 1]),
+        ({"factors": _SAME, "sizes": _WHOLE, "width": 4}, [4, 1]),
         # Of three numbers, which `==` does not tell apart from each other, beside one.
         ({"factors": (0.0, -0.0, 0, 1.0, -0.0, 0.0), "sizes": _WHOLE}, [2, 4]),
         ({"factors": _SAME, "sizes": (4, 2, 4, 2, 4, 4)}, [3, 2]),
@@ -40,6 +40,14 @@ def test_graphs_are_as_many_as_microbatches_in_flight(what: dict[str, Any], in_m
     assert replayed == 2 * 3 * NUM_MICROBATCHES, said
     told = [re.findall(r"(\d+) of (\d+) segments of stage . are graphs, which share (\d+)$", s) for s in said]
     assert told == [[("6", "6", str(number))] for number in in_memory], said
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+def test_what_code_can_tell_of_its_arguments_counts(kind: str) -> None:
+    expected, _ = run("train_given", kind=kind, graphs=False)
+    found, replayed = run("train_given", kind=kind, graphs=True)
+    assert all(map(torch.equal, found, expected))
+    assert replayed > 0
 
 
 def test_a_backward_through_an_earlier_turn_is_refused() -> None:
