@@ -32,18 +32,27 @@ def train(
         width: of the model; batches of 8 begin at other places in memory for each microbatch.
         parameters: of the library, beside those that graphs want.
     """
-    os.environ[GRAPHS_VARIABLE] = str(int(graphs))
-    smp.init_in_memory(
-        {
-            "partitions": 2,
-            "pipeline": "interleaved",
-            "microbatches": NUM_MICROBATCHES,
-            "static_mode": True,
-            **parameters,
-        }
-    )
-    torch.manual_seed(0)
+    _start(graphs, **parameters)
     net = nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+    def loss_of(model: Any, x: Tensor, number: int) -> Tensor:
+        y = model(x[: sizes[number]])
+        return torch.atan2(y * factors[number], torch.full_like(y, -1.0)).square().mean()
+
+    return _trained(net, width, loss_of)
+
+
+def _start(graphs: bool, **parameters: Any) -> None:
+    os.environ[GRAPHS_VARIABLE] = str(int(graphs))
+    common = {"partitions": 2, "pipeline": "interleaved", "microbatches": NUM_MICROBATCHES}
+    smp.init_in_memory({**common, "static_mode": True, **parameters})
+    torch.manual_seed(0)
+
+
+def _trained(
+    net: nn.Module, width: int, loss_of: Callable[[Any, Tensor, int], Tensor]
+) -> tuple[list[Any], list[str], int]:
+    """``loss_of`` is given the model, a microbatch and its number."""
     model = smp.DistributedModel(net)
     turns = [0]
 
@@ -51,8 +60,7 @@ def train(
     def step(model: Any, x: Tensor) -> Tensor:
         number = turns[0] % NUM_MICROBATCHES
         turns[0] += 1
-        y = model(x[: sizes[number]])
-        loss = torch.atan2(y * factors[number], torch.full_like(y, -1.0)).square().mean()
+        loss = loss_of(model, x, number)
         model.backward(loss)
         return loss
 
@@ -119,43 +127,14 @@ class _Giving(nn.Module):
         return self.second(*GIVEN[self.kind](self.first(x), a, b, number))
 
 
-def train_given(kind: str, graphs: bool) -> tuple[list[Any], int]:
-    """Losses and gradients, and how many forwards were replays."""
-    os.environ[GRAPHS_VARIABLE] = str(int(graphs))
-    smp.init_in_memory(
-        {
-            "partitions": 2,
-            "pipeline": "interleaved",
-            "microbatches": NUM_MICROBATCHES,
-            "static_mode": True,
-            "auto_partition": False,
-            "default_partition": 0,
-        }
-    )
-    torch.manual_seed(0)
+def train_given(kind: str, graphs: bool) -> tuple[list[Any], list[str], int]:
+    """As :func:`train`."""
+    _start(graphs, auto_partition=False, default_partition=0)
     net = _Giving(kind)
     smp.set_partition(net.second, 1)
-    model = smp.DistributedModel(net)
     dtype = torch.complex64 if kind == "conjugated" else torch.float32
     tensors = [torch.randn(4, 8).to(dtype=dtype, device=home()) for _ in range(2)]
-    turns = [0]
-
-    @smp.step
-    def step(model: Any, x: Tensor) -> Tensor:
-        number = turns[0] % NUM_MICROBATCHES
-        turns[0] += 1
-        loss = model(x, *tensors, number).square().mean()
-        model.backward(loss)
-        return loss
-
-    found: list[Any] = []
-    for number in range(_STEPS):
-        model.zero_grad()
-        torch.manual_seed(number)
-        found += [loss.detach().cpu() for loss in step(model, torch.randn(NUM_MICROBATCHES * 4, 8)).outputs]
-        found += [p.grad.cpu().clone() for p in model.parameters() if p.grad is not None]
-    stages = [executor.graphs for executor in smp.state.model.runtime.executors.values()]
-    return found, sum(stage.replayed for stage in stages if stage is not None)
+    return _trained(net, 8, lambda model, x, number: model(x, *tensors, number).square().mean())
 
 
 def two_turns() -> tuple[list[float], str]:

@@ -44,8 +44,8 @@ def test_graphs_are_as_many_as_microbatches_in_flight(what: dict[str, Any], in_m
 
 @pytest.mark.parametrize("kind", GIVEN)
 def test_what_code_can_tell_of_its_arguments_counts(kind: str) -> None:
-    expected, _ = run("train_given", kind=kind, graphs=False)
-    found, replayed = run("train_given", kind=kind, graphs=True)
+    expected, _, _ = run("train_given", kind=kind, graphs=False)
+    found, _, replayed = run("train_given", kind=kind, graphs=True)
     assert all(map(torch.equal, found, expected))
     assert replayed > 0
 
