@@ -112,7 +112,7 @@ class OutsideStep:
                 self._replicas.is_used = True
         if self._peers is not None:
             self._agree(self._peers, args, kwargs)
-        split = self._placement.split and torch.is_grad_enabled()
+        split = self._placement.split
         with SplitReads(self._placement.split_name) if split else contextlib.nullcontext():
             return self._module(*args, **kwargs)
 

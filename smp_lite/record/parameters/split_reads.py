@@ -4,9 +4,8 @@ Such code has one rank's part and would take it for the whole: a penalty on weig
 a number made of a size is another one than in one process. Where all ranks have the same batch such numbers
 may differ between them and be found so; where each has its own, results differ anyway, and nothing would be
 seen. So it is refused by name, in the step function and in modules' forwards, without gradients too: what is
-made of a part (``p.detach()``) does not say what it was made of. (Of calls outside steps those that train are
-watched.) Not refused is what says nothing of numbers or sizes, and what changes every element by itself in
-place. Code of split layers knows what it holds.
+made of a part (``p.detach()``) does not say what it was made of. Not refused is what says nothing of numbers
+or sizes, and what changes every element by itself in place. Code of split layers knows what it holds.
 """
 
 from __future__ import annotations
@@ -106,8 +105,8 @@ def members_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any
 
 
 class SplitReads(TorchFunctionMode):
-    """While modules of the model run forward, for training: kernels of torch's that are one in evaluation
-    only (attention) are not taken under a mode.
+    """While modules of a model with split layers run forward. Under a mode torch does not take the kernels
+    that it has for evaluation only (``nn.TransformerEncoderLayer``, attention), which would be given parts.
 
     Args:
         name_of: of an object, if it is a split parameter of the model.

@@ -126,7 +126,7 @@ class CommandRunner:
         watched = self.observer is not None and command.module is not None
         is_guarded = command.looks_at_gradients and (recording.backwards or not recording.complete)
         guard = parameter_reads(self._refuse_read) if is_guarded else _NO_GUARD
-        if self.placement.split and command.module is not None and torch.is_grad_enabled():
+        if self.placement.split and command.module is not None:
             reads = SplitReads(self.placement.split_name)
         else:
             reads = _NO_GUARD
