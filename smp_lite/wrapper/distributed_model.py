@@ -34,6 +34,7 @@ from ..smp_v1 import cuda_as_cpu
 from ..steps.step_timeline import StepTimeline
 from ..tensor_parallel.applying_plan import apply_plan
 from ..tensor_parallel.by_hand import refuse_exchanged
+from ..tensor_parallel.fast_paths import keep_from_fast_paths
 from ..tensor_parallel.replacement import replace_marked, translations
 from ..tensor_parallel.splitting import refuse_own_batches
 from .activation_checkpointing import check_marked, group_marked
@@ -108,6 +109,7 @@ class DistributedModel(ModelWithState):
         apply_plan(session, module)
         module, self._replaced = replace_marked(session, module)
         refuse_own_batches(session, module)
+        keep_from_fast_paths(module)
         note_places(module)
         if (translated := translations(self._replaced)) is not None:
             session.module_manager.translate_functions.append(translated)

@@ -54,8 +54,8 @@ def _train(model: Any, x: Tensor) -> None:
     model.backward(model(x).square().mean())
 
 
-def encoder(trains_first: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Results in a step, outside of one, and in one process."""
+def encoder(trains_first: bool) -> tuple[list[Tensor], Tensor]:
+    """Results in a step, outside of one, and of the module inside; and of one process."""
     smp.init(_PARAMETERS)
     torch.manual_seed(0)
     net = _Encoder()
@@ -67,7 +67,8 @@ def encoder(trains_first: bool) -> tuple[Tensor, Tensor, Tensor]:
         _train(model, x)
     model.eval()
     with torch.no_grad():
-        return _evaluate(model, x).concat(), model(x), plain(x)
+        inside = net(x)
+        return [inside, _evaluate(model, x).concat(), model(x), net(x)], plain(x)
 
 
 def reading(how: str) -> str:
