@@ -371,3 +371,18 @@ def test_the_names_of_the_documentation_come_by_a_star_too() -> None:
     assert {name: names[name] for name in smp_lite.colossal.__all__} == {
         name: getattr(smp_lite.colossal, name) for name in smp_lite.colossal.__all__
     }
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ("from parts_that_are_elsewhere import parallel", "parallel"),
+        ("from parts_that_are_elsewhere import N\nNUM_MICRO_BATCHES = N", "NUM_MICRO_BATCHES"),
+        ("import parts_that_are_elsewhere as cfg\nparallel = cfg.parallel", "parallel"),
+    ],
+)
+def test_a_key_from_a_file_that_is_not_there_is_an_error(line: str, key: str, tmp_path: Path) -> None:
+    path = tmp_path / "conf.py"
+    path.write_text(f"{line}\n")
+    with pytest.raises(ConfigError, match=rf"^{key} is parts_that_are_elsewhere\.\w+, which is not known"):
+        load_plan(path, world_size=2, dialect="colossal")

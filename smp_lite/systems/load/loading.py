@@ -149,6 +149,13 @@ def _read_python(path: Path, dialect: str | None) -> Written:
     config = run_python_config(path, libai.default_train if found == "libai" else None)
     variables = config.variables
     named = {name: value for name, value in variables.items() if name in _VARIABLES[found]}
+    if found == "colossal":  # LiBai's files take models and data from elsewhere, and no degrees
+        for name, value in config.unknown.items():
+            if name in _VARIABLES[found]:
+                raise ConfigError(
+                    f"{name} is {value!r}, which is not known here: {value.why()}; give the value "
+                    f"itself [{path}]"
+                )
     if found == "libai" and "train" not in named:
         raise ConfigError(
             f"{path} defines no train: import it (from .common.train import train), or define it"

@@ -29,11 +29,13 @@ class PythonConfig:
 
     Attributes:
         variables: what the file defines, without modules, functions and classes.
+        unknown: what it takes from files that are not there, by name.
         warnings: what stood in for a file that is not there.
     """
 
     def __init__(self) -> None:
         self.variables: dict[str, Any] = {}
+        self.unknown: dict[str, Unknown] = {}
         self.warnings: list[str] = []
 
 
@@ -86,6 +88,9 @@ class _Runner:
             name: value
             for name, value in variables.items()
             if not name.startswith("_") and not isinstance(value, kinds)
+        }
+        self._config.unknown = {
+            name: value for name, value in variables.items() if isinstance(value, Unknown)
         }
         return self._config
 
