@@ -90,31 +90,32 @@ DDP = {"partitions": 2, "microbatches": 2, "ddp": True}
 MANUAL = {**DDP, "auto_partition": False, "default_partition": 0}
 
 CALLS = {
-    "getters": Call("api_cases:getters", DDP),
-    "getters, spread": Call("api_cases:getters", {**DDP, "placement_strategy": "spread"}),
-    "process groups": Call("api_cases:groups_at_work", DDP),
-    "process groups need ddp": Call("api_cases:process_groups_without_ddp", {"partitions": 4}),
-    "gathered objects": Call("api_cases:gathered", DDP),
-    "large objects": Call("cases:large_objects", DDP),
-    "trees": Call("tree_cases:trees", DDP),
-    "missing in trees": Call("tree_cases:missing", DDP, {"absent": 2}),
-    "messages": Call("api_cases:messages", DDP),
-    "a number that does not fit": Call("api_cases:init_error", {"partitions": 3, "ddp": True}),
-    "losses and weights": Call("cases:trained", DDP),
-    "losses and weights, 4 stages": Call("cases:trained", {"partitions": 4, "microbatches": 2}),
-    "losses and weights among signals": Call("cases:trained_among_signals", DDP),
-    "played hosts": Call("cases:local_ranks", DDP, {"hosts": ["b", "a", "b", "b"]}),
-    "stop": Call("cases:stopped", DDP, {"told": 2}),
-    "one does not ask": Call("cases:one_does_not_ask", DDP, {"absent": 3}),
-    "save and load": Call("api_checkpoint_cases:save_and_load", MANUAL, directory=True),
-    "full checkpoint": Call("api_checkpoint_cases:full_checkpoint", MANUAL, directory=True),
+    "getters": Call("api.api_cases:getters", DDP),
+    "getters, spread": Call("api.api_cases:getters", {**DDP, "placement_strategy": "spread"}),
+    "process groups": Call("api.api_cases:groups_at_work", DDP),
+    "process groups need ddp": Call("api.api_cases:process_groups_without_ddp", {"partitions": 4}),
+    "gathered objects": Call("api.api_cases:gathered", DDP),
+    "large objects": Call("processes.cases:large_objects", DDP),
+    "trees": Call("processes.tree_cases:trees", DDP),
+    "missing in trees": Call("processes.tree_cases:missing", DDP, {"absent": 2}),
+    "messages": Call("api.api_cases:messages", DDP),
+    "a number that does not fit": Call("api.api_cases:init_error", {"partitions": 3, "ddp": True}),
+    "losses and weights": Call("processes.cases:trained", DDP),
+    "losses and weights, 4 stages": Call("processes.cases:trained", {"partitions": 4, "microbatches": 2}),
+    "losses and weights among signals": Call("processes.cases:trained_among_signals", DDP),
+    "played hosts": Call("processes.cases:local_ranks", DDP, {"hosts": ["b", "a", "b", "b"]}),
+    "stop": Call("processes.cases:stopped", DDP, {"told": 2}),
+    "one does not ask": Call("processes.cases:one_does_not_ask", DDP, {"absent": 3}),
+    "save and load": Call("api.api_checkpoint_cases:save_and_load", MANUAL, directory=True),
+    "full checkpoint": Call("api.api_checkpoint_cases:full_checkpoint", MANUAL, directory=True),
     "partial checkpoint": Call(
-        "api_checkpoint_cases:resume", MANUAL, {"steps_before": 1, "by_tag": True}, directory=True
+        "api.api_checkpoint_cases:resume", MANUAL, {"steps_before": 1, "by_tag": True}, directory=True
     ),
     "sharded parameters": Call(
-        "cases:trained", {**DDP, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
+        "processes.cases:trained",
+        {**DDP, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0},
     ),
-    "communication hook": Call("api_model_cases:communication_hook", MANUAL, {"kind": "own"}),
+    "communication hook": Call("api.api_model_cases:communication_hook", MANUAL, {"kind": "own"}),
 }
 
 WORKER = """
@@ -162,8 +163,8 @@ def found(no_mpi: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> d
         name: (f"launch.{call.function}", call.parameters, call.arguments(folder / name.replace(" ", "_")))
         for name, call in CALLS.items()
     }
-    calls["horovod"] = ("launch.api_cases:init_error", {"partitions": 2, "horovod": True}, {})
-    calls["mpi backend"] = ("launch.api_cases:init_error", {**DDP, "ddp_dist_backend": "mpi"}, {})
+    calls["horovod"] = ("launch.api.api_cases:init_error", {"partitions": 2, "horovod": True}, {})
+    calls["mpi backend"] = ("launch.api.api_cases:init_error", {**DDP, "ddp_dist_backend": "mpi"}, {})
     for case in ("gpt_tied", "complex64"):
         parameters = {**DDP, "microbatches": NUM_MICROBATCHES}
         calls[case] = ("transparency.ranks:compare_replicas", parameters, {"name": case, "wire": "c10d"})
