@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import smp_lite as smp
 
-__all__ = ["encoder", "reading"]
+__all__ = ["encoder", "padded", "reading"]
 
 _PARAMETERS = {
     "partitions": 1,
@@ -69,6 +69,55 @@ def encoder(trains_first: bool) -> tuple[list[Tensor], Tensor]:
     with torch.no_grad():
         inside = net(x)
         return [inside, _evaluate(model, x).concat(), model(x), net(x)], plain(x)
+
+
+class _Padded(nn.Module):
+    """Torch takes the padding out of what the encoder gets, unless somebody wants gradients of it."""
+
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
+        self.encoder.eval().requires_grad_(False)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.head(self.encoder(x, src_key_padding_mask=padding).mean(1))
+
+
+@smp.step
+def _evaluate_padded(model: Any, x: Tensor, padding: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(x, padding)
+
+
+@smp.step
+def _train_padded(model: Any, x: Tensor, padding: Tensor) -> Tensor:
+    found = model(x, padding)
+    model.backward(found.sum())
+    return found
+
+
+def padded(how: str, nested: bool, splits: bool) -> tuple[str, Tensor | None, Tensor]:
+    """A whole encoder beside a split layer: the error, the result, and that of one process."""
+    smp.init({**_PARAMETERS, "microbatches": 1})
+    torch.manual_seed(0)
+    net = _Padded(nested)
+    plain = copy.deepcopy(net)
+    if splits:
+        smp.set_tensor_parallelism(net.head)
+    model = smp.DistributedModel(net)
+    x, padding = torch.randn(4, 6, 8), torch.zeros(4, 6, dtype=torch.bool)
+    padding[1:, 4:] = True
+    expected = plain(x, padding).detach()
+    try:
+        if how == "plain call":
+            with torch.no_grad():
+                return "", model(x, padding), expected
+        step = _train_padded if how == "training" else _evaluate_padded
+        return "", step(model, x, padding).concat().detach(), expected
+    except smp.SMPError as error:
+        return str(error), None, expected
 
 
 def reading(how: str) -> str:

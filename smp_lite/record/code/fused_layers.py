@@ -2,9 +2,10 @@
 
 In evaluation ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention`` leave their Python for one fused
 kernel, and ``nn.TransformerEncoder`` takes the padding out of its input (a nested tensor) and gives zeros
-there. They do not where they meet a tensor with ``__torch_function__``, as placed ones are. A layer that lies
-whole on a stage is called there with ordinary tensors and does what it does in one process; an opened one is
-not. The kernel's other rounding is a warning, other numbers at the padding are an error.
+there. They do not where they meet a tensor with ``__torch_function__``, as placed ones are, or a mode that
+sees functions, as is on where layers are split over ranks. A layer that lies whole on a stage is called there
+with ordinary tensors and does what it does in one process; an opened one is not. The kernel's other rounding
+is a warning, other numbers at the padding are an error.
 
 Source: ``torch/nn/modules/transformer.py`` and ``activation.py``, "fast path".
 """
@@ -55,8 +56,9 @@ def _encoder(name: str, module: Any, given: dict[str, Any]) -> None:
     ):
         raise SMPError(
             f"{name}: in evaluation torch takes the padding out of what this nn.TransformerEncoder gets (a "
-            "nested tensor) and returns zeros there, which it cannot do where it is split over stages or has "
-            f"hooks inside: make it with enable_nested_tensor=False. ({_WAY_OUT}, too.)"
+            "nested tensor) and returns zeros there, which it cannot do where it is split over stages, has "
+            "hooks inside, or the model has layers that are split over tensor-parallel ranks: make it with "
+            f"enable_nested_tensor=False. ({_WAY_OUT}, too.)"
         )
 
 

@@ -24,12 +24,15 @@ from ...nn.guarding import is_elementwise, words
 from ...nn.keeping import KeepsLayouts
 from ...nn.layout import layout_of
 from ..code.frames import users_line
+from ..code.fused_layers import look_at_opened
 from ..code.watch import is_users_code
 from ..values.torch_functions import METADATA_FUNCTIONS, changes_first, function_name
 
 __all__ = ["SplitReads", "is_split", "members_of", "refuse_split_read"]
 
 _LAYERS = f"{KeepsLayouts.__module__.rpartition('.')[0]}."
+_ENCODER = nn.TransformerEncoder.forward.__code__
+_MASKS = ("mask", "src_key_padding_mask")
 _SIZES = frozenset(["size", "numel", "nelement", "__len__", "stride"])
 _NUMBERS = frozenset(["shape", "nbytes", "data", "T", "mT", "H", "mH", "real", "imag"])
 _HARMLESS = words(
@@ -105,8 +108,11 @@ def members_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any
 
 
 class SplitReads(TorchFunctionMode):
-    """While modules of a model with split layers run forward. Under a mode torch does not take the kernels
-    that it has for evaluation only (``nn.TransformerEncoderLayer``, attention), which would be given parts.
+    """While modules of a model with split layers run forward.
+
+    Under a mode torch does not take the kernels that it has for evaluation only (of
+    ``nn.TransformerEncoderLayer``, of attention), which would be given parts. Nor does it take padding out of
+    what an ``nn.TransformerEncoder`` gets, so that is refused by name.
 
     Args:
         name_of: of an object, if it is a split parameter of the model.
@@ -120,6 +126,10 @@ class SplitReads(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        caller = sys._getframe(1)
+        if caller.f_code is _ENCODER:
+            given = {key: caller.f_locals[key] for key in _MASKS}
+            look_at_opened("the model", caller.f_locals["self"], (caller.f_locals["src"],), given)
         is_wrapped = torch._C._are_functorch_transforms_active()
         for arg in members_of(args, kwargs):
             if is_wrapped:
