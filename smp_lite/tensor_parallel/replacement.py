@@ -2,7 +2,8 @@
 
 Of nested marked modules the outermost supported one is replaced. It stays as it is, and the modules in it are
 looked at, where something in it is marked ``enabled=False``, a weight in it belongs to a module outside as
-well, or the ranks cannot share its sizes.
+well or shares memory with a tensor there, a script has set an attribute on it, or the ranks cannot share its
+sizes.
 
 SMP's new modules have new weights. Here they have the weights of those that they replace, wherever names and
 shapes say which is which (:mod:`.weights`): a model then computes what it would compute in one process. The
@@ -15,7 +16,7 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,7 @@ class _Work:
         self.has_new_weights = False
         self._holders: dict[int, list[int]] = {}
         self._around: dict[int, list[int]] = {}
+        self._beside = _holders_beside(root)
         for module in root.modules():
             for parameter in module._parameters.values():
                 if parameter is not None:
@@ -133,9 +135,15 @@ class _Work:
             if others and next(part.parameters(), None) is not None:
                 _say_why_not(where, f"its {part_name} stands in another module of the model as well")
                 return None
+        if (other := self._shares_memory(module, inside)) is not None:
+            _say_why_not(where, f"its {other} shares memory with a tensor outside, which a part would not")
+            return None
         for part_name, part in module.named_modules():
             check_no_hooks(where, part)
             _check_methods(where, part_name, part)
+        if lost := _own_attributes(module):
+            _say_why_not(where, f"its split layer would not have the attribute {lost[0]!r} that it was given")
+            return None
         _check_training(where, module)
         try:
             new = _made(module, name, registration, wanted.options)
@@ -157,6 +165,53 @@ class _Work:
                 stage = self._assigned[id(module)][1]
                 self._assigned.update({id(part): (part, stage) for part in new.modules()})
         return new
+
+    def _shares_memory(self, module: nn.Module, inside: Collection[int]) -> str | None:
+        """The parameter of which another tensor, of a module that is not inside, has a part of the memory."""
+        for name, parameter in module.named_parameters():
+            if any(holder not in inside for holder in self._beside.get(id(parameter), ())):
+                return name
+        return None
+
+
+def _holders_beside(root: nn.Module) -> dict[int, list[int]]:
+    """By tensor the modules that hold another one in memory of it."""
+    places = [
+        (str(tensor.device), *where, tensor, module)
+        for module in root.modules()
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None and (where := _memory(tensor)) is not None
+    ]
+    places.sort(key=lambda place: place[:3])
+    found: dict[int, list[int]] = {}
+    reaching: list[tuple[Any, ...]] = []
+    for place in places:
+        device, begin, _, tensor, module = place
+        reaching = [other for other in reaching if other[0] == device and other[2] > begin]
+        for *_, other, holder in reaching:
+            if other is not tensor:
+                found.setdefault(id(tensor), []).append(id(holder))
+                found.setdefault(id(other), []).append(id(module))
+        reaching.append(place)
+    return found
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Where its elements begin and end; None: it has none, or nobody knows."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
+        return None
+    if tensor.layout is not torch.strided:
+        return None
+    extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()
+
+
+def _own_attributes(module: nn.Module) -> list[str]:
+    """What a script has set on a layer of torch's, beside what its class has."""
+    if not type(module).__module__.startswith("torch.nn."):
+        return []
+    known = {*inspect.signature(type(module).__init__).parameters, "training"}
+    return [name for name in vars(module) if not name.startswith(("_", "smp_")) and name not in known]
 
 
 def _say_why_not(where: str, why: str) -> None:

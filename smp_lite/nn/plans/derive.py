@@ -33,6 +33,7 @@ _ELEMENTWISE = words(
 )
 """Functions whose every output element depends on the input elements at its place alone."""
 
+_SIZES = words("size numel nelement shape nbytes __len__")
 _ABOUT = words("__get__ size dim numel is_floating_point element_size is_contiguous get_device")
 
 
@@ -230,6 +231,8 @@ class _Follower(TorchFunctionMode):
         if given:
             name = (resolve_name(func) or getattr(func, "__name__", "")).rpartition(".")[2]
             if name in _ABOUT and not isinstance(output, torch.Tensor):
+                if name in _SIZES or getattr(getattr(func, "__self__", None), "__name__", "") in _SIZES:
+                    self.bad |= given  # a number that is made of it would be another one
                 return output
             others = [
                 leaf

@@ -128,3 +128,12 @@ def test_models_are_left_as_they_were() -> None:
     assert before == {name: (id(p), p._version) for name, p in model.named_parameters()}
     assert torch.equal(state, torch.get_rng_state())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    "number", [lambda h: h.shape[-1], lambda h: h.size(-1), lambda h: h.numel(), lambda h: len(h)]
+)
+def test_a_pair_between_which_sizes_are_read_stays_whole(number: Callable[[Tensor], float]) -> None:
+    """A part has other sizes, and what is made of them would be another number."""
+    with pytest.raises(SMPError, match="no plan can be derived that is certainly safe"):
+        derive_plan(Pair(lambda pair, h: torch.relu(h) / number(h)))
