@@ -188,8 +188,10 @@ def _looks_across(optimizer: torch.optim.Optimizer) -> bool:
         except _CannotTell:
             raise
         except Exception as error:  # whatever a foreign class raises
-            failure = error
+            failure = failure or error
             continue
+        if with_closure and not together.evaluations:
+            break  # it has failed without one, and makes nothing of it
         same = all(
             one.evaluations == together.evaluations and _same(one.ends[0], together.ends[i], chosen[i].start)
             for i, one in enumerate(alone)
@@ -211,7 +213,7 @@ def _looks_within(optimizer: torch.optim.Optimizer, in_pieces: bool) -> bool:
                 for i in range(len(chosen))
             )
         except Exception as error:  # whatever a foreign class raises
-            failure = error
+            failure = failure or error
     raise _CannotTell(f"{type(failure).__name__}: {failure}")
 
 
@@ -219,7 +221,10 @@ def _differs_in_halves(
     optimizer: torch.optim.Optimizer, chosen: list[_Chosen], i: int, in_pieces: bool, with_closure: bool
 ) -> bool:
     def end(cut: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> torch.Tensor:
-        return _run(optimizer, chosen, [i], with_closure, cut).ends[0]
+        trial = _run(optimizer, chosen, [i], with_closure, cut)
+        if with_closure and not trial.evaluations:
+            raise RuntimeError("it makes nothing of a closure")
+        return trial.ends[0]
 
     start = chosen[i].start
     whole = end()

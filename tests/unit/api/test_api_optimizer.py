@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import smp_lite as smp
+from smp_lite.optim.optimizer_check import check_pieces
 from tests.api_support import batch, build, in_memory, plain_train, same, train, wrap
 
 pytestmark = pytest.mark.filterwarnings("ignore:Stage ")
@@ -339,6 +340,32 @@ def test_an_object_around_an_optimizer_is_read_and_set_through() -> None:
     assert optimizer.steps == 3
     optimizer.fp32_from_fp16 = "set by the script"
     assert around.fp32_from_fp16 == "set by the script"  # type: ignore[attr-defined]
+
+
+class Keyed(torch.optim.SGD):
+    """Knows its parameters by their identity, which a trial on others cannot have; looks at all of them at
+    once, and makes nothing of a closure."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.rates = {id(p): 0.1 for group in self.param_groups for p in group["params"]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        gradients = [(p, p.grad) for p in self.param_groups[0]["params"] if p.grad is not None]
+        if not gradients:
+            return
+        norm = torch.stack([gradient.norm() for _, gradient in gradients]).norm()
+        for parameter, gradient in gradients:
+            parameter.sub_(self.rates[id(parameter)] * gradient / norm)
+
+
+def test_a_trial_in_which_nothing_moves_tells_nothing() -> None:
+    model = smp.DistributedModel(build())
+    with pytest.warns(UserWarning, match=r"Keyed treats each parameter by itself could not be found out"):
+        smp.DistributedOptimizer(Keyed(model.parameters()))
+    with pytest.raises(smp.SMPError, match="whether it treats every element by itself could not be found"):
+        check_pieces(Keyed(model.parameters()))
 
 
 class Noisy(torch.optim.SGD):
