@@ -112,6 +112,13 @@ class ReadState:
         with self._groups.here():
             state: dict[str, Any] = _plain(self._optimizer.state_dict())
         if is_cut and "param_groups" in state:
+            if own := sorted(map(str, state.keys() - {"state", "param_groups"})):
+                raise SMPError(
+                    f"optimizer.state_dict(): that of {type(self._optimizer).__name__} has {own[0]!r} beside "
+                    "'state' and 'param_groups', which each rank would have for its own parameters, and "
+                    "nobody can bring together: keep it in a parameter group (group['count']) or by parameter "
+                    "(optimizer.state[parameter]), or save it beside the state"
+                )
             renumber = dict(enumerate(position for order in self._groups.positions() for position in order))
             state = {
                 "state": {renumber[i]: value for i, value in state["state"].items()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -366,6 +367,24 @@ def test_a_trial_in_which_nothing_moves_tells_nothing() -> None:
         smp.DistributedOptimizer(Keyed(model.parameters()))
     with pytest.raises(smp.SMPError, match="whether it treats every element by itself could not be found"):
         check_pieces(Keyed(model.parameters()))
+
+
+class Counting(torch.optim.SGD):
+    """Its state has a key of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": 3}
+
+
+def test_state_of_its_own_is_not_dropped() -> None:
+    model = smp.DistributedModel(build())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = smp.DistributedOptimizer(Counting(model.parameters(), lr=0.1))
+    run(model, optimizer, range(1))
+    for state_dict in (optimizer.state_dict, optimizer.local_state_dict):
+        with pytest.raises(smp.SMPError, match="that of Counting has 'count' beside 'state'"):
+            state_dict()
 
 
 class Noisy(torch.optim.SGD):
