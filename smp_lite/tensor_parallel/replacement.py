@@ -25,11 +25,13 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..deferred import deferring, has_deferred
+from ..devices import is_host
 from ..errors import SMPError
 from ..nn.distributed import CannotShare
 from ..nn.one_d.parts import check_no_hooks
 from ..nn.replaced import is_replaced, mark_replaced, parts_of
 from ..record.code.source_line import user_line
+from ..record.values.memory import place_of
 from ..session import Session
 from .builtin import builtin
 from .marks import Mark, mark_of
@@ -177,17 +179,17 @@ class _Work:
 def _holders_beside(root: nn.Module) -> dict[int, list[int]]:
     """By tensor the modules that hold another one in memory of it."""
     places = [
-        (str(tensor.device), *where, tensor, module)
+        (*where, tensor, module)
         for module in root.modules()
         for tensor in (*module._parameters.values(), *module._buffers.values())
         if tensor is not None and (where := _memory(tensor)) is not None
     ]
-    places.sort(key=lambda place: place[:3])
+    places.sort(key=lambda place: place[:3])  # what is of one memory is together, in its order
     found: dict[int, list[int]] = {}
     reaching: list[tuple[Any, ...]] = []
     for place in places:
-        device, begin, _, tensor, module = place
-        reaching = [other for other in reaching if other[0] == device and other[2] > begin]
+        memory, begin, _, tensor, module = place
+        reaching = [other for other in reaching if other[0] == memory and other[2] > begin]
         for *_, other, holder in reaching:
             if other is not tensor:
                 found.setdefault(id(tensor), []).append(id(holder))
@@ -196,14 +198,16 @@ def _holders_beside(root: nn.Module) -> dict[int, list[int]]:
     return found
 
 
-def _memory(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Where its elements begin and end; None: it has none, or nobody knows."""
+def _memory(tensor: torch.Tensor) -> tuple[int, int, int] | None:
+    """Which memory its elements are in (0: this host's), where they begin and end there. None: it has none,
+    or nobody knows."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
         return None
     if tensor.layout is not torch.strided:
         return None
     extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()
+    memory, begin = (0, tensor.data_ptr()) if is_host(tensor.device) else place_of(tensor)
+    return memory, begin, begin + extent * tensor.element_size()
 
 
 def _own_attributes(module: nn.Module) -> list[str]:

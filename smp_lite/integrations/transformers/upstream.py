@@ -60,7 +60,7 @@ def _leave_smp_branch() -> None:
     import transformers.utils
     import transformers.utils.import_utils  # noqa: F401
 
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # list() of items runs finalizers, which may import
         if name.partition(".")[0] == "transformers" and "is_sagemaker_mp_enabled" in vars(module):
             module.is_sagemaker_mp_enabled = _never  # type: ignore[attr-defined]
 

@@ -116,7 +116,7 @@ class ReadState:
                 raise SMPError(
                     f"optimizer.state_dict(): that of {type(self._optimizer).__name__} has {own[0]!r} beside "
                     "'state' and 'param_groups', which each rank would have for its own parameters, and "
-                    "nobody can bring together: keep it in a parameter group (group['count']) or by parameter "
+                    "nobody can bring together: keep it in a group (group['count']) or by parameter "
                     "(optimizer.state[parameter]), or save it beside the state"
                 )
             renumber = dict(enumerate(position for order in self._groups.positions() for position in order))
