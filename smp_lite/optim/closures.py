@@ -18,7 +18,7 @@ from ..errors import SMPMismatch
 if TYPE_CHECKING:
     from ..session import Session
 
-__all__ = ["step_with_closure"]
+__all__ = ["step_with_closure", "with_hooks"]
 
 _EVALUATE, _DONE, _FOLLOW = "evaluate", "done", "follow"
 
@@ -44,10 +44,10 @@ def step_with_closure(
         if has_parameters:
             return optimizer.step(closure)
         with torch.enable_grad():
-            return closure()
+            return with_hooks(optimizer, closure)
     meeting = _Meeting(session, type(optimizer).__name__)
     if not has_parameters:
-        return _follow(meeting, closure)
+        return with_hooks(optimizer, lambda: _follow(meeting, closure))
 
     def evaluate() -> Any:
         meeting.say(_EVALUATE)
@@ -56,6 +56,14 @@ def step_with_closure(
     result = optimizer.step(evaluate)
     meeting.say(_DONE)
     return result
+
+
+def with_hooks(optimizer: torch.optim.Optimizer, work: Callable[[], Any]) -> Any:
+    """What stands for ``optimizer.step()`` where it has no parameters: many fail without any, but a script's
+    hooks on steps are to run on every rank."""
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # it does not call torch's own constructor
+        return work()
+    return torch.optim.Optimizer.profile_hook_step(lambda *_, **__: work())(optimizer)
 
 
 def _follow(meeting: _Meeting, closure: Callable[[], Any]) -> Any:

@@ -22,7 +22,7 @@ from ..nn.guarding import as_ordinary
 from ..nn.replaced import refuse_replaced
 from ..record.parameters.away import is_away, needed
 from .checked_settings import CheckedSettings
-from .closures import step_with_closure
+from .closures import step_with_closure, with_hooks
 from .features import Features
 from .half.loss_scaler import ARGUMENTS
 from .inner import check_around, check_copies, check_methods, torch_optimizer
@@ -351,8 +351,10 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
                     result = step_with_closure(
                         self._session, self.optimizer, closure, has_parameters=has_parameters
                     )
+                elif has_parameters:
+                    result = self.optimizer.step()
                 else:
-                    result = self.optimizer.step() if has_parameters else None
+                    result = with_hooks(self.optimizer, lambda: None)
             finally:
                 self._is_stepping = False
                 self.give_up()

@@ -16,7 +16,7 @@ _TORCH = Path(torch.__file__).resolve().parent
 
 def take_over(package: str) -> None:
     """For all functions and methods of the package's modules that are loaded."""
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         if name.startswith(f"{package}.") and name != __name__ and "cases" not in name:
             for value in list(vars(module).values()):
                 _take(value, name)

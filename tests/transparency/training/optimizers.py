@@ -364,3 +364,34 @@ def unequal_closures() -> str:
         return loss
 
     return error_of(lambda: optimizer.step(lambda: train(model, torch.ones(8, 8)).reduce_mean()))
+
+
+def hooks_on_steps(name: str, with_closure: bool) -> list[str]:
+    """The optimizer has parameters of the last stage only."""
+    smp.init()
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = smp.DistributedModel(net)
+    norms.place(net, {"0": 0, "1": 1})
+    inner = {**SINGLE, "Adam": torch.optim.Adam}[name](net[1].parameters())
+    calls: list[str] = []
+    inner.register_step_pre_hook(lambda *_: calls.append("before"))
+    inner.register_step_post_hook(lambda *_: calls.append("after"))
+    optimizer = smp.DistributedOptimizer(inner)
+
+    @smp.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    def closure() -> Tensor:
+        calls.append("closure")
+        return train(model, torch.ones(8, 8)).reduce_mean()
+
+    for _ in range(2):
+        if with_closure:
+            optimizer.step(closure)
+        else:
+            train(model, torch.ones(8, 8))
+            optimizer.step()
+    return calls

@@ -172,3 +172,10 @@ def test_closures_that_ranks_evaluate_unequally_often_are_refused() -> None:
     for found in on_ranks("unequal_closures"):
         assert "Unequal on rank 0 has finished its step after evaluating the closure 1 times" in found
         assert "rank 1 wants to evaluate it again" in found
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+@pytest.mark.parametrize("name", ["Adam", "MyAdam"])
+def test_hooks_on_steps_run_where_the_optimizer_has_no_parameters(name: str, with_closure: bool) -> None:
+    of_one = ["before", *(["closure"] if with_closure else []), "after"]
+    assert on_ranks("hooks_on_steps", name=name, with_closure=with_closure) == [2 * of_one] * 2
