@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..deferred import is_deferred, origin_of
+from ..errors import SMPError
 from ..record.values.memory import digest_of, version_of
 from .guarding import is_unguarded, plain
 from .layout import ParameterLayout, set_layout
@@ -67,6 +68,26 @@ class KeepsLayouts(nn.Module):
         self._note_changes()
         wholes: dict[str, int] = self.__dict__.get("smp_wholes", {})
         return {name: (digest, name in self.smp_changed) for name, digest in wholes.items()}
+
+    def reset_parameters(self) -> None:
+        """As the layer of torch's whose class it has.
+
+        Raises:
+            SMPError: parameters are parts, and would be drawn as if they were all.
+        """
+        own: Any = getattr(super(), "reset_parameters", None)
+        if own is None:
+            return
+        for name, part in self._parameters.items():
+            layout = self.__dict__.get("smp_layouts", {}).get(name)
+            is_whole = layout is None or part is None or tuple(part.shape) == layout.shape
+            if not is_whole and not is_deferred(part):
+                raise SMPError(
+                    f"{type(self).__name__}.reset_parameters(): its {name} is split over ranks, "
+                    f"{list(part.shape)} of {list(layout.shape)} here, and would be drawn as if that were "
+                    "all. Initialise before the split, or load a state dict"
+                )
+        own()
 
     def _note_changes(self) -> None:
         """Counts of torch say which parts were changed since the last look."""

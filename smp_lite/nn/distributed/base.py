@@ -29,7 +29,7 @@ class DistributedModule(SplitModule):
     names_of_all_batches: tuple[str, ...] = ()
 
     def __init__(self) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not that of torch's layer whose class it may have as well
         self.region = Region.of_session()
         self.smp_layouts = {}
 

@@ -14,7 +14,7 @@ from .region import all_to_all
 __all__ = ["DistributedEmbedding"]
 
 
-class DistributedEmbedding(DistributedModule):
+class DistributedEmbedding(DistributedModule, nn.Embedding):
     """``torch.nn.Embedding`` split by features over the tensor-parallel ranks.
 
     ``weight`` is this rank's ``(num_embeddings, embedding_dim / T)``. Indices ``(B, ...)`` give ``(B, ...,

@@ -14,7 +14,7 @@ from .region import all_to_all
 __all__ = ["DistributedLinear"]
 
 
-class DistributedLinear(DistributedModule):
+class DistributedLinear(DistributedModule, nn.Linear):
     """``torch.nn.Linear`` split by input features over the tensor-parallel ranks.
 
     ``weight`` is this rank's ``(out_features, in_features / T)``, ``bias`` whole. Input ``(B, ...,

@@ -13,7 +13,7 @@ from .base import DistributedModule
 __all__ = ["DistributedLayerNorm"]
 
 
-class DistributedLayerNorm(DistributedModule):
+class DistributedLayerNorm(DistributedModule, nn.LayerNorm):
     """Layer norm of what lies in a distributed block.
 
     With ``optimize: "memory"`` a rank has ``H / T`` features and as much of ``weight`` and ``bias``; the

@@ -1,16 +1,17 @@
-"""What ranks run whose marked layers cannot be split without a loss; called through `tests.harness`."""
+"""What ranks run whose marked layers cannot be split without a loss, or are asked what they are."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import smp_lite as smp
 
-__all__ = ["LOSSES", "train"]
+__all__ = ["LOSSES", "drawn_anew", "train", "train_by_class"]
 
 
 class _Net(nn.Module):
@@ -52,16 +53,69 @@ def _made(what: str) -> _Net:
     return net
 
 
+class _Asking(_Net):
+    """Other layers are scaled by what their class is."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = ids
+        for layer in self.children():
+            x = layer(x) * (0.5 if isinstance(layer, nn.Linear) else 2.0)
+        return x
+
+
+def _as_it_is(net: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": list(net.parameters())}]
+
+
+def _by_class(net: nn.Module) -> list[dict[str, Any]]:
+    decayed = [layer.weight for layer in net.modules() if isinstance(layer, nn.Linear)]
+    others = [p for p in net.parameters() if not any(p is each for each in decayed)]
+    return [{"params": decayed, "weight_decay": 0.5}, {"params": others}]
+
+
 def train(what: str) -> tuple[list[float], list[float], list[str]]:
     """Losses of three steps, those of one process, and what was warned of."""
+    return _train(_made(what), _made(what), _as_it_is)
+
+
+def train_by_class() -> tuple[list[float], list[float], list[str]]:
+    """The same of a model, and an optimizer, that ask layers for their class."""
+
+    def made() -> Iterator[nn.Module]:
+        while True:
+            torch.manual_seed(0)
+            yield _Asking()
+
+    models = made()
+    return _train(next(models), next(models), _by_class)
+
+
+def drawn_anew() -> list[str]:
+    """What layers say whose parameters a script draws anew."""
     smp.init({"partitions": 1, "ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True})
-    net, plain = _made(what), _made(what)
+    net = _Net()
+    smp.set_tensor_parallelism(net)
+    said = []
+    for layer in smp.DistributedModel(net).module.children():
+        try:
+            layer.reset_parameters()
+        except smp.SMPError as error:
+            said.append(str(error))
+        else:
+            said.append("drawn")
+    return said
+
+
+def _train(
+    net: nn.Module, plain: nn.Module, groups: Callable[[nn.Module], list[dict[str, Any]]]
+) -> tuple[list[float], list[float], list[str]]:
+    smp.init({"partitions": 1, "ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True})
     smp.set_tensor_parallelism(net)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         model = smp.DistributedModel(net)
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    inner = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(groups(model), lr=0.1))
+    inner = torch.optim.SGD(groups(plain), lr=0.1)
     ids = torch.arange(8)
 
     @smp.step
