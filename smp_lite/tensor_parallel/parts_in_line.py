@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import SMPError
 from ..nn.one_d import ColumnParallelLinear, FeatureParallelDropout, RowParallelLinear
-from ..nn.plans.derive import ACTIVATIONS
+from ..nn.plans.functions import ACTIVATIONS
 
 __all__ = ["refuse_mixing_features"]
 

@@ -17,9 +17,10 @@ from torch.utils import _pytree as pytree
 
 from ...errors import SMPError
 from ...record.describe.fake_mode import fake_mode
+from .functions import ACTIVATIONS
 from .source import words
 
-__all__ = ["ACTIVATIONS", "derive_plan"]
+__all__ = ["derive_plan"]
 
 
 _ELEMENTWISE = words(
@@ -86,14 +87,6 @@ def _is_plain(module: nn.Module) -> bool:
         module._forward_hooks or module._forward_pre_hooks or nn.utils.parametrize.is_parametrized(module)
     )
     return type(module) is nn.Linear and not hooked
-
-
-ACTIVATIONS = (
-    nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.LeakyReLU, nn.Hardswish,
-    nn.Hardsigmoid, nn.Hardtanh, nn.Softplus, nn.Softsign, nn.Tanhshrink, nn.Softshrink, nn.Hardshrink,
-    nn.LogSigmoid, nn.Sigmoid, nn.Tanh, nn.Identity,
-)  # fmt: skip
-"""Modules that take each element by itself."""
 
 
 def _sequence(module: nn.Sequential) -> dict[str, str]:

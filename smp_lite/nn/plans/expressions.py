@@ -14,6 +14,7 @@ from torch import nn
 
 from ...errors import SMPError
 from .draws import draws, module_draws
+from .functions import ABOUT, ACTIVATIONS, CUTS, MAKES, MIXES, NUMBERS, REDUCES, RESHAPES
 from .heads import HEAD_COUNTS
 from .marks import (
     FLAT,
@@ -24,6 +25,7 @@ from .marks import (
     ROW,
     SIZED,
     TRAINED,
+    WIDTH,
     Marks,
     cuts_last,
     given_by,
@@ -32,29 +34,17 @@ from .marks import (
     sizes_of,
     union_of,
 )
-from .source import scope_of, words
+from .source import scope_of
 from .styles import Style
 
 __all__ = ["Expressions"]
 
-_CUTS = words("chunk split tensor_split unbind narrow split_with_sizes")
-_REDUCES = words(
-    """
-    mean std var sum softmax log_softmax norm max min amax amin argmax argmin topk sort argsort cumsum cumprod
-    logsumexp prod median quantile normalize layer_norm rms_norm group_norm kthvalue std_mean var_mean
-    vector_norm
-    """
-)
-_RESHAPES = words("view reshape unflatten transpose permute swapaxes view_as movedim")
-_ABOUT = words("shape dtype device size dim ndim numel is_cuda requires_grad type")
-_MAKES = words("new_empty new_zeros new_ones new_full new_tensor")
-"""Methods that make something of the sizes that they are given, whatever those of the value itself."""
-
 _OF_PARTS = frozenset({PART, SIZED, LAST})
-_WAY_OUT = (
-    "all ranks would draw the same for their parts, where one process draws for all. Name the layers "
-    "before it as 'colwise_gather_output', and the layer after it as 'rowwise_split_input'"
+_TAKE_LISTS = frozenset({"einsum", "cat", "concat", "concatenate", "hstack", "column_stack"})
+_WHOLE = (
+    "name the layers before it as 'colwise_gather_output', and the layer after it as 'rowwise_split_input'"
 )
+_WAY_OUT = f"all ranks would draw the same for their parts, where one process draws for all: {_WHOLE}"
 
 
 class Expressions:
@@ -119,13 +109,17 @@ class Expressions:
             chosen = self.known(node.test)
             if chosen is not None:
                 return self.marks(node.body if chosen else node.orelse)
+            self.check_test(node.test)
             return self.marks(node.body) | self.marks(node.orelse)
         if isinstance(node, ast.GeneratorExp | ast.ListComp):
             for generator in node.generators:
                 self.bind(generator.target, self.marks(generator.iter))
             return self.marks(node.elt)
         if isinstance(node, ast.BinOp):
-            return self.meet([self.marks(node.left), self.marks(node.right)], node)
+            left, right = self.marks(node.left), self.marks(node.right)
+            if isinstance(node.op, ast.MatMult):
+                self.check_mixed(left, [left, right], "@", node)
+            return self.meet([left, right], node)
         if isinstance(node, ast.NamedExpr):
             marks = self.marks(node.value)
             self.bind(node.target, marks)
@@ -155,7 +149,9 @@ class Expressions:
         marks = self.marks(node.value)
         if node.attr == "shape":
             return sizes_of(marks)
-        return NONE if node.attr in _ABOUT else marks
+        if node.attr == "nbytes" and PART in marks:
+            return frozenset({SIZED, WIDTH})
+        return NONE if node.attr in ABOUT else marks
 
     def call(self, node: ast.Call) -> Marks:
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
@@ -173,30 +169,41 @@ class Expressions:
                 if method == "size" and base:
                     sizes = sizes_of(base)
                     return sizes_at(sizes, node.args[0]) if sizes and node.args else sizes
-                if method in _ABOUT:
+                if method in ("numel", "nelement") and PART in base:
+                    return frozenset({SIZED, WIDTH})
+                if method in ABOUT:
                     return NONE
                 module_function = isinstance(node.func.value, ast.Name | ast.Attribute) and not base
                 cut = self.marks(node.args[0]) if module_function and node.args else base
-                if method in _RESHAPES:
+                if method in RESHAPES:
                     return cut - {FLAT, PACKED}
-                if method in _CUTS and FLAT in cut:
+                if method in CUTS and FLAT in cut:
                     self.refuse_cut(ast.unparse(node))
-                if method in _REDUCES and cut & {FLAT, PACKED}:
+                if method in REDUCES and cut & {FLAT, PACKED}:
                     self.refuse(
                         f"takes {method} of this rank's part of the features, in "
-                        f"{ast.unparse(node)[:120]!r}, where it took that of all: name the layers before "
-                        "it as 'colwise_gather_output', and the layer after it as 'rowwise_split_input'"
+                        f"{ast.unparse(node)[:120]!r}, where it took that of all: {_WHOLE}"
                     )
                 given = [self.marks(each) for each in arguments]
                 self.check_draws(node, union_of([base, *given]))
                 if module_function and PART in union_of(given):
                     self.check_keywords(node)
-                return self.meet(given if method in _MAKES else [base, *given], node)
+                found = self.meet(given if method in MAKES else [base, *given], node)
+                if method in MIXES:
+                    self.check_mixed(union_of(given) if method in _TAKE_LISTS else cut, given, method, node)
+                return _number_of(found) if method in NUMBERS else found - {WIDTH}
         else:
             self.marks(node.func)
             if ast.unparse(node.func) == "len":
                 return NONE
         given = [self.marks(each) for each in arguments]
+        if isinstance(node.func, ast.Name) and node.func.id not in self.values:
+            called = node.func.id
+            first = given[0] if given else NONE
+            if called in RESHAPES:
+                return first - {FLAT, PACKED}
+            if called in MIXES:
+                self.check_mixed(union_of(given) if called in _TAKE_LISTS else first, given, called, node)
         self.check_draws(node, union_of(given))
         marks = self.meet(given, node)
         for each in arguments:
@@ -208,7 +215,8 @@ class Expressions:
             for each in arguments:
                 self.check_rate(each)
             self.check_keywords(node)
-        return marks
+        is_number = isinstance(node.func, ast.Name) and node.func.id in NUMBERS
+        return _number_of(marks) if is_number else marks - {WIDTH}
 
     def call_module(self, name: str, given: Marks, node: ast.Call | None = None) -> Marks:
         style, module = self.styles.get(name), self.modules[name]
@@ -244,6 +252,13 @@ class Expressions:
                 "would not be those of the whole model. Set it to 0, or, between a colwise and a rowwise "
                 "layer, add "
                 f'"{self.name}.{name}": "local_dropout" to the plan'
+            )
+        by_element = (*ACTIVATIONS, nn.Threshold, nn.Unflatten, nn.modules.dropout._DropoutNd)
+        is_torchs = type(module).__module__.startswith("torch.nn.") and not any(module.children())
+        if is_torchs and given & {FLAT, PACKED} and not isinstance(module, by_element):
+            self.refuse(
+                f"gives this rank's part of the features to {name} ({type(module).__name__}), which looks at "
+                f"several of them where it looked at all: {_WHOLE}"
             )
         drawn = module_draws(name, module)
         if drawn is not None:
@@ -320,6 +335,11 @@ class Expressions:
         union = union_of(marks)
         if ROW in union:
             return NONE
+        if WIDTH in union and union & {PART, TRAINED} and isinstance(node, ast.BinOp | ast.AugAssign):
+            self.refuse(
+                f"computes with the number of this rank's features, in {ast.unparse(node)[:120]!r}, where it "
+                f"was that of all: {_WHOLE}"
+            )
         if PART in union and any(TRAINED in each and PART not in each for each in marks):
             self.refuse(
                 f"lets this rank's part of the features meet whole values, in {ast.unparse(node)[:120]!r}: "
@@ -327,6 +347,24 @@ class Expressions:
                 "they come from alike, or name all of them as 'colwise_gather_output'"
             )
         return union - {TRAINED} if PART in union else union
+
+    def check_mixed(self, left: Marks, given: Iterable[Marks], what: str, node: ast.AST) -> None:
+        """A function that does not leave each feature where it is, and what it would do that to."""
+        joins_batches = isinstance(node, ast.Call) and what.startswith(("cat", "concat")) and _is_first(node)
+        if left & {FLAT, PACKED} and not joins_batches and not any(ROW in each for each in given):
+            self.refuse(
+                f"takes {what} of this rank's part of the features, in {ast.unparse(node)[:120]!r}, where "
+                f"all of them met: {_WHOLE}"
+            )
+
+    def check_test(self, test: ast.expr) -> None:
+        """A condition on how many features there are."""
+        for each in ast.walk(test):
+            is_value = isinstance(each, ast.Attribute | ast.Call | ast.Name | ast.Subscript)
+            if is_value and WIDTH in self.marks(each):
+                self.refuse(
+                    f"decides by the number of this rank's features, in {ast.unparse(test)[:120]!r}: {_WHOLE}"
+                )
 
     def refuse_cut(self, code: str) -> None:
         self.refuse(
@@ -337,3 +375,15 @@ class Expressions:
 
     def refuse(self, what: str) -> None:
         raise SMPError(f"plan: the code of {self.name} ({type(self.owner).__name__}) {what}")
+
+
+def _number_of(marks: Marks) -> Marks:
+    """What functions make of a number, or of all sizes."""
+    return frozenset({SIZED, WIDTH}) if LAST in marks and PART not in marks else marks
+
+
+def _is_first(node: ast.Call) -> bool:
+    """Whether a function of a list works along the first dimension, as far as one can see."""
+    named = [keyword.value for keyword in node.keywords if keyword.arg in ("dim", "axis")]
+    dims = [*node.args[1:2], *named]
+    return not dims or (isinstance(dims[0], ast.Constant) and dims[0].value == 0)

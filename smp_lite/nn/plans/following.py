@@ -28,7 +28,7 @@ from torch import nn
 from ...errors import SMPError
 from .expressions import Expressions
 from .heads import HEAD_COUNTS, output_features
-from .marks import LAST, NONE, PART, SIZED, TRAINED, Marks, own_name, union_of
+from .marks import LAST, NONE, PART, SIZED, TRAINED, WIDTH, Marks, own_name, union_of
 from .source import function_of, reads_of, scope_of, words
 from .styles import Style
 
@@ -242,7 +242,7 @@ class Follower(Expressions):
             chosen = self.known(node.test)
             if chosen is not None:
                 return self.block(node.body if chosen else node.orelse)
-            self.marks(node.test)
+            self.check_test(node.test)
             before, numbers = dict(self.values), dict(self.numbers)
             ended = self.block(node.body)
             after, self.values = self.values, before
@@ -329,7 +329,8 @@ class Follower(Expressions):
                 if marks & {SIZED, LAST} and PART not in marks:
                     last = place == len(target.elts) - 1
                     whole = not last if LAST in marks else place == 0
-                    self.bind(each, NONE if whole else frozenset({SIZED}))
+                    width = {WIDTH} if last and LAST in marks else set()
+                    self.bind(each, NONE if whole else frozenset({SIZED, *width}))
                 else:
                     self.bind(each, marks)
         elif isinstance(target, ast.Starred):

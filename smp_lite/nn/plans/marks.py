@@ -16,6 +16,7 @@ __all__ = [
     "ROW",
     "SIZED",
     "TRAINED",
+    "WIDTH",
     "Marks",
     "cuts_last",
     "given_by",
@@ -30,8 +31,9 @@ PART, FLAT, PACKED, TRAINED, ROW = "part", "flat", "packed", "trained", "row"
 of several matrices there, which may be cut; whole, with a gradient; a bare
 weight that is split by input features."""
 
-SIZED, LAST = "sized", "last"
-"""Of sizes, and of what is made in them: some are those of a part; the last of these sizes is."""
+SIZED, LAST, WIDTH = "sized", "last", "width"
+"""Of sizes, and of what is made in them: some are those of a part; the last of these sizes is. A number that
+counts this rank's features."""
 
 Marks = frozenset[str]
 NONE: Marks = frozenset()
@@ -83,4 +85,6 @@ def sizes_at(sizes: Marks, index: ast.expr) -> Marks:
             return NONE
     if place == 0 or (is_slice and index.upper is not None and ast.unparse(index.upper) == "1"):
         return NONE
+    if LAST in sizes and place == -1:
+        return frozenset({SIZED, WIDTH})
     return sizes if is_slice else frozenset({SIZED})

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import math
+import tempfile
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +87,37 @@ class Sized(MLP):
         return self.down(self.up(x).view(-1, self.inner))
 
 
+_WHITE = torch.eye(16)
+
+#: Between the two layers of a pair, by what is refused there.
+MIXING: dict[str, Callable[[Tensor], Tensor]] = {
+    "takes glu of": lambda y: F.glu(torch.cat([y, y], 0)),
+    "takes flip of": lambda y: y.flip(-1),
+    "takes roll of": lambda y: torch.roll(y, 1, -1),
+    "takes @ of": lambda y: y @ y.mT @ y,
+    "takes matmul of": lambda y: torch.matmul(y, _WHITE),
+    "takes einsum of": lambda y: torch.einsum("bsf,fg->bsg", y, _WHITE),
+    "takes linear of": lambda y: F.linear(y, _WHITE),
+    "takes cat of": lambda y: torch.cat([y, y], -1),
+    "takes scaled_dot_product_attention of": lambda y: F.scaled_dot_product_attention(y, y, y),
+    "computes with the number of this rank's features, in 'y / y.shape": lambda y: y / y.shape[-1],
+    "computes with the number of this rank's features, in 'y \\* ": lambda y: y * math.sqrt(1 / y.size(-1)),
+    "computes with the number of this rank's features, in 'y - ": lambda y: y - y.numel(),
+    "decides by the number": lambda y: y if y.shape[-1] > 12 else -y,
+}
+
+
+def _between(function: Callable[[Tensor], Tensor]) -> type[MLP]:
+    """A class whose forward has that expression in it, since it is its code that is read."""
+    source = textwrap.dedent(inspect.getsource(function)).strip()
+    code = source.partition("lambda y: ")[2].rstrip(",")
+    path = Path(tempfile.mkdtemp()) / "between.py"
+    path.write_text(f"def forward(self, x):\n    y = self.up(x)\n    return self.down({code})\n")
+    scope = {"torch": torch, "F": F, "math": math, "_WHITE": _WHITE}
+    exec(compile(path.read_text(), str(path), "exec"), scope)
+    return type("Between", (MLP,), {"forward": scope["forward"]})
+
+
 class OwnLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight) / 2
@@ -118,6 +155,38 @@ def refused(model: nn.Module, plan: dict[str, str] | None, match: str, axis: Axi
 )
 def test_code_that_would_compute_something_else(kind: type[MLP], match: str) -> None:
     refused(nn.ModuleDict({"mlp": kind()}), {"mlp.up": "colwise", "mlp.down": "rowwise"}, match)
+
+
+@pytest.mark.parametrize("match", MIXING)
+def test_functions_that_mix_features_or_count_them(match: str) -> None:
+    refused(_between(MIXING[match])(), PAIR, match)
+
+
+@pytest.mark.parametrize("kind", [nn.Softmax, nn.GLU])
+def test_modules_that_look_at_several_features(kind: type[nn.Module]) -> None:
+    class Given(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.soft = kind(-1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.soft(self.up(x)))
+
+    refused(Given(), PAIR, f"features to soft \\({kind.__name__}\\), which looks at several")
+
+
+class Headed(MLP):
+    """Sizes of heads, and attention of each, are as on the whole model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = self.up(x).shape
+        y = self.up(x).view(batch, tokens, width // 4, 4).transpose(1, 2)
+        y = (y @ y.mT / math.sqrt(y.shape[-1])).softmax(-1) @ y
+        return self.down(y.transpose(1, 2).reshape(batch, tokens, width))
+
+
+def test_heads_may_meet_and_be_counted() -> None:
+    parallelize(Headed(), TWO, PAIR)
 
 
 def test_code_that_cannot_be_seen() -> None:
