@@ -136,9 +136,9 @@ class DistributedAttentionLayer(DistributedModule):
         for part in (self.query, self.key, self.value, self.dense):
             part.split()
         if pre_layernorm:
-            self.pre_layernorm = DistributedLayerNorm(hidden_size, layernorm_epsilon)
+            self.pre_layernorm = DistributedLayerNorm(hidden_size, layernorm_epsilon, inside=True)
         if post_layernorm:
-            self.layernorm = DistributedLayerNorm(hidden_size, layernorm_epsilon)
+            self.layernorm = DistributedLayerNorm(hidden_size, layernorm_epsilon, inside=True)
         self.has_pre_layernorm, self.has_post_layernorm = pre_layernorm, post_layernorm
 
     def forward(self, inputs: tuple[torch.Tensor | None, ...]) -> torch.Tensor:

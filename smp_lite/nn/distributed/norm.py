@@ -1,4 +1,4 @@
-"""Layer norm inside a distributed block."""
+"""Layer norm, inside a distributed block and by itself."""
 
 from __future__ import annotations
 
@@ -14,33 +14,40 @@ __all__ = ["DistributedLayerNorm"]
 
 
 class DistributedLayerNorm(DistributedModule, nn.LayerNorm):
-    """Layer norm of what lies in a distributed block.
+    """Layer norm of what lies in a distributed block, or anywhere else.
 
-    With ``optimize: "memory"`` a rank has ``H / T`` features and as much of ``weight`` and ``bias``; the
-    ranks sum up mean and variance, of one number for each token. With ``"speed"`` all have all, and so it is
-    torch's.
+    In a block, with ``optimize: "memory"``, a rank has ``H / T`` features and as much of ``weight`` and
+    ``bias``; the ranks sum up mean and variance, of one number for each token. With ``"speed"`` all have all,
+    and so it is torch's. In a model of the script's own it is torch's, of whole features of the rank's batch.
 
     Args:
         normalized_shape: H.
         eps: added to the variance.
+        inside: it is part of a distributed block, as those of this library's blocks are.
     """
 
-    def __init__(self, normalized_shape: int, eps: float = 1e-5) -> None:
+    elementwise_affine = True
+
+    def __init__(self, normalized_shape: int, eps: float = 1e-5, *, inside: bool = False) -> None:
         super().__init__()
-        self.normalized_shape, self.eps = normalized_shape, eps
+        self.normalized_shape, self.eps = normalized_shape, eps  # type: ignore[assignment]
         self.weight = nn.Parameter(torch.ones(normalized_shape))
         self.bias = nn.Parameter(torch.zeros(normalized_shape))
-        if self.region.splits_features:
+        self.splits_features = inside and self.region.splits_features
+        self.inside = inside
+        if self.splits_features:
             self.region.check_shares("DistributedLayerNorm: normalized_shape", normalized_shape)
             self.share({"weight": 0, "bias": 0})
         else:
             self.share({})
-            self.note_all_batches(("weight", "bias"))
+            if inside:
+                self.note_all_batches(("weight", "bias"))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        region = self.region
-        if not region.splits_features:
-            weight, bias = region.of_all_batches(self.weight), region.of_all_batches(self.bias)
+        if not self.splits_features:
+            weight, bias = self.weight, self.bias
+            if self.inside:
+                weight, bias = self.region.of_all_batches(weight), self.region.of_all_batches(bias)
             return F.layer_norm(input, (self.normalized_shape,), weight, bias, self.eps)
         given = cast_for_norm(input)
         x = given.float() if given.dtype in (torch.float16, torch.bfloat16) else given

@@ -87,9 +87,9 @@ class DistributedTransformerOutputLayer(DistributedModule):
         self.dense1.split()
         self.dense2.split()
         if pre_layernorm:
-            self.pre_layernorm = DistributedLayerNorm(hidden_size, layernorm_epsilon)
+            self.pre_layernorm = DistributedLayerNorm(hidden_size, layernorm_epsilon, inside=True)
         if post_layernorm:
-            self.layernorm = DistributedLayerNorm(hidden_size, layernorm_epsilon)
+            self.layernorm = DistributedLayerNorm(hidden_size, layernorm_epsilon, inside=True)
         self.has_pre_layernorm, self.has_post_layernorm = pre_layernorm, post_layernorm
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -54,8 +54,28 @@ class Vectors(Linears):
         return super().forward(ids) + condition
 
 
+class OwnNorm(nn.LayerNorm):
+    """To be replaced, as torch's is not."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+
+
+class Normed(Linears):
+    """A distributed norm outside of distributed blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = OwnNorm(12)
+
+
 def linears() -> Made:
     return Linears(), lambda net: smp.set_tensor_parallelism(net)
+
+
+def _normed() -> Made:
+    smp.tp_register_with_module(OwnNorm, smp.nn.DistributedLayerNorm)
+    return Normed(), lambda net: smp.set_tensor_parallelism(net)
 
 
 def _marks_inner(net: nn.Module) -> None:
@@ -151,6 +171,7 @@ def _learned(heads: int, inner: str) -> Made:
 MODELS: dict[str, Callable[[], Made]] = {
     "linears": linears,
     "vectors": lambda: (Vectors(), lambda net: smp.set_tensor_parallelism(net)),
+    "normed": _normed,
     "learned bias": functools.partial(_learned, 1, "transformer"),
     "learned bias of heads": functools.partial(_learned, reference.HEADS, "attention"),
     **{name: functools.partial(_net, name) for name in INNER},

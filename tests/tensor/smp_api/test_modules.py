@@ -61,6 +61,12 @@ def test_a_vector_is_a_batch_of_one(prescaled: bool, optimize: str) -> None:
     check("vectors", 2, parameters_of(2, prescaled, optimize))
 
 
+@pytest.mark.parametrize(("prescaled", "optimize"), WAYS)
+def test_norms_by_themselves(prescaled: bool, optimize: str) -> None:
+    found = check("normed", 2, parameters_of(2, prescaled, optimize))
+    assert "DistributedLayerNorm" in found[0]["kinds"]
+
+
 KINDS = {
     "attention": "DistributedAttentionLayer",
     "output": "DistributedTransformerOutputLayer",
