@@ -35,6 +35,13 @@ __all__ = [
 ]
 
 _NAME = "smp_replaced"
+_METHODS = (
+    *("forward", "train", "register_forward_hook", "register_forward_pre_hook"),
+    *("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook"),
+    *("register_state_dict_pre_hook", "register_state_dict_post_hook"),
+    *("register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"),
+)
+"""What would be done to the old module, and not to the one in its place."""
 _OF_NUMBERS = frozenset(["data", "grad", "_grad", "T", "mT", "H", "mH", "real", "imag"])
 
 
@@ -62,7 +69,7 @@ def mark_replaced(before: Parts, root: nn.Module) -> None:
     parameters = {id(parameter) for parameter in root.parameters()}
     for name, module in before.modules:
         if id(module) not in modules and _matters(module):
-            for method in ("forward", "train"):
+            for method in _METHODS:
                 vars(module)[method] = _Gone(name or type(module).__name__, getattr(module, method))
     for name, parameter in before.parameters:
         if id(parameter) not in parameters:

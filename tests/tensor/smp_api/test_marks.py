@@ -233,6 +233,8 @@ def test_wrong_arguments_of_an_init_hook() -> None:
         lambda layer: layer.register_full_backward_hook(lambda module, given, made: None),
         lambda layer: layer.weight.register_hook(lambda gradient: 2 * gradient),
         lambda layer: layer.bias.register_post_accumulate_grad_hook(lambda parameter: None),
+        lambda layer: layer.register_load_state_dict_pre_hook(lambda *args: None),
+        lambda layer: layer.register_state_dict_post_hook(lambda *args: None),
         lambda layer: setattr(layer, "forward", lambda x: x),
     ],
 )

@@ -84,6 +84,9 @@ def test_an_old_parameter_says_what_it_was_and_no_numbers() -> None:
             read()
     with pytest.raises(smp.SMPError, match=r"still calls \.train\(\) of the old one"):
         layer.eval()
+    for registers in (layer.register_forward_hook, layer.register_full_backward_pre_hook):
+        with pytest.raises(smp.SMPError, match=rf"still calls \.{registers.method}\(\) of the old one"):
+            registers(lambda *_: None)
     with pytest.raises(smp.SMPError, match=r"detach of 'up.weight'"):
         layer.state_dict()
     assert str(inspect.signature(layer.forward)) == str(inspect.signature(nn.Linear(1, 1).forward))
