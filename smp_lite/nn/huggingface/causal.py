@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -49,6 +50,7 @@ def block_hooks(arguments: ToArguments, *, returns: Literal["hidden", "tuple"]) 
                 "with use_cache=False, or set model.config.use_cache = False"
             )
         _check_counted(kwargs.get("position_ids"))
+        _check_block_mask(attention_mask)
         refuse_given("a block", {**{f"argument {i + 4}": each for i, each in enumerate(args)}, **kwargs})
         return ((hidden_states, attention_mask),), {}
 
@@ -68,9 +70,71 @@ def init_hook(arguments: ToArguments) -> Callable[..., Any]:
     return init
 
 
+_WHOLE = "or keep the model whole with smp.set_tensor_parallelism(module, False)"
+_BLIND = (
+    "attention_mask lets a token attend to nothing, as padding on the left does. What transformers makes of "
+    "such tokens depends on its attn_implementation, and a model that tensor parallelism has distributed "
+    f"makes something else: pad on the right (tokenizer.padding_side), {_WHOLE}"
+)
+
+
+def _is_known(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor whose numbers can be looked at."""
+    return isinstance(value, torch.Tensor) and not (
+        isinstance(value, FakeTensor | PlacedTensor) or value.is_meta
+    )
+
+
+def _check_model_mask(mask: Any) -> None:
+    """``(N, S)`` with 1 for tokens; transformers' models also take masks for each pair, as they are."""
+    if isinstance(mask, torch.Tensor) and mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask of shape {list(mask.shape)}: a language model that tensor parallelism has "
+            "distributed takes (batch, tokens) with 1 for tokens and 0 for padding, and lets each token "
+            f"attend to those before it. Give it that, {_WHOLE}"
+        )
+    if _is_known(mask) and mask.numel() and bool((mask[:, 0] == 0).any()):
+        raise ValueError(_BLIND)
+
+
+_last_checked: tuple[weakref.ref[torch.Tensor], int] | None = None
+
+
+def _check_block_mask(mask: Any) -> None:
+    """What a model around gives its blocks, which are causal by themselves; all get one mask."""
+    global _last_checked
+    if not _is_known(mask) or mask.dim() != 4 or not mask.numel():
+        return
+    if _last_checked is not None and (_last_checked[0]() is mask and _last_checked[1] == mask._version):
+        return
+    rows, columns = mask.shape[-2:]
+    if rows not in (1, columns):
+        return
+    visible = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask != 0
+    earlier = torch.ones(columns, columns, dtype=torch.bool, device=mask.device).tril()
+    if rows > 1 and bool((visible & ~earlier).any()):
+        raise ValueError(
+            f"attention_mask of shape {list(mask.shape)} lets tokens attend to later ones, and a block that "
+            f"tensor parallelism has distributed is causal: leave the mask out, {_WHOLE}"
+        )
+    if not bool((visible & earlier).any(-1).all()):
+        raise ValueError(_BLIND)
+    _last_checked = weakref.ref(mask), mask._version
+
+
+def _check_packed(positions: Any) -> None:
+    """Without a mask transformers takes positions that begin again for rows of several texts."""
+    if _is_known(positions) and bool((positions.diff(dim=-1) != 1).any()):
+        raise ValueError(
+            "position_ids that do not count on say that a row has several texts, which do not attend to each "
+            "other; in a language model that tensor parallelism has distributed they would: give each text a "
+            f"row of its own, {_WHOLE}"
+        )
+
+
 def _check_counted(positions: Any) -> None:
     """Positions inside blocks count from 0 (GPT-J's turn with them); looked at where they are numbers."""
-    if not isinstance(positions, torch.Tensor) or isinstance(positions, FakeTensor | PlacedTensor):
+    if not _is_known(positions):
         return
     if not torch.equal(
         positions, torch.arange(positions.shape[-1], device=positions.device).expand_as(positions)
@@ -104,6 +168,9 @@ def model_hooks(arguments: ToArguments, forward_of: Callable[..., Any]) -> Hooks
             refuse_given("a language model", {"return_dict=False": True})
         if taken[0] is None:
             raise ValueError("a language model that tensor parallelism has distributed needs input_ids")
+        _check_model_mask(taken[1])
+        if taken[1] is None:
+            _check_packed(taken[3])
         bound.pop("use_cache", None)  # nothing is generated here
         if bound.get("logits_to_keep") == 0:
             bound.pop("logits_to_keep")

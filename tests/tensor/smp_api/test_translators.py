@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from typing import Any
 
@@ -90,6 +91,11 @@ def test_masks_of_old_releases() -> None:
     assert gpt2.translate_hf_state_dict_to_smdistributed_gpt2(old).keys() == here.keys()
 
 
+CAUSAL = ("gpt2", "gptj", "gptneo", "gpt2 blocks")
+LEFT = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+NOT_CAUSAL = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+
+
 @pytest.mark.parametrize(
     ("name", "call", "said"),
     [
@@ -98,6 +104,10 @@ def test_masks_of_old_releases() -> None:
         ("gpt2", {"token_type_ids": torch.zeros(2, 6, dtype=torch.long)}, "num_token_types=0"),
         ("gptj", {"position_ids": torch.arange(6)[None]}, "position_ids with rotary_dim"),
         ("gpt2 blocks", {"use_cache": True}, "use_cache=False"),
+        *((name, {"attention_mask": LEFT}, "lets a token attend to nothing") for name in CAUSAL),
+        *((name, {"attention_mask": NOT_CAUSAL}, "attention_mask of shape") for name in CAUSAL),
+        ("gpt2", {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, "several texts"),
+        ("gptneo", {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, "several texts"),
     ],
 )
 def test_what_a_distributed_model_does_not_do(name: str, call: dict[str, Any], said: str) -> None:
@@ -106,6 +116,16 @@ def test_what_a_distributed_model_does_not_do(name: str, call: dict[str, Any], s
     model = smp.DistributedModel(net).get_module()
     with pytest.raises((ValueError, smp.SMPError), match=said):
         model(input_ids=torch.zeros(2, 6, dtype=torch.long), **call)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_padding_on_the_right(name: str) -> None:
+    plain = hf_models.MODELS[name]()
+    net = copy.deepcopy(plain)
+    smp.set_tensor_parallelism(net)
+    model = smp.DistributedModel(net).get_module()
+    call = {"input_ids": torch.arange(12).reshape(2, 6), "attention_mask": LEFT.flip(-1)}
+    torch.testing.assert_close(model(**call).logits, plain(**call).logits, rtol=1e-5, atol=1e-5)
 
 
 # Attention under its own name -------------------------------------------------------------------------------
