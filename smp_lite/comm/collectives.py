@@ -245,7 +245,7 @@ class _Request:
 
     def __del__(self) -> None:
         """Nobody waits any longer, after an error: peers may come yet, and MPI writes then."""
-        if self._request is not None and not _is_over():
+        if self._request is not None and _is_over is not None and not _is_over():  # None: Python ends
             self._target = self._work  # whose memory is another's by now
             keep(self, None, look=False)
 

@@ -35,6 +35,7 @@ from ..record.values.memory import place_of
 from ..session import Session
 from .builtin import builtin
 from .marks import Mark, mark_of
+from .options import taken_by
 from .registry import Registration, StateDict, arguments_of, registered
 from .weights import take_weights
 
@@ -280,13 +281,12 @@ def _made(
             return None
         args, kwargs = hooked
     kind = registration.kind
-    known = inspect.signature(kind).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    names = [p.name for p in known.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    parameters = inspect.signature(kind).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     if registration.as_built is not None:
         kwargs = registration.as_built(module, name, kwargs, frozenset(options))
-    kwargs |= {name: value for name, value in options.items() if name in known or takes_all}
+    kwargs |= taken_by(kind, options)
     parameter = next((p for p in module.parameters() if p.is_floating_point()), None)
     before = torch.get_default_dtype()
     try:

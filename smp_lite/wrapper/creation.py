@@ -20,21 +20,9 @@ from ..deferred import deferring
 from ..errors import SMPError
 from ..record.code.source_line import warn_once_at_user_line
 from ..tensor_parallel.marks import Mark, mark, marking
+from ..tensor_parallel.options import known_options
 
 __all__ = ["delay_param_initialization", "model_creation", "set_tensor_parallelism", "tensor_parallelism"]
-
-_OPTIONS = frozenset(
-    [
-        *("fused_softmax", "fused_dropout", "fused_bias_gelu", "flash_attention", "triton_flash_attention"),
-        *("attention_in_fp32", "fp32_residual_addition", "query_key_layer_scaling", "use_alibi"),
-        *("distribute_embedding", "zero_init", "alibi_bias_max", "scale_attention_scores", "activation"),
-        *("num_layers", "num_attention_heads", "attention_head_size", "hidden_size", "intermediate_size"),
-        *("vocab_size", "num_positions", "attention_dropout_prob", "hidden_dropout_prob", "causal_mask_size"),
-        *("layernorm_epsilon", "num_token_types", "add_cross_attention", "add_lm_head", "initializer_range"),
-        *("use_normal_initialization", "pre_layernorm", "post_layernorm", "scale_attn_by_layer_idx"),
-    ]
-)
-"""Of distributed modules; each takes those that it knows."""
 
 
 @contextlib.contextmanager
@@ -145,7 +133,7 @@ def _distributing(caller: str, enabled: bool, options: dict[str, Any]) -> Iterat
 
 def _look_at_options(caller: str, options: dict[str, Any]) -> None:
     """Scripts may pass options of modules that only they know; what may be a slip is said once."""
-    for name in options.keys() - _OPTIONS:
-        close = difflib.get_close_matches(name, _OPTIONS, n=1)
+    for name in options.keys() - known_options():
+        close = difflib.get_close_matches(name, known_options(), n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         warn_once_at_user_line(f"smp.{caller}: no distributed module knows the option {name!r}{hint}")

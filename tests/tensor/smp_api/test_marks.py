@@ -110,6 +110,20 @@ def test_options_go_before_what_the_init_hook_says() -> None:
     smp.DistributedModel(nn.Sequential(outer))
 
 
+def test_each_module_gets_the_options_that_it_knows() -> None:
+    from tests.tensor.smp_api import hf_models
+
+    net = nn.ModuleDict({"model": hf_models.MODELS["gpt2"](), "beside": nn.Linear(4, 4)})
+    options = {"zero_init": True, "triton_flash_attention": True, "attention_in_fp32": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        smp.set_tensor_parallelism(net, **options, fused_softmax=False)
+        smp.DistributedModel(net)
+    assert net["model"].transformer.seq_layers[0].attention.scores.in_fp32
+    with pytest.warns(UserWarning, match="no distributed module knows the option 'atention_in_fp32'"):
+        smp.set_tensor_parallelism(nn.Linear(4, 4), atention_in_fp32=True)
+
+
 def test_a_module_with_a_masked_part_is_not_replaced_and_its_other_parts_are() -> None:
     register()
     net = nn.Sequential(Outer(3), Outer(3))
