@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -22,8 +22,21 @@ from .layout import ParameterLayout, set_layout
 
 __all__ = ["Beginning", "KeepsLayouts", "digest_of_whole", "lay_anew", "note_wholes"]
 
-Beginning = tuple[int, bool]
-"""Of a part: the digest of the whole that it was cut from, and whether it was changed since."""
+
+class Beginning(NamedTuple):
+    """Of a part: what ranks compare.
+
+    Attributes:
+        digest: of the whole that it was cut from.
+        changed: whether it was changed since.
+        place: which part it is, by the places of its ranks along the axes that split it.
+        numbers: what it has since it was changed, as a digest; None: it was not, or has one number all over.
+    """
+
+    digest: int
+    changed: bool
+    place: tuple[int, ...]
+    numbers: int | None
 
 
 class KeepsLayouts(nn.Module):
@@ -67,7 +80,17 @@ class KeepsLayouts(nn.Module):
         """Of its parameters whose wholes are known."""
         self._note_changes()
         wholes: dict[str, int] = self.__dict__.get("smp_wholes", {})
-        return {name: (digest, name in self.smp_changed) for name, digest in wholes.items()}
+        return {name: self._beginning(name, digest) for name, digest in wholes.items()}
+
+    def _beginning(self, name: str, digest: int) -> Beginning:
+        layout, part = self.smp_layouts[name], self._parameters.get(name)
+        place = tuple(axis.index for axes in layout.dims for axis in axes)
+        numbers = None
+        if name in self.smp_changed and part is not None and not (is_deferred(part) or part.is_meta):
+            found = plain(part)
+            if found.numel() > 1 and bool((found != found.flatten()[0]).any()):
+                numbers = digest_of(found.cpu())
+        return Beginning(digest, name in self.smp_changed, place, numbers)
 
     def reset_parameters(self) -> None:
         """As the layer of torch's whose class it has.

@@ -42,7 +42,7 @@ from .cutting.delayed import begin_without_data, lacks, prepare_delayed
 from .cutting.first_meeting import FirstMeeting
 from .cutting.lazy_modules import has_lazy_modules, initialise_lazy_modules
 from .cutting.partitioning import decide_partition, load_partition, report_partition
-from .cutting.same_weights import share_stages, take_over_first
+from .cutting.same_weights import compare_parts, share_stages, take_over_first
 from .cutting.schedules import Schedules, first_policy, schedule_chooser
 from .cutting.sharding import announce_slices, sharding_of
 from .half_precision import HalfPrecision, check_cast
@@ -280,14 +280,16 @@ class DistributedModel(ModelWithState):
                 )
 
     def _check_parts(self) -> None:
-        """What a script may have exchanged since the model was wrapped, once.
+        """What a script may have exchanged, or written, since the model was wrapped, once.
 
         Raises:
-            SMPError: a parameter that was split.
+            SMPError: a parameter that was split; or parts of it.
         """
         if not self._parts_checked:
             refuse_exchanged(self.module)
             self._parts_checked = True
+            if self._runtime is not None:  # else the ranks will meet when the model is cut
+                compare_parts(self._session, self.module)
 
     def after_step(self, context: StepContext) -> None:
         """Hooks that wait for the end of the first step."""

@@ -36,7 +36,7 @@ from ...record.values.placed import TensorMeta
 if TYPE_CHECKING:
     from ...session import Session
 
-__all__ = ["share_stages", "take_over_first"]
+__all__ = ["compare_parts", "share_stages", "take_over_first"]
 
 _WHAT = "the weights that ranks have built"
 Said: TypeAlias = tuple[tuple[int, ...], str, tuple[int, ...], int]
@@ -89,6 +89,19 @@ def take_over_first(session: Session, module: nn.Module) -> None:
     if of_stage:
         at_place = {rank: _of(heard[rank], of_stage.__contains__) for rank in session.group("PP")}
         _take_over(session, "PP", own, at_place)
+
+
+def compare_parts(session: Session, module: nn.Module) -> None:
+    """What was written into parts since the model was cut; collective over the ranks of a stage.
+
+    Raises:
+        SMPMismatch: other parts were changed than on another rank, or filled with its numbers.
+    """
+    world, ranks = session.world, session.group("MP")
+    if world is not None and share_stages(session):
+        heard = world.exchange(_parts(module), "MP", "what was written into parts of split layers")
+        built = {rank: _Built({}, {}, parts, frozenset()) for rank, parts in zip(ranks, heard, strict=True)}
+        _check_parts(built, session)
 
 
 def _take_over(
@@ -180,9 +193,13 @@ def _parts(module: nn.Module) -> dict[str, Beginning]:
 
 def _check_parts(built: Mapping[int, _Built], session: Session) -> None:
     first, *others = built
-    for name, (digest, changed) in built[first].parts.items():
+    for name, beginning in built[first].parts.items():
+        _check_drawn(
+            name, {rank: theirs.parts[name] for rank, theirs in built.items() if name in theirs.parts}
+        )
+        digest, changed, *_ = beginning
         for rank in others:
-            its_digest, its_changed = built[rank].parts.get(name, (digest, changed))
+            its_digest, its_changed, *_ = built[rank].parts.get(name, beginning)
             if its_digest != digest:
                 raise SMPMismatch(
                     f"{name!r} was split before smp.DistributedModel, and rank {rank} has cut its part from "
@@ -199,6 +216,21 @@ def _check_parts(built: Mapping[int, _Built], session: Session) -> None:
                     f"place) since, on rank {where} and not on rank {not_where}, so they would train parts "
                     "of different models: do that on all ranks, or before the layer is split"
                 )
+
+
+def _check_drawn(name: str, parts: Mapping[int, Beginning]) -> None:
+    """Ranks that draw alike, with seeds alike, give all parts the numbers that one of them would have."""
+    seen: dict[int, tuple[int, Beginning]] = {}
+    for rank, part in parts.items():
+        if part.numbers is None:
+            continue
+        other, its = seen.setdefault(part.numbers, (rank, part))
+        if its.place != part.place:
+            raise SMPMismatch(
+                f"{name!r} is split over ranks, and was given the same numbers on rank {other} and on rank "
+                f"{rank} since, which have other parts of it: it was drawn (nn.init, normal_) as if each "
+                "part were all. Initialise before smp.DistributedModel, or load a state dict"
+            )
 
 
 def _by_replica(session: Session) -> str:

@@ -212,13 +212,15 @@ def trained_by(
     return {"losses": losses, "state": model.state_dict()}
 
 
-def scaled_after_wrapping(parameters: dict[str, Any], everywhere: bool) -> str:
-    """A marked model over stages, whose parts rank 0 or all ranks scale before the first step cuts it."""
+def changed_after_wrapping(parameters: dict[str, Any], change: str, everywhere: bool = True) -> str:
+    """A marked model whose parts rank 0 or all ranks change before the first step."""
     smp.init(parameters)
     model = smp.DistributedModel(_marked(seeded(SEED)))
+    weight: Any = model.module.up.weight
     if everywhere or smp.rank() == 0:
+        torch.manual_seed(SEED)
         with torch.no_grad():
-            model.module.up.weight.mul_(2.0)
+            {"scale": lambda: weight.mul_(2.0), "draw": weight.normal_, "zero": weight.zero_}[change]()
 
     @smp.step
     def step(ids: torch.Tensor) -> torch.Tensor:

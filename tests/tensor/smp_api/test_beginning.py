@@ -145,8 +145,25 @@ def test_before_a_plan_of_another_system_splits() -> None:
             torch.testing.assert_close(found["state"][key], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
-def test_what_one_rank_alone_changes_before_the_first_step_is_refused(everywhere: bool) -> None:
-    kwargs = {"parameters": parameters_of(2, True, "memory", 2), "everywhere": everywhere}
-    for told in run_distributed(f"{CASES}:scaled_after_wrapping", 4, kwargs=kwargs):
-        assert told == "ran" if everywhere else told.startswith(f"{_CHANGED}, on rank 0 and not on rank 1")
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_what_one_rank_alone_changes_before_the_first_step_is_refused(partitions: int) -> None:
+    kwargs = {"parameters": parameters_of(2, True, "memory", partitions)}
+    for everywhere in (False, True):
+        for told in run_distributed(
+            f"{CASES}:changed_after_wrapping",
+            2 * partitions,
+            kwargs={**kwargs, "change": "scale", "everywhere": everywhere},
+        ):
+            assert (
+                told == "ran" if everywhere else told.startswith(f"{_CHANGED}, on rank 0 and not on rank 1")
+            )
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_so_is_what_all_draw_as_if_their_parts_were_all(partitions: int) -> None:
+    kwargs = {"parameters": parameters_of(2, True, "memory", partitions)}
+    for change in ("draw", "zero"):
+        for told in run_distributed(
+            f"{CASES}:changed_after_wrapping", 2 * partitions, kwargs={**kwargs, "change": change}
+        ):
+            assert told == "ran" if change == "zero" else "as if each part were all" in told
