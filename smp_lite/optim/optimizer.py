@@ -195,6 +195,10 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         assert self._groups.stand_ins is not None
         return self._groups.stand_ins.whole_gradient(stand_in)
 
+    def before_partition(self) -> None:
+        """The model is about to be cut; called by it."""
+        self._groups.before_partition()
+
     def after_partition(self) -> None:
         """Keeps the state of this rank's parameters; called once by the model."""
         follow_parameters(self._torchs)

@@ -346,6 +346,8 @@ class DistributedModel(ModelWithState):
     def _cut(self, example: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
         session = self._session
         self.end_waiting()
+        for optimizer in session.optimizers:
+            optimizer.before_partition()
         if example is not None and self._half is not None:
             example = self._half.cast_inputs(*example)
         loaded = {key for state, _ in self._pending_state for key in state} if self._was_meta else None

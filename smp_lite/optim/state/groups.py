@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...errors import SMPError
 from ...nn.guarding import as_between_steps, as_ordinary, of_state, tensors_of
 from ...nn.layout import is_sharded
 from ...record.parameters.away import is_away
@@ -45,9 +46,9 @@ class Groups:
         self._some_away = False
         self._whole: list[dict[str, list[Any]]] | None = None  # the lists that take_out() has taken out
         self._swapped = False  # whether stand-ins are in the lists
-        # Until partition, which may make other objects of parameters to which there are weak references.
-        names = session.model.module.named_parameters()
-        self._names: dict[int, str] = {id(parameter): name for name, parameter in names}
+        # Until partition; with the objects themselves, so that their ids stay theirs.
+        self._at_first = {id(p): (p, name) for name, p in session.model.module.named_parameters()}
+        self._names: dict[int, str] = {}  # while it cuts the model
 
     # What there is ------------------------------------------------------------------------------------------
 
@@ -96,6 +97,26 @@ class Groups:
 
     # Partition ----------------------------------------------------------------------------------------------
 
+    def before_partition(self) -> None:
+        """Notes the model's names: partition may make other objects of parameters to which there are weak
+        references.
+
+        Raises:
+            SMPError: a script has exchanged a parameter since the optimizer was wrapped.
+        """
+        module = self._session.model.module
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for parameter in (p for lists in self.lists() for p in lists["params"]):
+            _, name = self._at_first.get(id(parameter), (None, ""))
+            if name and id(parameter) not in self._names:
+                raise SMPError(
+                    f"the optimizer has the parameter {name!r}, which is no longer in the model: it, or a "
+                    "module around it, was exchanged or taken out after smp.DistributedOptimizer had "
+                    "wrapped the optimizer, which in one process would go on with the old one, that the "
+                    "model does not use. Change the model before the optimizer is built, or values in "
+                    "place (parameter.copy_ under torch.no_grad(), load_state_dict)"
+                )
+
     def after_partition(self) -> bool:
         """Takes the state of this rank's parameters; whether any is sharded."""
         optimizer = self._optimizer
@@ -112,6 +133,7 @@ class Groups:
                 elif is_sharded(new) and (state := optimizer.state.get(new)):
                     # It was whole until now, and so is its state.
                     optimizer.state[new] = piece_of_state(new, state)
+        self._at_first.clear()
         self._names.clear()
         self._some_away = any(is_away(p) for lists in self.lists() for p in lists["params"])
         self.mark_state()

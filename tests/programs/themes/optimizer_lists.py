@@ -615,3 +615,21 @@ def gradients_kept_of_last_step(smp: Any, out: Any) -> None:
         last = list(now)
         optimizer.step()
     out.model(model)
+
+
+@program(stages=(2,), ranks=(2,), replicas=(1, 2), always_on_ranks=True)
+def layers_change_places_before_the_first_step(smp: Any, out: Any) -> None:
+    """Blocks of groups with other rates change places in the model when the optimizer has them already."""
+    net = Net()
+    model = smp.DistributedModel(net)
+    groups = [{"params": list(block.parameters()), "lr": 0.01 * 4**i} for i, block in enumerate(net.blocks)]
+    groups += [{"params": [*net.stem.parameters(), *net.head.parameters()]}]
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+    net.blocks[0], net.blocks[3] = net.blocks[3], net.blocks[0]
+    step = make_step(smp)
+    for x, y in batches(smp):
+        optimizer.zero_grad()
+        out.value("loss", step(model, x, y).reduce_mean())
+        optimizer.step()
+    out.value("momentum", [s["momentum_buffer"] for s in optimizer.state_dict()["state"].values()])
+    out.model(model)

@@ -387,6 +387,27 @@ def test_state_of_its_own_is_not_dropped() -> None:
             state_dict()
 
 
+def new_layer(net: Any) -> None:
+    net.last[1] = nn.Linear(8, 1)
+
+
+def new_weight(net: Any) -> None:
+    net.last[1].weight = nn.Parameter(torch.zeros(1, 8))
+
+
+def no_layer(net: Any) -> None:
+    net.last[1] = nn.Identity()
+
+
+@pytest.mark.parametrize("change", [new_layer, new_weight, no_layer])
+def test_a_parameter_that_was_exchanged_before_the_first_step_is_told(change: Callable[[Any], None]) -> None:
+    net = build()
+    model, optimizer = wrap(net, MOMENTUM)
+    change(net)
+    with pytest.raises(smp.SMPError, match=r"the parameter 'last.1.weight', which is no longer in the model"):
+        run(model, optimizer, range(1))
+
+
 class Noisy(torch.optim.SGD):
     """Langevin dynamics."""
 
