@@ -28,6 +28,7 @@ from ..plan.order.schedules import Policy
 from ..record.code.source_line import warn_once_at_user_line
 from ..record.describe.checkpointed_calls import is_marked
 from ..record.parameters.placement import Placement
+from ..record.parameters.sharing_memory import SharingMemory
 from ..record.step.recorder import Recorder
 from .choosing import ScheduleChooser
 from .graphs.allowed import why_none
@@ -136,6 +137,9 @@ class ModelRuntime:
         self._passes_per_reduction = 1 if sharding is not None else options.backward_passes_per_step
         self._reduce_now = self._trains = False
         self.scaling: Scaling | None = None  # in fp16, the optimizer's
+        sharing = None
+        if sharding is not None or len(peers.stages) < placement.num_stages:
+            sharing = SharingMemory(placement)
         placement.free_other_stages(peers.stages)
         parameters = self._parameters = self.local_parameters()
         self.sharded: ShardedParameters | None = None
@@ -165,6 +169,8 @@ class ModelRuntime:
             )
             self.reducer.broadcast_buffers(self.local_buffers())
             self.reducer = self.reducer or None
+        if sharing is not None:
+            sharing.part()
         if waiting is not None:
             waiting.forget()
         on_final = self._on_final if self.reducer is not None else None

@@ -26,6 +26,7 @@ from ..optim.half.types import half_type
 from ..optim.state.own_parameters import OwnParameters
 from ..plan.partitioning.partition import ModuleCost, Partition
 from ..record.parameters.placement import Placement
+from ..record.parameters.sharing_memory import refuse_parted
 from ..record.state.ambient import refuse_transformations
 from ..record.values.inputs import inputs_here
 from ..runtime.graphs.stage_graphs import are_wanted
@@ -44,7 +45,7 @@ from .cutting.lazy_modules import has_lazy_modules, initialise_lazy_modules
 from .cutting.partitioning import decide_partition, load_partition, report_partition
 from .cutting.same_weights import compare_parts, share_stages, take_over_first
 from .cutting.schedules import Schedules, first_policy, schedule_chooser
-from .cutting.sharding import announce_slices, sharding_of
+from .cutting.sharding import announce_slices, own_memory, sharding_of
 from .half_precision import HalfPrecision, check_cast
 from .hops import end_hops
 from .outside_step import OutsideStep
@@ -370,6 +371,7 @@ class DistributedModel(ModelWithState):
         sharding = sharding_of(session, self.module)
         units = sharding.units if sharding is not None else None
         placement = Placement(self.module, partition.stage_of, session.num_stages, units)
+        refuse_parted(placement, own_memory(session, placement))
         check_marked(placement, may_warn=session.cfg.auto_partition)
         self.own_parameters = OwnParameters(placement, peers.stages)
         self._runtime = ModelRuntime(

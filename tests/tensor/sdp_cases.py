@@ -321,9 +321,11 @@ def refused(parameters: dict[str, Any], what: str, folder: str = "") -> str:
     net = Net()
     if what == "unfrozen":
         net.blocks[1].up.weight.requires_grad_(False)
+    live = net.state_dict()
+    if what == "shared memory":
+        net.blocks[1].up.weight.data = net.blocks[0].up.weight.data
     wrapped = smp.DistributedModel(net)
     kind: Any = torch.optim.AdamW
-    optim = smp.DistributedOptimizer(kind(wrapped.parameters(), lr=0.05))
 
     @smp.step
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -333,11 +335,14 @@ def refused(parameters: dict[str, Any], what: str, folder: str = "") -> str:
 
     x, y = batches(1, smp.rdp_rank())[0]
     try:
+        optim = smp.DistributedOptimizer(kind(wrapped.parameters(), lr=0.05))
         step(x, y)
         optim.step()
         if what == "unfrozen":
             net.blocks[1].up.weight.requires_grad_(True)
             step(x, y)
+        elif what == "live state":
+            float(live["blocks.0.up.weight"].sum())
         elif what == "inner step":
             optim.optimizer.step()
         elif what == "smp.save":

@@ -246,6 +246,8 @@ def test_degrees_that_do_not_divide_are_named() -> None:
 REFUSED = {
     "unfrozen": r"'blocks.1.up.weight' was frozen when reductions were set up",
     "inner step": r"inner optimizer's step\(\) was called, which does not clip",
+    "live state": "of a tensor that shared memory with the parameter 'blocks",
+    "shared memory": "'blocks.0.up.weight' and 'blocks.1.up.weight' share memory without being one",
     "smp.save": "one file for an mp rank would hold those of one: call it on all ranks with v3=True",
 }
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ...record.parameters.placement import Placement
 from ...runtime.sharded.slices import announce_names
 from ...runtime.sharded.units import Sharding, choose_units
 from ...session import Session
 from ...systems.plan.sharding_rules import match_tensors
 
-__all__ = ["announce_slices", "sharding_of"]
+__all__ = ["announce_slices", "own_memory", "sharding_of"]
 
 
 def sharding_of(session: Session, module: nn.Module) -> Sharding | None:
@@ -40,6 +43,16 @@ def sharding_of(session: Session, module: nn.Module) -> Sharding | None:
     ruled = {name for name, rule in rules.items() if any(wanted.intersection(axes) for axes in rule.dims)}
     by_rules = plan.data_parallel.policy == "fsdp"
     return Sharding(axis, {ties.get(name, name) for name in (ruled if by_rules else shapes)}, units)
+
+
+def own_memory(session: Session, placement: Placement) -> Collection[str]:
+    """Names of the parameters for which pieces, or what an optimizer steps in their place, have memory of
+    their own."""
+    cfg = session.cfg
+    is_cut = bool(session.shard_axes) or cfg.shard_optimizer_state
+    replicas = len(session.group("RDP")) if session.world is not None else 1
+    has_own = cfg.fp16 or cfg.bf16 or (is_cut and replicas > 1)
+    return placement.parameter_stage.keys() if has_own else ()
 
 
 def announce_slices(session: Session, module: nn.Module) -> None:
