@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from .. import session as session_module
-from ..alike_between import SETTINGS
 from ..errors import MissingAttribute, SMPError
 from ..nn.guarding import as_ordinary
 from ..nn.replaced import refuse_replaced
@@ -134,15 +133,19 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         self._alone = contextlib.ExitStack()  # while the inner optimizer steps that was called alone
         self._sharding = ShardedNames(session, groups)
         session.add_optimizer(self)
-        # Groups of one rank's own parameters (model.local_parameters()) are other ones on each stage.
-        given = {id(parameter) for group in torchs.param_groups for parameter in group["params"]}
-        if all(id(p) in given for p in session.model.module.parameters() if p.requires_grad):
-            session.between_steps.groups = lambda: torchs.param_groups
-            session.between_steps.keys = SETTINGS
+        session.between_steps.compare(torchs, in_stages=self._is_alike_in_stages())
         if session.model.partitioned:
             self.after_partition()
         else:
             session.model.partition_for_optimizer()
+
+    def _is_alike_in_stages(self) -> bool:
+        """Whether ranks of all stages have the same groups: those of one rank's own parameters
+        (``model.local_parameters()``) are other ones on each."""
+        model = self._session.model
+        given = {id(parameter) for group in self._torchs.param_groups for parameter in group["params"]}
+        has_all = all(id(p) in given for p in model.module.parameters() if p.requires_grad)
+        return has_all or not model.partitioned or self._session.num_stages == 1
 
     def is_around(self, optimizer: Any) -> bool:
         """Whether it is the one that this wraps, or that is inside."""

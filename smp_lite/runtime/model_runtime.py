@@ -394,7 +394,7 @@ class ModelRuntime:
         if self.reducer is None:
             return
         if self._reduce_now:
-            said = None if self._between is None else self._between.digest()
+            said = None if self._between is None else self._between.digest(in_stages=False)
             failed = self.reducer.finish(failed=error is not None, said=said)
             if self.reducer.differs:
                 self._refuse_drift()
@@ -424,7 +424,7 @@ class ModelRuntime:
         self.reducer.put_back(failed=True)
         names = {id(p): self.placement.alias(p) or "" for p in self._parameters}
         values = [(names[id(p)], bits) for p, bits in self.reducer.few_values()]
-        mine = (self.peers.rank, self._between.lines(), values)
+        mine = (self.peers.rank, self._between.lines(in_stages=False), values)
         heard = self._exchange(mine)
         self._undo_step()
         raise drift_between(heard)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -558,7 +559,7 @@ class StepRunner:
             self._recorder.ordinary.contents,
             self._inputs if is_last else (0, list),
             self._start_state if is_last and self.drew() else 0,
-            (self._between.digest(), self._between.lines),
+            (self._between.digest(in_stages=True), partial(self._between.lines, in_stages=True)),
         )
         try:
             are_alike = self.peers.compare(compared, ahead=ahead)

@@ -132,6 +132,34 @@ def replicas(what: str) -> str:
     return _error(run)
 
 
+def parts_at_a_rate(what: str) -> str:
+    """An optimizer for each half of the model, or for this rank's own parameters; one rank slows its last."""
+    partitions = 1 if what == "replicas" else 2
+    smp.init({"microbatches": 2, "partitions": partitions, "ddp": True})
+    torch.manual_seed(0)
+    net = _net()
+    model = smp.DistributedModel(net)
+    step = smp.step(lambda model, x: model.backward(model(x).square().mean()))
+    generator = torch.Generator().manual_seed(smp.dp_rank())
+    members = [net[0].parameters(), net[2].parameters()]
+    if what == "own":
+        step(model, _batch(generator)[0])
+        members = [model.local_parameters()]
+    optimizers = [smp.DistributedOptimizer(torch.optim.SGD(part, lr=0.1)) for part in members]
+    if what == "own":  # each stage may have its own, which its replicas have too
+        optimizers[0].param_groups[0]["lr"] = 0.1 + 0.1 * smp.pp_rank()
+
+    def run() -> None:
+        for number in range(3):
+            step(model, _batch(generator)[0])
+            for optimizer in optimizers:
+                optimizer.step()
+            if number == 1 and smp.rank() == smp.size() - 1:
+                optimizers[-1].param_groups[0]["lr"] = 0.01
+
+    return _error(run)
+
+
 def pretrained() -> tuple[bool, list[str]]:
     """Rank 0 alone loads weights before the model is wrapped; whether results are that model's."""
     smp.init({"partitions": 2, "microbatches": 2})

@@ -59,6 +59,18 @@ def test_a_replica_steps_otherwise(what: str, text: str) -> None:
         assert all("is not the same on ranks 0 and 1" in error for error in found)
 
 
+@pytest.mark.parametrize(
+    ("what", "ranks", "text"),
+    [
+        ("stages", 2, "rank 1 has optimizer 1's setting lr of parameter group 0 at 0.01"),
+        ("replicas", 2, "rank 1 has optimizer 1's setting lr of parameter group 0 at 0.01"),
+        ("own", 4, "rank 3 has the optimizer's setting lr of parameter group 0 at 0.01"),
+    ],
+)
+def test_an_optimizer_of_a_part_has_another_rate(what: str, ranks: int, text: str) -> None:
+    assert any(text in error for error in run("parts_at_a_rate", ranks, what=what))
+
+
 def test_ranks_begin_with_the_weights_of_the_first() -> None:
     (first, heard), (second, _) = run("pretrained", 2)
     assert first and second
