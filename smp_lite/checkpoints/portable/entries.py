@@ -21,6 +21,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ...errors import SMPError
 from ...nn.layout import ParameterLayout, layout_of
+from ...optim.state.dicts import HALF_KEYS
 from ...optim.state.own_parameters import PARTIAL_KEY
 from ...record.parameters.away import is_away
 from ...session import Session
@@ -150,6 +151,11 @@ def _add_optimizer(found: Entries, session: Session, optimizer: Any) -> None:
         raise SMPError(
             f"save_checkpoint: {type(optimizer.optimizer).__name__}.state_dict() is not that of an optimizer "
             "of torch, so it has no portable form: save a partial checkpoint"
+        )
+    if own := sorted(map(str, local.keys() - {"state", "param_groups", PARTIAL_KEY, *HALF_KEYS})):
+        raise SMPError(
+            f"save_checkpoint: {type(optimizer.optimizer).__name__}.state_dict() has {own[0]!r} beside "
+            "'state' and 'param_groups', which has no portable form: save a partial or full checkpoint"
         )
     names = names_of_groups(optimizer, "save_checkpoint")
     flat = [name for group in names for name in group]

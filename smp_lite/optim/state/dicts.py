@@ -11,7 +11,7 @@ optimizer's state without masters is none of such a job: what it has seen are ot
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +112,7 @@ class ReadState:
         with self._groups.here():
             state: dict[str, Any] = _plain(self._optimizer.state_dict())
         if is_cut and "param_groups" in state:
-            if own := sorted(map(str, state.keys() - {"state", "param_groups"})):
+            if own := self._own_keys(state):
                 raise SMPError(
                     f"optimizer.state_dict(): that of {type(self._optimizer).__name__} has {own[0]!r} beside "
                     "'state' and 'param_groups', which each rank would have for its own parameters, and "
@@ -121,6 +121,7 @@ class ReadState:
                 )
             renumber = dict(enumerate(position for order in self._groups.positions() for position in order))
             state = {
+                **state,
                 "state": {renumber[i]: value for i, value in state["state"].items()},
                 "param_groups": [
                     {**group, "params": [renumber[i] for i in group["params"]]}
@@ -128,6 +129,14 @@ class ReadState:
                 ],
             }
         return {**state, **self._of_half()}
+
+    def _own_keys(self, state: Mapping[str, Any]) -> list[str]:
+        """Keys of the optimizer's class beside torch's; none where this rank has all that they are about."""
+        session = self._session
+        has_peers = session.stage_peers is not None and not session.stage_peers.is_alone
+        if session.num_stages == 1 and not has_peers and not session.shard_axes and self._axis is None:
+            return []
+        return sorted(map(str, state.keys() - {"state", "param_groups", PARTIAL_KEY, *HALF_KEYS}))
 
     def check_followed(self) -> None:
         """Stand-ins follow parameters that were changed.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import SMPError
-from .dicts import MASTERS, ReadState
+from .dicts import HALF_KEYS, MASTERS, ReadState
 from .own_parameters import PARTIAL_KEY, check_mark
 from .split import state_part
 
@@ -52,6 +52,7 @@ class OptimizerState(ReadState):
                 "moves only between jobs that do so. Weights move everywhere: load_optimizer=False)"
             )
         self._check_settings(state_dict["param_groups"])
+        self._check_own_keys(state_dict)
         waits = is_part or self._half is not None or self._axis is not None
         if self._session.model.partitioned:
             self._load(state_dict, is_part)
@@ -66,7 +67,7 @@ class OptimizerState(ReadState):
             if not state_dict.get(PARTIAL_KEY):
                 at = self._groups.stepped_at
                 state = {i: state_part(at(i), value) for i, value in state.items()}
-            self._optimizer.load_state_dict({"state": state, "param_groups": state_dict["param_groups"]})
+            self._load_into_optimizer(state_dict, state, state_dict["param_groups"])
 
     def _check_settings(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Raises ValueError where settings are those of an optimizer of another kind.
@@ -86,6 +87,18 @@ class OptimizerState(ReadState):
                     f"{sorted(unknown)}, and not {sorted(missing)}, which {type(self._optimizer).__name__} "
                     "has. Build the same kind, or begin with a new one (load_optimizer=False)"
                 )
+
+    def _check_own_keys(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises SMPError where the optimizer reads more of a state dict than each rank has a part of."""
+        kind = type(self._optimizer)
+        reads_own = not kind.load_state_dict.__module__.startswith(("torch.", __name__.partition(".")[0]))
+        hooks = getattr(self._optimizer, "_optimizer_load_state_dict_pre_hooks", None)
+        if (reads_own or hooks) and (own := self._own_keys(state_dict)):
+            raise SMPError(
+                f"{_LOAD}: the state has {own[0]!r} beside 'state' and 'param_groups', which "
+                f"{kind.__name__}.load_state_dict, or a hook of it, may read, and which is about the whole "
+                "model, of which this rank steps a part: leave it out, or use partitions=1"
+            )
 
     def _check_kind(self, state_dict: Mapping[str, Any]) -> None:
         """Raises SMPError where a state is of a job of another precision."""
@@ -190,7 +203,14 @@ class OptimizerState(ReadState):
         if is_whole:
             here = {i: state_part(self._groups.stepped_at(i), value) for i, value in here.items()}
         state = {number[i]: value for i, value in here.items()}
-        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self._load_into_optimizer(state_dict, state, groups)
+
+    def _load_into_optimizer(
+        self, state_dict: Mapping[str, Any], state: Mapping[int, Any], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """With what else is in the state dict: its class, or a hook, may read it."""
+        others = {key: value for key, value in state_dict.items() if key not in (PARTIAL_KEY, *HALF_KEYS)}
+        self._optimizer.load_state_dict({**others, "state": state, "param_groups": groups})
 
     def _load_half(self, state_dict: dict[str, Any], *, is_whole: bool) -> None:
         own = {i: self._groups.stepped_at(i).detach() for i in self._of_half()[MASTERS]}

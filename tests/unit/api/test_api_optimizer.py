@@ -372,8 +372,14 @@ def test_a_trial_in_which_nothing_moves_tells_nothing() -> None:
 class Counting(torch.optim.SGD):
     """Its state has a key of its own."""
 
+    count = 3
+
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "count": 3}
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+        super().load_state_dict(state_dict)
 
 
 def test_state_of_its_own_is_not_dropped() -> None:
@@ -385,6 +391,33 @@ def test_state_of_its_own_is_not_dropped() -> None:
     for state_dict in (optimizer.state_dict, optimizer.local_state_dict):
         with pytest.raises(smp.SMPError, match="that of Counting has 'count' beside 'state'"):
             state_dict()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_state_of_its_own_is_not_dropped_where_it_is_loaded(steps: int) -> None:
+    state = {**plain(SGD)[1].state_dict(), "count": 7}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, optimizer = wrap(build(), partial(Counting, lr=0.1))
+    run(model, optimizer, range(steps))
+    with pytest.raises(smp.SMPError, match=r"'count' beside 'state' and 'param_groups', which Counting"):
+        optimizer.load_state_dict(state)
+    smp.reset()
+    in_memory()
+    model, optimizer = wrap(build(), SGD)  # torch's own looks at no other key
+    run(model, optimizer, range(steps))
+    optimizer.load_state_dict(state)
+
+
+def test_state_of_its_own_in_one_partition(tmp_path: Any) -> None:
+    smp.reset()
+    in_memory(partitions=1)
+    model, optimizer = wrap(build(), partial(Counting, lr=0.1))
+    run(model, optimizer, range(1))
+    optimizer.load_state_dict({**optimizer.state_dict(), "count": 7})
+    assert optimizer.count == optimizer.state_dict()["count"] == optimizer.local_state_dict()["count"] == 7
+    with pytest.raises(smp.SMPError, match=r"has 'count' beside .* no portable form"):
+        smp.save_checkpoint(str(tmp_path), "tag", model=model, optimizer=optimizer, portable=True)
 
 
 def new_layer(net: Any) -> None:
