@@ -161,7 +161,7 @@ def _plan_script(script: str, script_args: list[str]) -> PlanReady:
     sys.argv = [script, *script_args]
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
-        with own_traceback():
+        with own_traceback(script):
             runpy.run_path(script, run_name="__main__")
     except PlanReady as ready:
         return ready
@@ -198,7 +198,7 @@ def _plan_function(args: argparse.Namespace) -> PlanReady:
 
     session_module.current().takes_rest_alike = True  # they get the same inputs
     try:
-        with without_gc(), own_traceback():  # one step, which is short and makes much
+        with without_gc(), own_traceback(args.target):  # one step, which is short and makes much
             train(model, call_args, call_kwargs)
     except PlanReady as ready:
         return ready

@@ -20,11 +20,24 @@ __all__ = ["as_call", "build_model", "described_inputs", "own_traceback", "split
 
 
 @contextlib.contextmanager
-def own_traceback() -> Iterator[None]:
+def own_traceback(name: str) -> Iterator[None]:
     """Within: a ValueError that the user's code raises, not the library, ends the process as it would without
-    us, with its traceback; ours are a line for the user."""
+    us, with its traceback; ours are a line for the user.
+
+    Args:
+        name: of what runs.
+
+    Raises:
+        ValueError: it ended the process as if all were well, before there was anything to show.
+    """
     try:
         yield
+    except SystemExit as end:
+        if end.code:
+            raise
+        raise ValueError(
+            f"{name} ended by sys.exit() before a step that calls model.backward(): there is nothing to show"
+        ) from None
     except ValueError as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         if str(frame.f_globals.get("__name__")).partition(".")[0] == __name__.partition(".")[0]:
@@ -54,7 +67,7 @@ def build_model(target: str) -> tuple[nn.Module, Any]:
     package, name = split_target(target)
     sys.path.insert(0, "")
     try:
-        with own_traceback():
+        with own_traceback(package):
             module_of_function = importlib.import_module(package)
     except ImportError as error:
         raise ValueError(f"{package!r} cannot be imported: {error}") from error
@@ -66,7 +79,7 @@ def build_model(target: str) -> tuple[nn.Module, Any]:
             f"{target} cannot be called without arguments ({reason}): name a function that makes the model "
             "by itself, def build(): return Model(...)"
         )
-    with own_traceback():
+    with own_traceback(target):
         built = function()
     module, inputs = built if isinstance(built, tuple) else (built, None)
     if not isinstance(module, nn.Module):

@@ -344,6 +344,9 @@ def test_an_error_in_a_python_file_names_its_line(tmp_path: Path) -> None:
     path.write_text("a = 1\nparallel = dict(pipeline=1 / 0)\n")
     with pytest.raises(ConfigError, match=r"config.py:2 cannot be run: ZeroDivisionError"):
         load_plan(path, world_size=8)
+    path.write_text("import sys\nparallel = dict(pipeline=2)\nsys.exit(0)\n")
+    with pytest.raises(ConfigError, match=r"config.py:3 cannot be run: SystemExit: 0"):
+        load_plan(path, world_size=8)
     path.write_text("parallel = dict(\n")
     with pytest.raises(ConfigError, match="is not valid Python"):
         load_plan(path, world_size=8)

@@ -108,6 +108,7 @@ def test_errors_are_one_line_and_exit_code_2(explain: Explain, tmp_path: Path) -
         (f"{MODELS}:nothing", "has no 'nothing'"),
         (f"{MODELS}:no_model", "must return an nn.Module"),
         (f"{MODELS}:raising", f"{MODELS}:raising raised KeyError: 'mine' ["),
+        ("sys:exit", "sys:exit raised SystemExit: "),
     ]:
         assert message in explain(str(DATA / "llama_fsdp_tp.yaml"), "--model", target, code=2)
 

@@ -50,12 +50,12 @@ def build_model_shape(target: str) -> ModelShape:
         if package in sys.modules:
             raise ConfigError(f"--model {target!r}: {package!r} has no {name!r}") from None
         raise ConfigError(_raised(target, f"importing {package}", error)) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(_raised(target, f"importing {package}", error)) from error
     try:
         with torch.device("meta"):
             built = function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(_raised(target, target, error)) from error
     module = built[0] if isinstance(built, tuple) else built
     if not isinstance(module, torch.nn.Module):
@@ -64,7 +64,7 @@ def build_model_shape(target: str) -> ModelShape:
     return shape if shape.styles else replace(shape, styles=_derived_styles(module))
 
 
-def _raised(target: str, what: str, error: Exception) -> str:
+def _raised(target: str, what: str, error: BaseException) -> str:
     """What the user's own code said, and where."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" [{frames[-1].filename}:{frames[-1].lineno}]" if frames else ""

@@ -105,7 +105,7 @@ class _Runner:
             exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
         except ConfigError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # sys.exit would end us without a word
             line = next((f":{n}" for n in _lines(error, str(path))), "")
             raise ConfigError(f"{path}{line} cannot be run: {type(error).__name__}: {error}") from error
         for name, value in namespace.items():

@@ -31,6 +31,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "        return nn.Sequential(*[nn.Linear(100_000, 100_000) for _ in range(8)])\n"
         "def number():\n"
         "    return 3\n"
+        "def ends():\n"
+        "    raise SystemExit\n"
         "class Masked(nn.Module):\n"
         "    def __init__(self, grows=False):\n"
         "        super().__init__()\n"
@@ -175,6 +177,7 @@ def test_the_losss_share_of_memory_is_shown(
     [
         ("planned:number", "must return an nn.Module"),
         ("planned:missing", "has no 'missing'"),
+        ("planned:ends", "planned:ends ended by sys.exit() before a step"),
         ("planned:huge", "--input"),
         ("json:loads", "cannot be called without arguments (missing a required argument: 's')"),
         ("math:pi", "cannot be called without arguments (it is a float)"),
@@ -185,6 +188,18 @@ def test_the_losss_share_of_memory_is_shown(
 def test_bad_targets(target: str, message: str, package: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--parameters", FOUR, target]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_script_that_ends_well_without_a_step_is_an_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nsys.exit(0)\n")
+    assert main(["plan", "--parameters", FOUR, str(script)]) == 2
+    assert f"{script} ended by sys.exit() before a step" in capsys.readouterr().err
+    script.write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(SystemExit, match="3"):
+        main(["plan", "--parameters", FOUR, str(script)])
 
 
 def test_auto_shows_what_was_tried_and_plans_with_the_best(
