@@ -7,6 +7,7 @@ function gets a step's whole batch in either case; so there, several are joined 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
@@ -16,7 +17,7 @@ from .. import session as session_module
 from ..errors import SMPError
 from ..record.values.structure import flatten, rebuild
 
-__all__ = ["batches"]
+__all__ = ["batches", "check_samples"]
 
 
 def batches(loader: Iterable[Any]) -> Iterator[Any]:
@@ -53,6 +54,38 @@ def batches(loader: Iterable[Any]) -> Iterator[Any]:
         raise SMPError(
             f"the data loader ended with {len(waiting)} batch(es) left over: {key} takes {count} for each "
             "step; leave them out"
+        )
+
+
+def check_samples(found: set[int]) -> None:
+    """Holds a training step against the batch sizes that the configuration says (LiBai's does).
+
+    Where nobody said one, LiBai's default is not what runs, which is a warning.
+
+    Args:
+        found: sizes of the tensors of one microbatch.
+
+    Raises:
+        SMPError: none has the size that follows from what was said.
+    """
+    session = session_module.current()
+    plan = session.plan
+    if plan is None or plan.microbatches.size is None or not found or plan.microbatches.size in found:
+        return
+    size = plan.microbatches.size
+    sizes = " or ".join(map(str, sorted(found)))
+    said = plan.said("microbatches.size")
+    if not said.is_default:
+        raise SMPError(
+            f"{said.text()} means microbatches of {size} samples, and those of this step have {sizes}: give "
+            f"the data loader batch_size={size} (drop_last=True leaves out a smaller last batch), or "
+            f"change train.train_micro_batch_size to {sizes}"
+        )
+    if session.rank == 0:
+        warnings.warn(
+            f"{said.key} is not said and {size} by default, and the microbatches of this step have {sizes} "
+            "samples, which is what counts: say so in the configuration",
+            stacklevel=3,
         )
 
 

@@ -14,6 +14,7 @@ from ..errors import SMPError
 from ..record.values.inputs import inputs_here
 from ..record.values.microbatch import Splitter
 from .batch_owner import BatchOwner
+from .loader_batches import check_samples
 from .static_steps import StaticSteps
 from .step_context import StepContext
 
@@ -81,6 +82,8 @@ class StepFunction:
             raise
         finally:
             session.step = None
+        if context.has_backward:  # evaluation may have other sizes
+            check_samples(self._splitter.samples(*inputs[0]) if inputs else set())
         self._trains[mode] = context.has_backward
         session.steps_run += 1
         if session.model is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -57,3 +58,31 @@ def train(
         "replica": smp.rdp_rank(),
         "stage": smp.pp_rank(),
     }
+
+
+def sizes(config: Any, rows: list[int]) -> list[str]:
+    """What steps with microbatches of so many rows are told: a warning, an error, or nothing."""
+    smp.init(config)
+    model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)))
+
+    @smp.step(input_split_axes={"x": 1})
+    def step(x: torch.Tensor, scale: torch.Tensor, *, trains: bool) -> torch.Tensor:
+        loss = (model(x.transpose(0, 1)) * scale).square().mean()
+        if trains:
+            model.backward(loss)
+        return loss
+
+    told = []
+    for count in rows:
+        loader = [torch.ones(count, 4)] * smp.state.cfg.microbatches
+        for batch in smp.batches(loader):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                step(batch.transpose(0, 1), torch.tensor(2.0), trains=False)
+                assert not caught
+                try:
+                    step(batch.transpose(0, 1), torch.tensor(2.0), trains=True)
+                    told.append("".join(str(each.message) for each in caught))
+                except smp.SMPError as error:
+                    told.append(str(error))
+    return told

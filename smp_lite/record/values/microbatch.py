@@ -142,6 +142,23 @@ class Splitter:
             result.append((bound.args, dict(bound.kwargs)))
         return result
 
+    def samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+        """Sizes along their batch axes of the tensors of one microbatch, as :meth:`split` has made it."""
+        found = set()
+        for name, value in self.signature.bind(*args, **kwargs).arguments.items():
+            is_var = self.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            for key, item in value.items() if is_var else [(name, value)]:
+                leaves: list[Any] = []
+                flatten(() if key in self.non_split_inputs else item, leaves)
+                axis = self.input_split_axes.get(key, 0)
+                found |= {
+                    leaf.shape[axis]
+                    for leaf in leaves
+                    if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)
+                    if -leaf.dim() <= axis < leaf.dim()
+                }
+        return found
+
     def _pieces(self, name: str, value: Any, count: int) -> list[Any]:
         if name in self.non_split_inputs:
             return [value] * count

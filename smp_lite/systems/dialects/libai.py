@@ -26,7 +26,7 @@ from ..plan.parallel_plan import (
 from ..plan.stage_assignment import StageRule
 from ..reading.flat_values import flatten_values
 from ..reading.written import Written, unknown_key
-from .libai_batches import batch_sizes
+from .libai_batches import batch_sizes, said_size
 from .libai_saved import SAVED_LISTS, LibaiPlan, config_tree, kept_text
 
 __all__ = ["DIST_DEFAULTS", "TRAIN_DEFAULTS", "compile_plan", "default_train", "path_of"]
@@ -140,6 +140,7 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
             ("placement", written.said("placement", how="rank by rank")),
             ("stages", said_stages),
             ("microbatches", said_count),
+            ("microbatches.size", said_size(written, global_, dp, steps)),
             ("schedule", written.said(*dist, "pipeline_parallel_size")),
             ("tensor", written.said(*dist, "tensor_parallel_size")),
             ("rules", written.said("rules", how="none")),

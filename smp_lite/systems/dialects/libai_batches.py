@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from ...config.errors import ConfigError
+from ..plan.parallel_plan import Said
+from ..reading.written import Written
 
-__all__ = ["batch_sizes"]
+__all__ = ["batch_sizes", "said_size"]
 
 
 def batch_sizes(micro: int | None, global_: int | None, steps: int | None, dp: int) -> tuple[int, int, int]:
@@ -49,3 +51,14 @@ def batch_sizes(micro: int | None, global_: int | None, steps: int | None, dp: i
             f"num_accumulation_steps {steps} = {micro * dp * steps}: leave one of the three out (None)"
         )
     return micro, global_, steps
+
+
+def said_size(written: Written, global_: int, dp: int, steps: int) -> Said:
+    """Who said how many samples a microbatch has; what LiBai's own common/train.py says is a default."""
+    path = ("train", "train_micro_batch_size")
+    if written.get("train", "global_batch_size") is not None:
+        how = f"{global_} samples, {dp} x {steps} microbatches"
+        return written.said("train", "global_batch_size", how=how)
+    if written.is_own(*path):
+        return written.said(*path)
+    return Said(written.dialect, None, ".".join(path), is_default=True)

@@ -201,7 +201,7 @@ class ParallelPlan:
         data_parallel: what data-parallel ranks share.
         others: ``(key, value)`` of everything else that was read, under the system's own keys.
         provenance: ``(field, who said it)``; fields are those above, ``axis.<name>``,
-            ``others.<key>`` and ``ranks``.
+            ``others.<key>``, ``ranks``, and ``microbatches.size`` where that is known.
         warnings: what a person should look at.
         notes: what became of parts of the configuration.
     """
