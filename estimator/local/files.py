@@ -7,6 +7,7 @@ mount it; data in S3 is downloaded.
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import tarfile
@@ -206,16 +207,21 @@ def _bring_channel(
 
 
 def _pack(archive: Path, directories: Sequence[Path], say: Callable[[str], None]) -> None:
-    """The contents of all `directories` in one tar.gz; of two files of one name the first stays.
+    """The contents of all `directories` in one tar.gz; of two files of one name the first stays, and `say` is
+    told where they are not alike.
 
     Links are followed: what they lead to is not there where the archive is unpacked. One that leads nowhere,
     or in circles, is packed as the link it is where no directory has more of that name, and `say` is told.
     """
     found: dict[str, Path] = {}
     lost: dict[str, Path] = {}
+    left_out = []
     for directory in directories:
         for path, is_lost in _all_below(directory, ()):
-            (lost if is_lost else found).setdefault(path.relative_to(directory).as_posix(), path)
+            name = path.relative_to(directory).as_posix()
+            first = (lost if is_lost else found).setdefault(name, path)
+            if not is_lost and not _are_alike(first, path):
+                left_out.append(f"{name} ({path})")
     links = {name: path for name, path in lost.items() if name not in found}
     with tarfile.open(archive, "w:gz", dereference=True) as tar:
         for name, path in found.items():
@@ -223,9 +229,21 @@ def _pack(archive: Path, directories: Sequence[Path], say: Callable[[str], None]
         tar.dereference = False
         for name, path in links.items():
             tar.add(path, name, recursive=False)
+    if left_out:
+        say(
+            f"several hosts have files of one name, of which {archive.name} has the first host's: not in it "
+            f"are {', '.join(left_out)}"
+        )
     if links:
         named = ", ".join(f"{name} -> {os.readlink(path)}" for name, path in links.items())
         say(f"links that lead nowhere or in circles, in {archive.name} as links: {named}")
+
+
+def _are_alike(first: Path, other: Path) -> bool:
+    """Whether both are folders, or files of the same contents."""
+    if first.is_dir() or other.is_dir():
+        return first.is_dir() and other.is_dir()
+    return first is other or filecmp.cmp(first, other, shallow=False)
 
 
 def _all_below(directory: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, bool]]:

@@ -23,7 +23,9 @@ __all__ = [
     "is_job_name",
     "without_effect",
     "wrong_channel_name",
+    "wrong_checkpoint_path",
     "wrong_max_wait",
+    "wrong_variable_name",
 ]
 
 
@@ -41,6 +43,7 @@ def check_request(request: Mapping[str, Any]) -> None:
         raise client_error("CreateTrainingJob", "ValidationException", f"job name {name!r} is not valid")
     for wrong in (
         *(wrong_channel_name(channel["ChannelName"]) for channel in request.get("InputDataConfig", ())),
+        *map(wrong_variable_name, request.get("Environment", {})),
         wrong_max_wait(
             bool(request.get("EnableManagedSpotTraining")),
             request["StoppingCondition"].get("MaxWaitTimeInSeconds"),
@@ -62,6 +65,11 @@ def check_request(request: Mapping[str, Any]) -> None:
             f"container_arguments={arguments!r} need the entry point of an image, and LocalMPISession runs "
             "none: leave them out for local runs; what the script is to get are hyperparameters"
         )
+    if request["OutputDataConfig"].get("CompressionType", "GZIP") != "GZIP":
+        raise ValueError(
+            "disable_output_compression=True is not supported in local mode, where outputs are tar.gz: leave "
+            "it out for local runs"
+        )
     check_metrics(request["AlgorithmSpecification"].get("MetricDefinitions", ()))
     if "InstanceCount" not in request["ResourceConfig"]:
         raise ValueError(
@@ -82,6 +90,23 @@ def wrong_channel_name(name: str) -> str | None:
     return f"channel name {name!r} is not valid: use up to 64 letters, digits and . - _"
 
 
+def wrong_variable_name(name: str) -> str | None:
+    """What is wrong with the name of a variable of the environment, by the service's rules; or None."""
+    if re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]{0,511}", str(name)):
+        return None
+    return f"environment: {name!r} is no name for a variable: use letters, digits and _"
+
+
+def wrong_checkpoint_path(s3_uri: Any, local_path: Any) -> str | None:
+    """What is wrong with the places for checkpoints, of which the SDK drops the second without the first."""
+    if not local_path or s3_uri:
+        return None
+    return (
+        f"checkpoint_local_path={local_path!r} without checkpoint_s3_uri: nothing would be kept of it; say "
+        "where, or leave it out"
+    )
+
+
 def wrong_max_wait(spot: bool, max_wait: int | None, max_run: int | None) -> str | None:
     """What is wrong with the limits of a job on spot instances, by the service's rules; or None."""
     if not spot or (max_wait is not None and (max_run is None or max_wait >= max_run)):
@@ -96,15 +121,19 @@ def without_effect(request: Mapping[str, Any]) -> list[str]:
     """The arguments of the estimator that change nothing in local mode, because what they speak of is not
     there."""
     resources, outputs = request["ResourceConfig"], request["OutputDataConfig"]
-    hook = dict(request.get("DebugHookConfig", {}))
-    # The SDK sends one with every job, for the folder of its outputs.
-    own_hook = hook.pop("S3OutputPath", outputs["S3OutputPath"]).rstrip("/") != outputs[
-        "S3OutputPath"
-    ].rstrip("/")
+    algorithm = request["AlgorithmSpecification"]
+    hook, profiler = (dict(request.get(name, {})) for name in ("DebugHookConfig", "ProfilerConfig"))
+    profiler.pop("DisableProfiler", None)  # which nothing here is anyway
+    for each in (hook, profiler):
+        # The SDK sends one with every job, for the folder of its outputs.
+        if each.get("S3OutputPath", outputs["S3OutputPath"]).rstrip("/") == outputs["S3OutputPath"].rstrip(
+            "/"
+        ):
+            each.pop("S3OutputPath", None)
     found = {
         "use_spot_instances": request.get("EnableManagedSpotTraining"),
         "rules": request.get("DebugRuleConfigurations") or request.get("ProfilerRuleConfigurations"),
-        "debugger_hook_config": own_hook or any(hook.values()),
+        "debugger_hook_config": any(hook.values()),
         "tensorboard_output_config": request.get("TensorBoardOutputConfig"),
         "subnets, security_group_ids": request.get("VpcConfig"),
         "enable_network_isolation": request.get("EnableNetworkIsolation"),
@@ -112,7 +141,18 @@ def without_effect(request: Mapping[str, Any]) -> list[str]:
         "volume_kms_key": resources.get("VolumeKmsKeyId"),
         "output_kms_key": outputs.get("KmsKeyId"),
         "keep_alive_period_in_seconds": resources.get("KeepAlivePeriodInSeconds"),
+        "training_plan": resources.get("TrainingPlanArn"),
+        "instance_placement_config": resources.get("InstancePlacementConfig"),
         "max_retry_attempts": request.get("RetryStrategy"),
+        "enable_sagemaker_metrics": algorithm.get("EnableSageMakerMetricsTimeSeries"),
+        "training_repository_access_mode": algorithm.get("TrainingImageConfig"),
+        "experiment_config": request.get("ExperimentConfig"),
+        "profiler_config": any(profiler.values()),
+        "enable_infra_check": request.get("InfraCheckConfig", {}).get("EnableInfraCheck"),
+        "enable_remote_debug": request.get("RemoteDebugConfig", {}).get("EnableRemoteDebug"),
+        "enable_session_tag_chaining": request.get("SessionChainingConfig", {}).get(
+            "EnableSessionTagChaining"
+        ),
     }
     return [name for name, value in found.items() if value]
 

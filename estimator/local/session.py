@@ -31,6 +31,7 @@ from .bucket import LOCAL_BUCKET, LocalS3Client, LocalS3Resource
 from .client import LocalMPIClient
 from .packing import leave_jobs_out
 from .record import ENDED
+from .request import wrong_checkpoint_path
 from .store import Store
 
 __all__ = ["LocalMPISession"]
@@ -184,6 +185,9 @@ def _allow_what_docker_cannot() -> None:
 
     def add(cls: type, local_mode: bool, estimator: Any, train_args: dict[str, Any]) -> None:
         ours = isinstance(estimator.sagemaker_session, LocalMPISession)
+        paths = estimator.checkpoint_s3_uri, estimator.checkpoint_local_path
+        if ours and (wrong := wrong_checkpoint_path(*paths)) is not None:
+            raise ValueError(wrong)
         original(local_mode and not ours, estimator, train_args)
 
     _TrainingJob._add_spot_checkpoint_args = classmethod(add)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from smp_lite.config import ConfigError
 from smp_lite.config.errors import complaint
 
-__all__ = ["check_arguments", "check_mapping"]
+__all__ = ["check_arguments", "check_dependencies", "check_mapping", "check_reserved"]
 
 _OLD_NAMES = frozenset(
     {
@@ -30,6 +31,34 @@ _OLD_NAMES = frozenset(
     }
 )
 """Of version 1 of the SDK, which version 2 still reads."""
+_RESERVED = "sagemaker_"
+_OF_THE_SDK = {
+    "sagemaker_program": "entry_point",
+    "sagemaker_submit_directory": "source_dir",
+    "sagemaker_container_log_level": "container_log_level",
+    "sagemaker_job_name": "job_name of fit",
+    "sagemaker_region": "sagemaker_session",
+}
+"""Hyperparameters that it writes over, each with the argument that they come from."""
+_OF_THE_LAUNCH = frozenset(
+    {
+        "sagemaker_instance_type",
+        "sagemaker_mpi_enabled",
+        "sagemaker_mpi_num_of_processes_per_host",
+        "sagemaker_mpi_custom_mpi_options",
+        "sagemaker_distribution_instance_groups",
+        "sagemaker_parameter_server_enabled",
+        "sagemaker_distributed_dataparallel_enabled",
+        "sagemaker_distributed_dataparallel_custom_mpi_options",
+        "sagemaker_pytorch_ddp_enabled",
+        "sagemaker_pytorch_xla_multi_worker_enabled",
+        "sagemaker_multi_worker_mirrored_strategy_enabled",
+        "sagemaker_torch_distributed_enabled",
+        "sagemaker_enable_cloudwatch_metrics",
+        "sagemaker_s3_output",
+    }
+)
+"""Those that a container reads."""
 _BY_KIND = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -43,8 +72,8 @@ def check_arguments(estimator_class: type, given: Mapping[str, Any]) -> None:
         given: its keyword arguments.
 
     Raises:
-        ConfigError: a name is unknown and looks like one that is not, or `hyperparameters` or `environment`
-            are no dictionaries.
+        ConfigError: a name is unknown and looks like one that is not, `hyperparameters` or `environment` are
+            no dictionaries, or `dependencies` no list.
     """
     known = {*_OLD_NAMES, *_names(estimator_class)}
     for name in given:
@@ -63,6 +92,7 @@ def check_arguments(estimator_class: type, given: Mapping[str, Any]) -> None:
         )
     check_mapping("hyperparameters", given.get("hyperparameters"), "{'epochs': 3}")
     check_mapping("environment", given.get("environment"), "{'NCCL_DEBUG': 'INFO'}")
+    check_dependencies(given.get("dependencies"))
 
 
 def check_mapping(name: str, value: object, example: str) -> None:
@@ -73,6 +103,39 @@ def check_mapping(name: str, value: object, example: str) -> None:
     if value is not None and not isinstance(value, Mapping):
         text = f"{name} must be a dictionary."
         raise ConfigError(complaint(text, name, value, f"write {name}={example}, for example"))
+
+
+def check_dependencies(value: object) -> None:
+    """
+    Raises:
+        ConfigError: the dependencies are a path by itself, whose letters the SDK would take for paths.
+    """
+    if isinstance(value, str | os.PathLike):
+        text = "dependencies must be a list of paths."
+        raise ConfigError(complaint(text, "dependencies", value, f"write dependencies=[{str(value)!r}]"))
+
+
+def check_reserved(hyperparameters: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
+    """Checks the names that the service has for itself.
+
+    Args:
+        hyperparameters: of the estimator, whose script the container's own program starts.
+        earlier: those of an earlier request, with what the SDK has added.
+
+    Raises:
+        ConfigError: one would vanish: the script gets none of these names, and some the SDK writes over.
+    """
+    for key, value in hyperparameters.items():
+        if key in earlier and earlier[key] == value:
+            continue
+        argument = _OF_THE_SDK.get(key)
+        if argument is not None:
+            raise ConfigError(f"hyperparameter {key!r} is written over by the SDK: give {argument} instead")
+        if str(key).startswith(_RESERVED) and key not in _OF_THE_LAUNCH:
+            raise ConfigError(
+                f"hyperparameter {key!r}: names that begin with {_RESERVED} are the container's own, and the "
+                "script would not get it: choose another name"
+            )
 
 
 def _names(estimator_class: type) -> Iterable[str]:

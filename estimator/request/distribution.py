@@ -224,6 +224,7 @@ def _check_enabled(block: Mapping[str, Any], where: str) -> None:
 
 
 def _refuse_other_launchers(distribution: Mapping[str, Any]) -> None:
+    # Switched off they are refused too: the SDK takes the image of SMP v2 where torch_distributed is named.
     for key in _OTHER_STRATEGIES:
         if key in distribution:
             raise ConfigError(

@@ -12,6 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from sagemaker.estimator import EstimatorBase
@@ -30,9 +31,14 @@ from smp_lite.entrypoints.container.gpus import (
 from smp_lite.entrypoints.hosts.secret import SECRET_VARIABLE, check_secret, new_secret
 from smp_lite.smp_v1.before_script import CUDA_AS_CPU_VARIABLE
 
-from ..local.request import wrong_channel_name, wrong_max_wait
+from ..local.request import (
+    wrong_channel_name,
+    wrong_checkpoint_path,
+    wrong_max_wait,
+    wrong_variable_name,
+)
 from ..local.session import LocalMPISession
-from .arguments import check_mapping
+from .arguments import check_dependencies, check_mapping, check_reserved
 from .distribution import CheckedDistribution, check_distribution
 from .dry_run import request_of
 from .rehearsal import rehearse_launch
@@ -57,6 +63,7 @@ class StrictJob(EstimatorBase):
     ship_package: bool
     environment: dict[str, Any] | None
     _own_secret: str | None = None
+    _earlier: Mapping[str, Any] = MappingProxyType({})  # hyperparameters of the last request
 
     def fit(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the SDK's.
@@ -97,10 +104,12 @@ class StrictJob(EstimatorBase):
                 super()._prepare_for_training(job_name)
             finally:
                 self.dependencies = [name for name in self.dependencies if name not in package]
+                self._earlier = dict(self._hyperparameters)
         if own_entry_point:
             self.container_entry_point = list(CONTAINER_ENTRY_POINT)
             self.code_uri = self.uploaded_code.s3_prefix
             self._script_mode_hyperparam_update(ARCHIVE, self.uploaded_code.script_name)
+            self._earlier = dict(self._hyperparameters)
         self._settle_secret()
 
     def _package(self, folder: Path) -> list[str]:
@@ -141,6 +150,7 @@ class StrictJob(EstimatorBase):
 
     def _check_before_upload(self, own_entry_point: bool) -> None:
         """Raises all that can be known to be wrong; the SDK asks some of this only afterwards."""
+        check_dependencies(self.dependencies)
         source = (self.entry_point, self.source_dir)
         if (
             self.entry_point is not None
@@ -168,14 +178,18 @@ class StrictJob(EstimatorBase):
                 raise ConfigError(f"environment: {error}") from None
         limits = (self.max_wait, self.max_run)
         if not any(map(is_pipeline_variable, (self.use_spot_instances, *limits))):
-            wrong = wrong_max_wait(bool(self.use_spot_instances), *limits)
-            if wrong is not None:
-                raise ConfigError(wrong)
+            _refuse(wrong_max_wait(bool(self.use_spot_instances), *limits))
+        _refuse(wrong_checkpoint_path(self.checkpoint_s3_uri, self.checkpoint_local_path))
+        for name in self.environment or {}:
+            _refuse(wrong_variable_name(name))
         self.training_image_uri()
         checked = self._checked()
         if checked.idle_gpus is not None:
             warnings.warn(checked.idle_gpus, stacklevel=2)
         check_mapping("hyperparameters", self._hyperparameters, "{'epochs': 3}")
+        is_attached = self.latest_training_job is not None and not self._earlier
+        if self.entry_point is not None and not is_attached:
+            check_reserved(self._hyperparameters, self._earlier)
         _check_json(self._hyperparameters)
         twice = [name for name in checked.hyperparameters if name in self._hyperparameters]
         if twice:  # the SDK drops the user's in silence, and the container what the environment says
@@ -215,8 +229,16 @@ class StrictJob(EstimatorBase):
 def _check_channels(inputs: Any) -> None:
     for name in inputs if isinstance(inputs, Mapping) else ():
         wrong = wrong_channel_name(str(name))
-        if wrong is not None:
-            raise ConfigError(f"inputs: {wrong}")
+        _refuse(wrong and f"inputs: {wrong}")
+
+
+def _refuse(wrong: str | None) -> None:
+    """
+    Raises:
+        ConfigError: there is something wrong.
+    """
+    if wrong is not None:
+        raise ConfigError(wrong)
 
 
 def hosts_of(

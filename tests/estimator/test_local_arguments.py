@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
-from sagemaker.debugger import DebuggerHookConfig, Rule, rule_configs
+from sagemaker.debugger import DebuggerHookConfig, ProfilerConfig, Rule, rule_configs
 from sagemaker.inputs import TrainingInput
 
 from smp_lite.config import ConfigError
@@ -50,12 +50,20 @@ def test_a_job_on_spot_instances_may_wait_as_long_as_it_runs(tmp_path: Path) -> 
     [
         ({"container_arguments": ["--zzz"]}, r"container_arguments=\['--zzz'\] need .* hyperparameters"),
         ({"metric_definitions": [{"Name": "loss", "Regex": "loss="}]}, "of 'loss' has no group"),
+        ({"disable_output_compression": True}, "disable_output_compression=True is not supported in local"),
+        ({"checkpoint_local_path": "/x"}, "checkpoint_local_path='/x' without checkpoint_s3_uri"),
         ({"metric_definitions": [{"Name": "loss", "Regex": "(loss"}]}, "of 'loss' is no regular expression"),
     ],
 )
 def test_what_cannot_be_done_here_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=words):
         request_of(estimator(tmp_path, "", **changes))
+
+
+def test_a_variable_has_a_name_that_the_service_takes(tmp_path: Path) -> None:
+    with pytest.raises(ClientError, match=r"ValidationException.*environment: 'A=B' is no name for a varia"):
+        request_of(estimator(tmp_path, "", environment={"A=B": "1"}))
+    assert request_of(estimator(tmp_path, "", environment={"_A1": "1"}))["Environment"] == {"_A1": "1"}
 
 
 def test_what_has_no_effect_here_is_known(tmp_path: Path) -> None:
@@ -69,6 +77,13 @@ def test_what_has_no_effect_here_is_known(tmp_path: Path) -> None:
         "enable_network_isolation": True,
         "subnets": ["s"],
         "security_group_ids": ["g"],
+        "profiler_config": ProfilerConfig(system_monitor_interval_millis=500),
+        "enable_remote_debug": True,
+        "enable_infra_check": True,
+        "enable_session_tag_chaining": True,
+        "enable_sagemaker_metrics": True,
+        "training_repository_access_mode": "Vpc",
+        "instance_placement_config": {"EnableMultipleJobs": True},
     }
     assert without_effect(request_of(estimator(tmp_path, "", **given))) == [
         "use_spot_instances",
@@ -76,7 +91,16 @@ def test_what_has_no_effect_here_is_known(tmp_path: Path) -> None:
         "debugger_hook_config",
         "subnets, security_group_ids",
         "enable_network_isolation",
+        "instance_placement_config",
+        "enable_sagemaker_metrics",
+        "training_repository_access_mode",
+        "profiler_config",
+        "enable_infra_check",
+        "enable_remote_debug",
+        "enable_session_tag_chaining",
     ]
+    given = {"enable_remote_debug": False, "disable_profiler": True}
+    assert without_effect(request_of(estimator(tmp_path, "", **given))) == []
 
 
 def test_the_last_value_of_a_metric_counts(tmp_path: Path) -> None:

@@ -89,6 +89,20 @@ def test_a_link_that_leads_to_nothing_is_packed_as_a_link(
         assert archive.getmember(name).linkname == target
 
 
+def test_files_of_one_name_that_are_not_alike_are_said(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other" / "model"
+    for folder, text in ((model, "of this host"), (other, "of another")):
+        (folder / "deep").mkdir(parents=True)
+        (folder / "deep" / "own").write_text(text)
+        (folder / "same").write_text("w")
+    (other / "more").write_text("w")
+    assert collected(tmp_path, "tree", "other") == [
+        "several hosts have files of one name, of which model.tar.gz has the first host's: not in it are "
+        f"deep/own ({other / 'deep' / 'own'})"
+    ]
+    assert packed(tmp_path) == {"deep/own": b"of this host", "same": b"w"}
+
+
 def test_what_another_host_has_goes_before_a_link_that_leads_to_nothing(model: Path, tmp_path: Path) -> None:
     (model / "last").symlink_to("gone")
     (tmp_path / "other" / "model" / "last").mkdir(parents=True)

@@ -79,6 +79,7 @@ def test_a_wrong_distribution_is_refused_at_once(estimator_class: Any, tmp_path:
         ),
         ({"hyperparameters": ""}, r"hyperparameters must be a dictionary. Got hyperparameters='' \(str\)"),
         ({"environment": "A=1"}, r"environment must be a dictionary. Got environment='A=1' \(str\)"),
+        ({"dependencies": "lib"}, r"dependencies must be a list of paths. .*: write dependencies=\['lib'\]"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(
@@ -129,7 +130,16 @@ def test_hyperparameters_that_were_changed_are_checked_again(tmp_path: Path, sea
         ("_hyperparameters", {"sep": "\0"}, "NUL character"),
         ("_hyperparameters", {"mp_parameters": {}}, "mp_parameters are given twice"),
         ("_hyperparameters", {"sagemaker_mpi_enabled": False}, "sagemaker_mpi_enabled are given twice"),
+        ("_hyperparameters", {"sagemaker_lr": 3}, "'sagemaker_lr': names that begin with sagemaker_ are"),
+        ("_hyperparameters", {"sagemaker_region": 3}, "'sagemaker_region' is written over by the SDK: give"),
+        ("dependencies", "lib", "dependencies must be a list of paths"),
         ("environment", {"SM_HP_MP_PARAMETERS": "{}"}, "environment gives SM_HP_MP_PARAMETERS"),
+        ("environment", {"A=B": "1"}, "environment: 'A=B' is no name for a variable"),
+        (
+            "checkpoint_local_path",
+            "/opt/ml/kept",
+            "checkpoint_local_path='/opt/ml/kept' without checkpoint_s",
+        ),
     ],
 )
 def test_what_was_changed_since_is_checked_at_fit(
@@ -140,6 +150,17 @@ def test_what_was_changed_since_is_checked_at_fit(
     setattr(estimator, attribute, value)
     with pytest.raises(ConfigError, match=text):
         estimator.fit(EXAMPLE_INPUTS)
+
+
+def test_hyperparameters_that_the_sdk_adds_are_there_for_the_next_job(tmp_path: Path) -> None:
+    arguments = example(tmp_path / "source", instance_type="local", framework_version=None, py_version=None)
+    estimator = PyTorch(**arguments | {"sagemaker_session": LocalMPISession(tmp_path / "jobs")})
+    for name in ("first", "second"):
+        estimator._prepare_for_training(name)
+        assert estimator.hyperparameters()["sagemaker_job_name"] == f'"{name}"'
+    estimator.set_hyperparameters(sagemaker_job_name="mine")
+    with pytest.raises(ConfigError, match="'sagemaker_job_name' is written over by the SDK: give job_name"):
+        estimator.dry_run()
 
 
 def test_what_the_sdk_refuses_after_the_upload_is_refused_before(tmp_path: Path, sealed: Any) -> None:
