@@ -42,7 +42,8 @@ class LaterParameters(Parameters):
     )
     prescaled_batch: Switch = Field(
         False,
-        description="Whether all tensor-parallel ranks bring the same batch; else each brings its own.",
+        description="Whether all tensor-parallel ranks bring the same batch, that of smp.rdp_rank(); else "
+        "each brings its own, that of smp.dp_rank().",
     )
     fp16: Switch = Field(
         False,

@@ -118,8 +118,8 @@ class BatchOwner:
         path, dtype, shape = mine[place]
         return SMPMismatch(
             f"the batch of a step differs: {path}, {_words(dtype, shape)}, has other numbers on rank "
-            f"{self._ranks[member]} than on rank {self._ranks[0]}. All ranks of an mp group must see the "
-            "same batch: seed and shard data by smp.dp_rank(), never by smp.rank()"
+            f"{self._ranks[member]} than on rank {self._ranks[0]}, which must see the same batch: seed and "
+            f"shard data by {self._world.data_rank(self._ranks)}, never by smp.rank()"
         )
 
     def _check(self, theirs: list[list[_Leaf]]) -> None:

@@ -126,6 +126,7 @@ def test_ranks_of_a_stage_that_share_a_batch_must_bring_the_same(partitions: int
         "tests.tensor.runtime_cases:other_batch", 2 * partitions, kwargs={"parameters": parameters}
     ):
         assert "the batch of a step differs: x, float32[8, 8], has other numbers on rank 1" in text
+        assert "seed and shard data by smp.rdp_rank(), never by smp.rank()" in text
 
 
 @pytest.mark.parametrize("partitions", [1, 2])

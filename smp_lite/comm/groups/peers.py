@@ -32,7 +32,7 @@ NUM_CHECKS = 6
 
 _ONE_BATCH = (
     "All ranks of an mp group must see the same batch and take the same branches: seed and shard data "
-    "by smp.dp_rank(), never by smp.rank()"
+    "by {}, never by smp.rank()"
 )
 _ONE_SHAPE = (
     "Ranks over which parameters are sharded bring them together for each block, so all must run the same "
@@ -359,7 +359,8 @@ class RankPeers:
                 if any(column[i] != column[members[0]] for i in members):
                     lines = self.world.exchange(check.lines(), self._replica, f"comparing {check.what}")
                     ranks = [self.ranks[i] for i in members]
-                    advice = _ONE_BATCH if check.of_batch or self._replica == "MP" else _ONE_SHAPE
+                    is_batch = check.of_batch or self._replica == "MP"
+                    advice = _ONE_BATCH.format(self.world.data_rank(ranks)) if is_batch else _ONE_SHAPE
                     advice = check.advice or advice
                     found = _first_difference(check.what, [lines[i] for i in members], ranks)
                     raise SMPMismatch(f"{found}. {advice}")

@@ -111,6 +111,12 @@ class World:
     def group_rank(self, kind: str) -> int:
         return self.group(kind).index(self.rank)
 
+    def data_rank(self, ranks: Sequence[int]) -> str:
+        """What a script splits its data by, where these ranks share a batch: dp ranks are those of tensor
+        parallelism too, which SMP gives batches of their own, or one."""
+        sharers = self.topology.along(self.topology.stage_axes, ranks[0])
+        return "smp.rdp_rank()" if len({*sharers} & {*ranks}) > 1 else "smp.dp_rank()"
+
     def collectives(self, kind: str) -> Collectives:
         """Over this rank's group, for one user of them; collective over the group."""
         self._meet(kind)
