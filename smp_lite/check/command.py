@@ -15,6 +15,7 @@ import torch
 from ..devices import CPU, DEVICE_VARIABLE
 from ..errors import SMPError
 from ..lifecycle import starting
+from ..preview.targets import own_traceback
 from ..smp_v1.before_script import add_cuda_argument, prepared_here
 from ..systems.load.job_config import add_config_arguments, read_job_config
 from . import model_script
@@ -154,9 +155,11 @@ def _run_script(script: str, script_args: list[str]) -> str:
     sys.argv = [script, *script_args]
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as end:
-        return "" if not end.code else f"the script ended with exit code {end.code}"
+        with own_traceback(script):
+            try:
+                runpy.run_path(script, run_name="__main__")
+            except SystemExit as end:
+                return "" if not end.code else f"the script ended with exit code {end.code}"
     except SMPError as error:
         return str(error)
     finally:

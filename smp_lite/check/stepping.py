@@ -14,6 +14,7 @@ import torch
 
 from ..errors import SMPError
 from ..record.commands.recording import Command, Recording
+from ..record.state.random_state import python_state
 from ..session import Session
 from .observe import Call, Key, StepNotes, notes_of_state, prints, state_of
 from .plain_run import PlainStep, notes_of_random_state, notes_of_result, run_plainly
@@ -168,6 +169,7 @@ class _Child:
         orders_out, orders_in = os.pipe()
         notes_out, notes_in = os.pipe()
         python_random = random.getstate()
+        python_state()  # numpy's stream begins somewhere when it is loaded: not once in each process
         self.pid = os.fork()
         if self.pid == 0:
             random.setstate(python_random)  # Python seeds it anew in a child

@@ -193,7 +193,7 @@ class Model(nn.Module):
 
 smp.init({{"partitions": 2, "microbatches": 2}})
 model = smp.DistributedModel(Model())
-optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=float(sys.argv[1])))
+optimizer = {optimizer}
 
 @smp.step
 def step(model, x):
@@ -210,11 +210,14 @@ print("not reached" if int(sys.argv[2]) > 2 else "ended")
 """
 
 
+SGD = "smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=float(sys.argv[1])))"
+
+
 def run_check(
-    tmp_path: Path, *args: str, scale: str = "self.scale[0]", before: str = "pass"
+    tmp_path: Path, *args: str, scale: str = "self.scale[0]", before: str = "pass", optimizer: str = SGD
 ) -> tuple[int, str]:
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(scale=scale, before=before))
+    script.write_text(SCRIPT.format(scale=scale, before=before, optimizer=optimizer))
     command = [sys.executable, "-m", "smp_lite.cli", "check", *args[:-2], str(script), *args[-2:]]
     found = subprocess.run(command, capture_output=True, text=True, timeout=100)
     return found.returncode, found.stdout + found.stderr
@@ -272,6 +275,22 @@ def test_a_script_that_fails_in_plain_torch_too(tmp_path: Path) -> None:
     code, text = run_check(tmp_path, "0.1", "5", before="raise KeyError('mine')")
     assert code == 1
     assert "step 0 fails in one process too: KeyError: 'mine'" in text
+
+
+@pytest.mark.slow
+def test_an_error_between_steps_keeps_its_traceback(tmp_path: Path) -> None:
+    code, text = run_check(tmp_path, "0.1", "five")
+    line = (tmp_path / "train.py").read_text().splitlines().index("for _ in range(int(sys.argv[2])):") + 1
+    assert code == 1
+    assert f'train.py", line {line}' in text and "ValueError: invalid literal for int()" in text
+
+
+@pytest.mark.slow
+def test_nobody_has_loaded_numpys_random_numbers_before_the_first_step(tmp_path: Path) -> None:
+    """An optimizer of torch's loads them, which another one does not."""
+    none = "__import__('types').SimpleNamespace(zero_grad=model.zero_grad, step=bool)"
+    code, text = run_check(tmp_path, "0.1", "5", optimizer=none)
+    assert code == 0 and "equal to the bit over 2 steps" in text
 
 
 @pytest.mark.slow
