@@ -357,6 +357,19 @@ CONFIGURATIONS: list[tuple[dict[str, Any], int | None]] = [
         },
         None,
     ),
+    ({"partitions": 2, "microbatches": 3, "virtual_stages": 2}, None),
+    ({"ici_mesh": {"data": 2}, "smp": {"pipeline_parallel_degree": 4, "virtual_stages": 2}}, None),
+    ({"ici_mesh": {"fsdp": 2}, "smp": {"microbatches": 2, "optimize": "speed"}}, None),
+    ({"ici_mesh": {"data": 2, "tensor": 2}}, None),
+    ({"train": {"dist": {}, "amp": {}, "activation_checkpoint": {}}}, 1),
+    (
+        {
+            "parallel": {"tensor": {"size": 2, "mode": "1d"}},
+            "num_model_chunks": 2,
+            "partition_method": "layer",
+        },
+        2,
+    ),
 ]
 
 

@@ -11,8 +11,9 @@ __all__ = ["flatten_values", "nest_values"]
 
 
 def flatten_values(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields ``(dotted key, value)`` of each leaf; lists become tuples, what is no plain value its text."""
-    if isinstance(value, Mapping) and value:
+    """Yields ``(dotted key, value)`` of each leaf; lists become tuples, what is no plain value its text. A
+    dictionary without keys has none."""
+    if isinstance(value, Mapping):
         for name, below in value.items():
             yield from flatten_values(f"{key}.{name}", below)
     else:

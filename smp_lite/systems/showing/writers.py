@@ -36,12 +36,7 @@ _ORDER_OF_ROLES = ("dp", "pp", "tp")
 
 def write_sagemaker(plan: ParallelPlan, model: ModelPlacement | None, layers: tuple[int, ...] | None) -> str:
     """The ``parameters`` as JSON."""
-    parameters: dict[str, Any] = {"partitions": plan.pp_size, "microbatches": plan.microbatches.count}
-    pipeline = {schedule: name for name, schedule in SCHEDULES.items()}.get(plan.schedule.name, "interleaved")
-    if plan.pp_size > 1 and pipeline != "interleaved":
-        parameters["pipeline"] = pipeline
-    if plan.schedule.strict is False:
-        parameters["optimize"] = "speed"
+    parameters = _of_the_pipeline(plan)
     strategy = _strategy(plan)
     parameters["placement_strategy"] = _STRATEGIES.get(strategy, strategy)
     if plan.data_parallel.policy == "horovod":
@@ -52,19 +47,6 @@ def write_sagemaker(plan: ParallelPlan, model: ModelPlacement | None, layers: tu
         parameters["tensor_parallel_degree"] = plan.tp_size
         if plan.dialect != "sagemaker":
             parameters["prescaled_batch"] = True  # elsewhere the ranks that share a layer share a batch
-    in_flight = plan.schedule.max_in_flight
-    if in_flight is not None and in_flight != plan.pp_size + 2:
-        parameters["active_microbatches"] = in_flight
-    stages = plan.stages
-    if stages.kind == "contexts":
-        parameters |= {"auto_partition": False, "default_partition": stages.default_stage}
-    if stages.kind == "file":
-        parameters |= {"load_partition": True, "partition_file": stages.file}
-    if stages.num_chunks > 1:
-        parameters["virtual_stages"] = stages.virtual_stages
-    if stages.memory_weight is not None:
-        usual = 0.2 if parameters.get("optimize") == "speed" else 0.8
-        parameters |= {"memory_weight": stages.memory_weight} if stages.memory_weight != usual else {}
     if plan.dialect == "sagemaker":
         parameters |= {key: value for key, value in plan.others if key in LaterParameters.model_fields}
     return json.dumps(parameters, indent=2) + "\n"
@@ -105,15 +87,16 @@ def write_colossal(plan: ParallelPlan, model: ModelPlacement | None, layers: tup
     """A Python file with ``parallel``."""
     parts = [f"    data={plan.dp_size},", f"    pipeline={plan.pp_size},"]
     mode = plan.tensor.mode
-    if mode not in (None, "1d", "2d", "2.5d", "3d", "sequence"):
+    if mode not in ("1d", "2d", "2.5d", "3d", "sequence"):
         mode = "1d" if plan.tp_size > 1 else None
     if mode is not None:
         depth = f", depth={plan.tensor.depth}" if plan.tensor.depth is not None else ""
         parts.append(f"    tensor=dict(size={plan.tp_size}, mode={mode!r}{depth}),")
     lines = ["parallel = dict(", *parts, ")", f"num_microbatches = {plan.microbatches.count}"]
-    if plan.stages.num_chunks > 1:
+    # With chunks Colossal-AI takes as many microbatches as there are ranks in a pipeline, or a multiple.
+    if plan.stages.num_chunks > 1 and plan.microbatches.count % plan.pp_size == 0:
         lines.append(f"num_model_chunks = {plan.stages.num_chunks}")
-    if plan.stages.kind == "uniform" and plan.pp_size > 1:
+    if plan.stages.kind == "uniform" and plan.stages.num_stages > 1:
         lines.append('partition_method = "layer"')
     if plan.stages.allow_empty:
         lines.append("allow_empty_stages = True")
@@ -163,7 +146,7 @@ def write_libai(plan: ParallelPlan, model: ModelPlacement | None, layers: tuple[
 def write_torchprime(plan: ParallelPlan, model: ModelPlacement | None, layers: tuple[int, ...] | None) -> str:
     """A YAML file with the mesh and the rules."""
     if plan.dialect == "torchprime":
-        sizes = dict(plan.topology.axes)
+        sizes = {name: size for name, size in plan.topology.axes if name != "pp"}
     else:
         data = "fsdp" if plan.data_parallel.policy in ("fsdp", "zero3") else "data"
         sizes = {data: plan.dp_size, "tensor": plan.tp_size}
@@ -172,6 +155,8 @@ def write_torchprime(plan: ParallelPlan, model: ModelPlacement | None, layers: t
         content["ici_mesh"] = {"data": 1}
     if not plan.strict_rules:
         content["strict"] = False
+    if plan.dialect == "torchprime" and "pp" in dict(plan.topology.axes):
+        content["smp"] = _of_the_pipeline(plan)
     content["sharding"] = {rule.name: _spec(rule.dims) for rule in plan.rules}
     if not plan.rules and model is not None and plan.topology.kinds and "tp" in dict(plan.topology.axes):
         content["sharding"] = {
@@ -189,6 +174,30 @@ WRITERS: Mapping[str, Writer] = {
     "libai": write_libai,
     "torchprime": write_torchprime,
 }
+
+
+def _of_the_pipeline(plan: ParallelPlan) -> dict[str, Any]:
+    """SMP's parameters of stages and their schedule, as torchprime's section ``smp`` takes them too."""
+    parameters: dict[str, Any] = {"partitions": plan.pp_size, "microbatches": plan.microbatches.count}
+    pipeline = {schedule: name for name, schedule in SCHEDULES.items()}.get(plan.schedule.name, "interleaved")
+    if plan.pp_size > 1 and pipeline != "interleaved":
+        parameters["pipeline"] = pipeline
+    if plan.schedule.strict is False:
+        parameters["optimize"] = "speed"
+    in_flight = plan.schedule.max_in_flight
+    if in_flight is not None and in_flight != plan.pp_size + 2:
+        parameters["active_microbatches"] = in_flight
+    stages = plan.stages
+    if stages.kind == "contexts":
+        parameters |= {"auto_partition": False, "default_partition": stages.default_stage}
+    if stages.kind == "file":
+        parameters |= {"load_partition": True, "partition_file": stages.file}
+    if stages.num_chunks > 1:
+        parameters["virtual_stages"] = stages.virtual_stages
+    if stages.memory_weight is not None:
+        usual = 0.2 if parameters.get("optimize") == "speed" else 0.8
+        parameters |= {"memory_weight": stages.memory_weight} if stages.memory_weight != usual else {}
+    return parameters
 
 
 def _strategy(plan: ParallelPlan) -> str:
