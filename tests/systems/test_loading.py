@@ -19,6 +19,11 @@ from smp_lite.systems.reading.texts import read_literal
 
 DATA = Path(__file__).parent / "data"
 REPOSITORY = Path(__file__).parents[2]
+HUGE = 10**9
+
+
+def libai(accumulation: int | None = None, **dist: int) -> dict[str, Any]:
+    return {"train": {"dist": dist, "num_accumulation_steps": accumulation}}
 
 
 @pytest.mark.parametrize(
@@ -166,6 +171,38 @@ def test_values_of_the_command_line(text: str, value: Any) -> None:
 def test_long_lists_are_refused() -> None:
     with pytest.raises(ConfigError, match="too long"):
         read_literal("[0] * 10000000", "key")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"partitions": 1 << 20}, "makes 1048576 ranks, and there are 100000 at most. Got partitions="),
+        ({"stage_cnt": HUGE}, "makes 4000000000 devices.* Got stage_cnt=1000000000"),
+        (
+            {"stage_cnt": 2, "sharding_size": HUGE, "mode": "pipeline"},
+            "devices.* Got sharding_size=1000000000",
+        ),
+        (
+            {"stage_cnt": 2, "accum_degree": HUGE},
+            "makes 1000000000 microbatches of a step.* Got accum_degree=",
+        ),
+        ({"parallel": {"data": HUGE}}, "makes 1000000000 ranks"),
+        (libai(data_parallel_size=HUGE), "makes 1000000000 ranks.* Got train.dist="),
+        (
+            libai(data_parallel_size=1, pipeline_num_layers=HUGE),
+            "layers.* Got train.dist.pipeline_num_layers=",
+        ),
+        (libai(num_nodes=HUGE, num_gpus_per_node=8), "makes 8000000000 ranks"),
+        (libai(data_parallel_size=1, accumulation=HUGE), "microbatches of a step.* Got train.num_accum"),
+        ({"ici_mesh": {"data": HUGE}}, "makes 1000000000 ranks.* Got ici_mesh={'data': 1000000000}"),
+        ({"dcn_mesh": {"fsdp": HUGE}}, "Got dcn_mesh={'fsdp': 1000000000}"),
+        ({"ici_mesh": {"data": 2}, "smp": {"partitions": 1 << 20}}, "makes 2097152 ranks.* Got smp="),
+    ],
+)
+def test_sizes_that_no_job_has_are_an_error_at_once(config: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_plan(config)
 
 
 def test_smp_layouts() -> None:

@@ -30,7 +30,7 @@ from ..plan.parallel_plan import (
 from ..plan.stage_assignment import StageRule
 from ..reading.flat_values import flatten_values
 from ..reading.python_tree import Unknown
-from ..reading.written import Written, unknown_key
+from ..reading.written import MOST, Written, unknown_key
 
 __all__ = ["KEYS", "MODES", "compile_plan", "path_of"]
 
@@ -49,8 +49,6 @@ KEYS = (
     "clip_grad_norm",
 )
 _ALIASES = {"NUM_MICRO_BATCHES": "num_microbatches", "num_chunks": "num_model_chunks"}
-_MOST_RANKS = 100_000
-"""Of a job, and of stages: more is a slip of the pen, and would take all memory to list."""
 _FP16_MODES = ("torch", "apex", "naive")
 _CARRIED = ("fp16", "gradient_accumulation", "clip_grad_norm")
 _Axes = tuple[tuple[str, int], ...]
@@ -90,14 +88,14 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
     tensor = _tensor_mode(written)
     tp = 1 if tensor.mode is None else _size(written, "tensor")
     dp, said_dp = _data_size(written, world_size, pp, tp)
-    _check_count(written, pp * dp * tp, "parallel", what="ranks")
+    written.limit(pp * dp * tp, "ranks", "parallel")
     tensor_axes, own = _tensor_axes(tensor, tp, pp * dp * tp)
     axes = (("dp", dp), ("pp", pp), *tensor_axes)
     names = tuple(name for name, _ in tensor_axes)
     groups = (("DATA", ("dp",)), ("PIPELINE", ("pp",)), ("TENSOR", names), ("MODEL", ("pp", *names)), *own)
 
     chunks = written.integer("num_model_chunks", default=1)
-    _check_count(written, pp * chunks, "num_model_chunks", what="stages")
+    written.limit(pp * chunks, "stages", "num_model_chunks")
     count = written.integer("num_microbatches", default=1)
     if chunks > 1 and count % pp:
         text = f"num_microbatches must be a multiple of the pipeline size ({pp}) with model chunks."
@@ -133,12 +131,6 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
         ),
         warnings=tuple(written.warnings),
     )
-
-
-def _check_count(written: Written, count: int, key: str, what: str) -> None:
-    if count > _MOST_RANKS:
-        text = f"It makes {count} {what}, and there are {_MOST_RANKS} at most."
-        written.fail(text, key, way_out="write smaller sizes")
 
 
 def _check_clip(written: Written) -> None:
@@ -235,7 +227,7 @@ def _root(exponent: int, size: int) -> int:
 def _depth(written: Written, size: int) -> int:
     path = ("parallel", "tensor", "depth")
     # Those with the smallest squares, deepest last: enough for a size that ranks can have.
-    sides = range(1, min(isqrt(size), isqrt(_MOST_RANKS)) + 1)
+    sides = range(1, min(isqrt(size), isqrt(MOST)) + 1)
     legal = [size // side**2 for side in reversed(sides) if size % side**2 == 0][-8:]
     choices = ", ".join(f"depth={depth}" for depth in legal)
     if written.get(*path) is None:

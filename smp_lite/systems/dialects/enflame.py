@@ -72,6 +72,8 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
         raise ConfigError(f"stage_cnt is missing: write the number of stages, for example {num_mapped or 8}")
     stages = written.integer("stage_cnt", default=1)
     count = written.integer("accum_degree", default=1)
+    written.limit(stages * shards, "devices", "stage_cnt" if stages > shards else "sharding_size")
+    written.limit(count, "microbatches of a step", "accum_degree")
     dim = written.get("sharding_dim", default=-1)
     if isinstance(dim, bool) or dim not in (0, -1):
         text = "sharding_dim must be 0 (split the inputs, add up) or -1 (split the outputs, gather)."
@@ -191,7 +193,8 @@ def _check_indexes(
 
 def _owners(devices: list[tuple[str, ...]]) -> tuple[tuple[int, ...], list[tuple[str, ...]]]:
     """The pp index of each stage, and the devices of each pp index; stages share all of them or none."""
-    rows = list(dict.fromkeys(devices))
+    places = {row: number for number, row in enumerate(dict.fromkeys(devices))}
+    rows = list(places)
     seen: dict[str, tuple[str, ...]] = {}
     for row in rows:
         for device in row:
@@ -203,7 +206,7 @@ def _owners(devices: list[tuple[str, ...]]) -> tuple[tuple[int, ...], list[tuple
                     "the same order; let stages share all of them, shard by shard, or none"
                 )
             seen[device] = row
-    return tuple(rows.index(row) for row in devices), rows
+    return tuple(places[row] for row in devices), rows
 
 
 def _aliased(

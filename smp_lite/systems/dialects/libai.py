@@ -98,6 +98,7 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
     warnings = list(written.warnings)
     world_size = _world_size(written, world_size)
     pp, dp, tp, how_dp = _sizes(written, world_size, compat, warnings)
+    written.limit(pp * dp * tp, "ranks", "train", "dist")
     device = written.choice("train", "dist", "device_type", options=_DEVICES, default="cuda")
     stages, said_stages = _stages(written, pp, warnings)
     micro, global_, steps = batch_sizes(
@@ -108,6 +109,9 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
         written.optional_integer("train", "num_accumulation_steps"),
         dp,
     )
+    by_steps = written.get("train", "num_accumulation_steps") is not None
+    path_of_count = ("train", "num_accumulation_steps" if by_steps else "global_batch_size")
+    written.limit(steps, "microbatches of a step", *path_of_count)
     axes = (("pp", pp), ("dp", dp), ("tp", tp))
     data_parallel, said_data = _data_parallel(written)
     _check_carried(written)
@@ -118,10 +122,6 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
     output_dir = _output_dir(written)
     if output_dir is not None:
         others.append(("train.output_dir", output_dir))
-    by_steps = written.has("train", "num_accumulation_steps") and written.get(
-        "train", "num_accumulation_steps"
-    )
-    said_count = written.said("train", "num_accumulation_steps" if by_steps else "global_batch_size")
     dist = ("train", "dist")
     plan = LibaiPlan(
         dialect=DIALECT,
@@ -139,7 +139,7 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
             ("axis.tp", written.said(*dist, "tensor_parallel_size")),
             ("placement", written.said("placement", how="rank by rank")),
             ("stages", said_stages),
-            ("microbatches", said_count),
+            ("microbatches", written.said(*path_of_count)),
             ("microbatches.size", said_size(written, global_, dp, steps)),
             ("schedule", written.said(*dist, "pipeline_parallel_size")),
             ("tensor", written.said(*dist, "tensor_parallel_size")),
@@ -273,6 +273,7 @@ def _stages(written: Written, pp: int, warnings: list[str]) -> tuple[StageRule, 
     if pp > 1 and layers is None:
         text = f"pipeline_num_layers must be set when pipeline_parallel_size is {pp}."
         written.fail(text, *dist, "pipeline_num_layers", way_out="write the number of layers of the model")
+    written.limit(layers or 0, "layers", *dist, "pipeline_num_layers")
     if layers is not None and layers < pp:
         text = f"{layers} layers cannot fill {pp} stages."
         written.fail(text, *dist, "pipeline_num_layers", way_out=f"use {key}={layers} or less")

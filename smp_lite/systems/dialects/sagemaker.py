@@ -82,9 +82,10 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
             )
         world_size = pp * tp
     config.check_world_size(world_size)
+    named_pp = "partitions" if written.has("partitions") else "pipeline_parallel_degree"
+    written.limit(world_size, "ranks", named_pp)
     topology = Topology.from_placement(world_size, pp, tp, config.placement_strategy)
 
-    named_pp = "partitions" if written.has("partitions") else "pipeline_parallel_degree"
     stages, said_stages = _stages(written, config, named_pp)
     policy = "ddp" if config.ddp else "horovod" if config.horovod else "none"
     others = tuple(

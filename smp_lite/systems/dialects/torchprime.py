@@ -169,6 +169,10 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
     stages = (("pp", pipeline.partitions),) if written.has("smp") else ()
     axes = (*stages, *((axis, ici[axis] * dcn[axis]) for axis in AXES))
     num_ranks = prod(size for _, size in axes)
+    largest = max(
+        (pipeline.partitions, "smp"), (prod(dcn.values()), "dcn_mesh"), (prod(ici.values()), "ici_mesh")
+    )
+    written.limit(num_ranks, "ranks", largest[1])
     used = [axis for axis in AXES if any(axis in dims for rule in rules for dims in rule.dims)]
     if not any(written.has(mesh) for mesh in _MESHES):
         axis = used[0] if used else "data"

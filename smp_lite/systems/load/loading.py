@@ -16,7 +16,7 @@ from ..plan.parallel_plan import ParallelPlan, Said
 from ..reading.python_config import run_python_config
 from ..reading.python_tree import Tree, plain
 from ..reading.texts import read_json, read_yaml
-from ..reading.written import COMMAND_LINE, Written, near_keys, split_override
+from ..reading.written import COMMAND_LINE, MOST, Written, near_keys, split_override
 from .detect import DIALECTS, detect_dialect, detect_python, fitting_dialects
 
 __all__ = ["load_plan", "read_configuration"]
@@ -32,7 +32,6 @@ _SETTLE: Mapping[str, Callable[[Written], None]] = {
     "colossal": colossal.settle_aliases,
     "torchprime": torchprime.settle_shape,
 }
-_MOST_RANKS = 100_000
 #: Variables of a Python file that belong to a system.
 _VARIABLES = {"colossal": (*colossal.KEYS, "NUM_MICRO_BATCHES", "num_chunks"), "libai": ("train", "compat")}
 _PYTHON_DIALECTS = ("colossal", "libai")
@@ -60,8 +59,8 @@ def load_plan(
         isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1
     ):
         raise ConfigError(f"world_size must be a whole number of 1 or more, got {world_size!r}")
-    if world_size is not None and world_size > _MOST_RANKS:
-        raise ConfigError(f"world_size is {world_size}, and there are {_MOST_RANKS} ranks at most")
+    if world_size is not None and world_size > MOST:
+        raise ConfigError(f"world_size is {world_size}, and there are {MOST} ranks at most")
     written = read_configuration(source, dialect=dialect, overrides=overrides)
     module = _MODULES[written.dialect]
     plan: ParallelPlan = module.compile_plan(written, world_size)

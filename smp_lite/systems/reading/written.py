@@ -16,9 +16,12 @@ from ..plan.parallel_plan import Said
 from .python_tree import Unknown
 from .texts import read_literal
 
-__all__ = ["COMMAND_LINE", "Written", "near_keys", "split_override", "unknown_key"]
+__all__ = ["COMMAND_LINE", "MOST", "Written", "near_keys", "split_override", "unknown_key"]
 
 COMMAND_LINE = "command line"
+MOST = 100_000
+"""Ranks of a job, stages, layers, microbatches of a step: more is a slip of the pen, and would take all time
+and memory to list."""
 
 Path = tuple[str, ...]
 
@@ -146,6 +149,12 @@ class Written:
         where = self.origin(*path)
         place = f" [{where}]" if where is not None and self.has(*path) else ""
         raise ConfigError(complaint(text, ".".join(path), self._find(path)[1], way_out) + place)
+
+    def limit(self, count: int, what: str, *path: str) -> None:
+        """Raises ConfigError, with a key that has made it so large, for more than ``MOST`` of something."""
+        if count > MOST:
+            text = f"It makes {count} {what}, and there are {MOST} at most."
+            self.fail(text, *path, way_out="write smaller sizes")
 
     def _find(self, path: Path) -> tuple[bool, Any]:
         here: Any = self.tree
