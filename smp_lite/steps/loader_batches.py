@@ -60,31 +60,24 @@ def batches(loader: Iterable[Any]) -> Iterator[Any]:
 def check_samples(found: set[int]) -> None:
     """Holds a training step against the batch sizes that the configuration says (LiBai's does).
 
-    Where nobody said one, LiBai's default is not what runs, which is a warning.
+    What the loader gives is what trains, and may be fewer samples at the end of an epoch: a warning.
 
     Args:
         found: sizes of the tensors of one microbatch.
-
-    Raises:
-        SMPError: none has the size that follows from what was said.
     """
     session = session_module.current()
     plan = session.plan
     if plan is None or plan.microbatches.size is None or not found or plan.microbatches.size in found:
         return
-    size = plan.microbatches.size
-    sizes = " or ".join(map(str, sorted(found)))
-    said = plan.said("microbatches.size")
-    if not said.is_default:
-        raise SMPError(
-            f"{said.text()} means microbatches of {size} samples, and those of this step have {sizes}: give "
-            f"the data loader batch_size={size} (drop_last=True leaves out a smaller last batch), or "
-            f"change train.train_micro_batch_size to {sizes}"
-        )
     if session.rank == 0:
+        said, size = plan.said("microbatches.size"), plan.microbatches.size
+        is_default = f"{said.key} is not said, and by default {size}"
+        says = is_default if said.is_default else f"{said.text()} means {size}"
+        sizes = " or ".join(map(str, sorted(found)))
         warnings.warn(
-            f"{said.key} is not said and {size} by default, and the microbatches of this step have {sizes} "
-            "samples, which is what counts: say so in the configuration",
+            f"{says} samples in a microbatch, and those of this step have {sizes}, "
+            f"which is what counts: give the data loader batch_size={size}, or say in the configuration what "
+            "it gives",
             stacklevel=3,
         )
 

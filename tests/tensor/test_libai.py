@@ -176,18 +176,18 @@ def test_what_all_ranks_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("train", "first", "second"),
     [
-        ({"train_micro_batch_size": 2}, "", "train.train_micro_batch_size means microbatches of 2 samples"),
+        ({"train_micro_batch_size": 2}, "", "train.train_micro_batch_size means 2 samples in a microbatch"),
         (
             {"train_micro_batch_size": 2, "global_batch_size": 8},
             "",
-            "train.global_batch_size (8 samples, 2 x 2 microbatches) means microbatches of 2 samples, and "
-            "those of this step have 3: give the data loader batch_size=2",
+            "train.global_batch_size (8 samples, 2 x 2 microbatches) means 2 samples in a microbatch, and "
+            "those of this step have 3",
         ),
         (
             {"num_accumulation_steps": 2},
-            "train.train_micro_batch_size is not said and 32 by default, and the microbatches of this step "
-            "have 2 samples",
-            "have 3 samples",
+            "train.train_micro_batch_size is not said, and by default 32 samples in a microbatch, and those "
+            "of this step have 2",
+            "have 3",
         ),
     ],
 )
@@ -196,9 +196,8 @@ def test_batch_sizes_are_held_against_the_loader(train: dict[str, Any], first: s
     given = {"train": {"dist": {}, **train}}
     kwargs = {"config": given, "rows": [2, 3]}
     found = run_distributed("tests.tensor.libai_cases:sizes", 2, kwargs=kwargs)
-    is_default = "train_micro_batch_size" not in train
     for rank, (one, other) in enumerate(found):
-        if is_default and rank:  # a warning is rank 0's
+        if rank:  # a warning is rank 0's
             assert (one, other) == ("", "")
         else:
             assert first in one and bool(first) == bool(one)
