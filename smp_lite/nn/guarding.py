@@ -31,6 +31,7 @@ __all__ = [
     "as_ordinary",
     "close_all",
     "guarded",
+    "is_by_element",
     "is_elementwise",
     "is_unguarded",
     "of_state",
@@ -244,7 +245,7 @@ def _guard(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs:
                 result = func(*args, **kwargs)
                 is_data = attribute == "data" and name == "__get__"
                 return guarded(result, _whole_shape(args[0])) if is_data else result
-        elif name in _HARMLESS or (is_elementwise(name) and _is_by_element(name, args, kwargs)):
+        elif name in _HARMLESS or (is_elementwise(name) and is_by_element(name, args, kwargs)):
             shapes: dict[int | None, torch.Size | None] = {}
             if name in _PUTS_IN_PLACE or name not in _HARMLESS:
                 shapes = _checked(func, changes_first(name, kwargs), args, kwargs)
@@ -271,7 +272,7 @@ def _guard(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs:
 _ACCESS = words("__get__ __set__ __delete__")
 
 
-def _is_by_element(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_by_element(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a function that may treat every element by itself does so with these arguments."""
     if name in ("max", "min"):
         return isinstance(args[1] if len(args) > 1 else kwargs.get("other"), torch.Tensor)

@@ -349,7 +349,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
             closure = self._as_between_steps(closure)
         closure = self._sharding.before_step(self._torchs, closure)
         self.give_up()  # of a step of the inner optimizer's alone
-        with self._groups.here(stand_ins=False):
+        with self._session.model.parts_as_ordinary(), self._groups.here(stand_ins=False):
             self._is_stepping = True
             has_parameters = any(group["params"] for group in self._torchs.param_groups)
             try:

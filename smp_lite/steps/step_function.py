@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
 from collections.abc import Callable, Collection, Mapping
 from numbers import Integral
@@ -13,6 +14,7 @@ from .. import session as session_module
 from ..errors import SMPError
 from ..record.values.inputs import inputs_here
 from ..record.values.microbatch import Splitter
+from ..session import Session
 from .batch_owner import BatchOwner
 from .loader_batches import check_samples
 from .static_steps import StaticSteps
@@ -67,21 +69,9 @@ class StepFunction:
         trains = self._trains.get(mode, all(mode))
         context = StepContext(session, inputs, session.steps_run, is_handed_over=is_handed, trains=trains)
         session.step = context
-        try:
-            if session.checker is None:
-                result = context.run(self.function, self.detach_outputs, self._static)
-            else:
-                result = session.checker.run(
-                    session,
-                    self.function,
-                    inputs,
-                    lambda: context.run(self.function, self.detach_outputs, self._static),
-                )
-        except BaseException as error:
-            context.abandon(error)
-            raise
-        finally:
-            session.step = None
+        ordinary = contextlib.nullcontext() if session.model is None else session.model.parts_as_ordinary()
+        with ordinary:
+            result = self._run(session, context, inputs)
         if context.has_backward:  # evaluation may have other sizes
             check_samples(self._splitter.samples(*inputs[0]) if inputs else set())
         self._trains[mode] = context.has_backward
@@ -89,6 +79,23 @@ class StepFunction:
         if session.model is not None:
             session.model.after_step(context)
         return result
+
+    def _run(self, session: Session, context: StepContext, inputs: list[Any]) -> Any:
+        """The function on all microbatches."""
+        try:
+            if session.checker is None:
+                return context.run(self.function, self.detach_outputs, self._static)
+            return session.checker.run(
+                session,
+                self.function,
+                inputs,
+                lambda: context.run(self.function, self.detach_outputs, self._static),
+            )
+        except BaseException as error:
+            context.abandon(error)
+            raise
+        finally:
+            session.step = None
 
 
 def step(

@@ -22,11 +22,13 @@ from .. import session as session_module
 from ..devices import check_current, is_host
 from ..errors import SMPError
 from ..nn.distributed.base import note_places
+from ..nn.part_guard import PartGuard
 from ..optim.half.types import half_type
 from ..optim.state.own_parameters import OwnParameters
 from ..plan.partitioning.partition import ModuleCost, Partition
 from ..record.parameters.placement import Placement
 from ..record.parameters.sharing_memory import refuse_parted
+from ..record.parameters.split_reads import is_split
 from ..record.state.ambient import refuse_transformations
 from ..record.values.inputs import inputs_here
 from ..runtime.graphs.stage_graphs import are_wanted
@@ -137,6 +139,7 @@ class DistributedModel(ModelWithState):
         self._has_met = False  # in the step that runs, if the model is not cut yet
         self._parts_checked = False  # once, at the first call
         self._outside: OutsideStep | None = None  # a step; with one partition
+        self._guard: PartGuard | None = None  # of split layers
         self._frozen: list[tuple[str, nn.Parameter]] = []  # at partition, and where there are replicas
         self.own_parameters: OwnParameters | None = None  # after partition
         self._partition: tuple[Partition, ModuleCost] | None = None
@@ -155,6 +158,9 @@ class DistributedModel(ModelWithState):
         waits = bool(session.shard_axes) or has_lazy_modules(module) or (self._was_meta and lacks(module))
         if session.num_stages == 1 and not waits:
             self._partition_now(None)
+        if any(map(is_split, module.parameters())):
+            self._guard = PartGuard(module)
+            session.overrides.callback(self._guard.end)
 
     def __getattr__(self, name: str) -> Any:
         if name == "no_sync":
@@ -212,11 +218,12 @@ class DistributedModel(ModelWithState):
         if self._runtime is None:
             self._partition_now((args, kwargs))
         assert self._outside is not None
-        if self._half is None:
-            return self._outside.call(args, kwargs)
-        self._half.watch(self.module)
-        args, kwargs = self._half.cast_inputs(args, kwargs)
-        return self._half.cast_outputs(self._outside.call(args, kwargs))
+        with self.parts_as_ordinary():
+            if self._half is None:
+                return self._outside.call(args, kwargs)
+            self._half.watch(self.module)
+            args, kwargs = self._half.cast_inputs(args, kwargs)
+            return self._half.cast_outputs(self._outside.call(args, kwargs))
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
         """Backward of a loss; over several partitions only inside a function decorated with ``@smp.step``.
@@ -325,8 +332,16 @@ class DistributedModel(ModelWithState):
             raise SMPError("the model is not partitioned yet: run a step first")
         return self._partition
 
+    def parts_as_ordinary(self) -> contextlib.AbstractContextManager[None]:
+        """Within: parameters of split layers are of torch's own types, as in a step."""
+        return contextlib.nullcontext() if self._guard is None else self._guard.ordinary()
+
     def _partition_now(self, example: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
         """Cuts the model; collective over all ranks."""
+        with self.parts_as_ordinary():
+            self._meet_and_cut(example)
+
+    def _meet_and_cut(self, example: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
         if self._meeting is None:
             self._cut(example)
             return

@@ -228,4 +228,4 @@ def test_no_sync() -> None:
 
 def test_a_norm_of_the_gradients_of_one_rank() -> None:
     for said in run_distributed(f"{CASES}:norm_by_hand", 2):
-        assert "a norm of gradients counts only the pieces" in said
+        assert "norm of a parameter of a split layer, or of its gradient" in said

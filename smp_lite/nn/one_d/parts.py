@@ -62,11 +62,15 @@ def check_no_hooks(name: str, dense: nn.Module) -> None:
         ValueError: the module or a parameter of its own has hooks, or another forward than its class, which
             would see one rank's part of what they were written for.
     """
-    kinds = (
-        *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-        *("_state_dict_hooks", "_state_dict_pre_hooks"),
-        *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    kinds: tuple[str, ...] = (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_backward_pre_hooks",
     )
+    if not nn.utils.parametrize.is_parametrized(dense):  # which is told by name
+        kinds += ("_state_dict_hooks", "_state_dict_pre_hooks")
+        kinds += ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
     parameters = [parameter for parameter in dense._parameters.values() if parameter is not None]
     if any(vars(dense).get(kind) for kind in kinds) or any(
         parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters

@@ -333,7 +333,7 @@ def vocabulary() -> dict[str, Any]:
             "whole": list(model.state_dict()["word_embedding.weight"].shape),
         },
         "tied": lm.lm_head.weight is weight,
-        "padding": float(weight[-1].abs().sum()) if smp.tp_rank() else 0.0,
+        "padding": max(map(abs, weight[-1].tolist())) if smp.tp_rank() else 0.0,
         "gathered": gathered,
         "is_nan": bool(model(input_ids=ids, labels=none).logits.isnan()) and loss is not None,
         "said": said,
