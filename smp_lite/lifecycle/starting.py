@@ -34,6 +34,7 @@ from ..systems.load.given import config_of, given_plan
 from ..systems.load.supported import refuse_unsupported
 from .alike import check_alike
 from .freed_memory import keep_freed_memory
+from .variables import check_variables, warn_of_unused
 
 if TYPE_CHECKING:
     from ..comm.transports.transport import Transport
@@ -96,6 +97,7 @@ def init(
     keep_freed_memory()
     transport = connect(os.environ)
     _install_excepthook(transport)
+    check_variables(os.environ)
     plan, config = given_plan(config, os.environ, transport.size, dialect, overrides)
     if plan is not None:
         refuse_unsupported(plan)
@@ -107,6 +109,8 @@ def init(
         validated.check_world_size(transport.size)
     if transport.rank == 0 and (hints := validated.hints_text()) is not None:
         print(f"smp_lite: {hints}", flush=True)
+    if transport.rank == 0:
+        warn_of_unused(os.environ, validated)
     _check_needs_of_mpi(validated, transport)
     topology = (
         plan.topology

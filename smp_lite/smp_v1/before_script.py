@@ -11,7 +11,14 @@ from pathlib import Path
 
 from .alias import add_alias
 
-__all__ = ["CUDA_AS_CPU_VARIABLE", "add_cuda_argument", "job_variables", "prepare", "prepared_here"]
+__all__ = [
+    "CUDA_AS_CPU_VARIABLE",
+    "add_cuda_argument",
+    "asks_for_cpu",
+    "job_variables",
+    "prepare",
+    "prepared_here",
+]
 
 CUDA_AS_CPU_VARIABLE = "SMP_LITE_CUDA_AS_CPU"
 """``1``: "cuda" means the CPU (:mod:`.cuda_as_cpu`), which ``smp-lite run --cuda-as-cpu`` sets."""
@@ -102,10 +109,19 @@ def prepare(environment: Mapping[str, str]) -> None:
         ValueError: another ``smdistributed.modelparallel`` is installed, or the variable is wrong.
     """
     add_alias()
-    asked = environment.get(CUDA_AS_CPU_VARIABLE) or "0"
-    if asked not in ("0", "1"):
-        raise ValueError(f"{CUDA_AS_CPU_VARIABLE}={asked!r}: it must be '1' or '0'")
-    if asked == "1":
+    if asks_for_cpu(environment):
         from .cuda_as_cpu import turn_on  # imports torch
 
         turn_on()
+
+
+def asks_for_cpu(environment: Mapping[str, str]) -> bool:
+    """Whether the variable says that "cuda" means the CPU.
+
+    Raises:
+        ValueError: it says something else.
+    """
+    asked = environment.get(CUDA_AS_CPU_VARIABLE) or "0"
+    if asked not in ("0", "1"):
+        raise ValueError(f"{CUDA_AS_CPU_VARIABLE}={asked!r}: it must be '1' or '0'")
+    return asked == "1"

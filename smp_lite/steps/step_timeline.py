@@ -9,14 +9,32 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ..comm.groups.axis import Axis
+from ..errors import SMPError
 from ..runtime.step.step_runner import StepRunner
 from ..session import Session
-from ..views.timeline import TimedCollective, TimelineWriter, merge_timelines
+from ..views.timeline import TimedCollective, TimelineWriter, make_folder, merge_timelines
 
 TRACE_VARIABLE = "SMP_LITE_TRACE"
+
+
+def check_trace_folder(environment: Mapping[str, str]) -> None:
+    """Makes the folder for a timeline, if one is asked for.
+
+    Raises:
+        SMPError: it is none, or no file can be made in it.
+    """
+    if not (directory := environment.get(TRACE_VARIABLE)):
+        return
+    try:
+        make_folder(directory)
+    except OSError as error:
+        raise SMPError(
+            f"{TRACE_VARIABLE}={directory!r}: the timeline cannot be written there "
+            f"({error.strerror or error}): name a folder that can be written to, or leave it out"
+        ) from error
 
 
 class StepTimeline:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Iterable
 from os import SEEK_END, PathLike
 from pathlib import Path
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..plan.step.actions import Action, ActionKind
 
-__all__ = ["TimedAction", "TimedCollective", "TimelineWriter", "merge_timelines"]
+__all__ = ["TimedAction", "TimedCollective", "TimelineWriter", "make_folder", "merge_timelines"]
 
 _KIND_NAMES = {
     ActionKind.FORWARD: "forward",
@@ -94,7 +95,7 @@ class TimelineWriter:
     ) -> None:
         self._ids = {"pid": replica_index, "tid": rank}
         self._clock_offset_s = clock_offset_s
-        Path(directory).mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
         self._file = (Path(directory) / f"rank{rank}.json").open("w+b")
         names = {
             "process_name": {"name": f"model replica {replica_index}"},
@@ -163,6 +164,16 @@ class TimelineWriter:
             **self._ids,
             "args": arguments,
         }
+
+
+def make_folder(directory: str | PathLike[str]) -> None:
+    """
+    Raises:
+        OSError: it cannot be made, or no file in it.
+    """
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=directory):
+        pass
 
 
 def merge_timelines(directory: str | PathLike[str], *, num_ranks: int | None = None) -> Path:

@@ -33,12 +33,26 @@ from .mpi import MPIWire
 from .staged import StagedWire
 from .wire import Wire
 
-__all__ = ["WIRE_VARIABLE", "Kind", "choose_wire", "described", "make_wire"]
+__all__ = ["WIRE_VARIABLE", "Kind", "choose_wire", "described", "make_wire", "wanted_kind"]
 
 WIRE_VARIABLE = "SMP_LITE_WIRE"
 """One of the kinds: what tensors travel over between stages."""
 
 Kind = Literal["mpi", "c10d", "ipc", "nccl"]
+
+
+def wanted_kind(environment: Mapping[str, str]) -> str | None:
+    """What the variable says; None: nothing.
+
+    Raises:
+        SMPError: it names no kind.
+    """
+    wanted = environment.get(WIRE_VARIABLE)
+    if wanted is not None and wanted not in get_args(Kind):
+        raise SMPError(
+            f"{WIRE_VARIABLE}={wanted!r}: it must be one of {', '.join(map(repr, get_args(Kind)))}"
+        )
+    return wanted
 
 
 def choose_wire(environment: Mapping[str, str], world: World, group: Any, device: torch.device) -> Kind:
@@ -54,11 +68,7 @@ def choose_wire(environment: Mapping[str, str], world: World, group: Any, device
         SMPError: the variable names no kind, or one that the job cannot have.
     """
     has_mpi = world.transport.has_mpi
-    wanted = environment.get(WIRE_VARIABLE)
-    if wanted is not None and wanted not in get_args(Kind):
-        raise SMPError(
-            f"{WIRE_VARIABLE}={wanted!r}: it must be one of {', '.join(map(repr, get_args(Kind)))}"
-        )
+    wanted = wanted_kind(environment)
     problems: dict[str, str] = {}
     if not has_mpi:
         problems["mpi"] = "the job runs without MPI: unset it, or use mpirun"

@@ -87,6 +87,14 @@ def test_a_config_that_is_wrong_on_one_rank_ends_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_timeline_that_cannot_be_written_ends_all_before_the_first_step(tmp_path: Path) -> None:
+    name = "os.environ['SMP_LITE_TRACE'] = __file__\n"
+    shown = fails(tmp_path, f"{name}smp.init({{'partitions': 2}})\nprint('went on', file=sys.stderr)\n")
+    assert "SMP_LITE_TRACE=" in shown[-1] and "cannot be written there (File exists)" in shown[-1]
+    assert "went on" not in shown
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "action"),
     [
