@@ -111,7 +111,7 @@ def _main(arguments: list[str]) -> int:
             print(_launch(args), end="")
             return 0
         if args.parameters is not None:
-            args.parameters = _read_parameters(args.parameters)
+            args.parameters = _only_parameters(args.parameters)
         return run_check(args, overrides) if args.command == "check" else preview.run_plan(args, overrides)
     except (ValueError, SMPError) as error:
         print(f"smp-lite {arguments[0]}: {error}", file=sys.stderr)
@@ -219,7 +219,7 @@ def _run(args: argparse.Namespace, overrides: list[str]) -> int:
     if not args.module and not Path(args.script).is_file():
         raise ValueError(f"script {args.script!r} is not a file (working directory: {folder})")
     refuse_original(sys.path)
-    parameters = None if args.parameters is None else _read_parameters(args.parameters)
+    parameters = None if args.parameters is None else _only_parameters(args.parameters)
     plan = plan_launch(
         processes=args.processes,
         parameters=parameters,
@@ -313,6 +313,21 @@ def _launch(args: argparse.Namespace) -> str:
     if args.image is None:
         raise ValueError("--image is missing: name the container image that holds the script")
     return kubernetes_manifest(job, image=args.image)
+
+
+def _only_parameters(text: str) -> dict[str, Any]:
+    """As `_read_parameters`.
+
+    Raises:
+        ValueError: the environment has a configuration too, one of which would not count.
+    """
+    from smp_lite.config import PARAMETERS_VARIABLE
+    from smp_lite.systems.load.given import CONFIG_VARIABLE
+
+    for name in (PARAMETERS_VARIABLE, CONFIG_VARIABLE):
+        if name in os.environ:
+            raise ValueError(f"--parameters, but the environment variable {name} is set too: unset it")
+    return _read_parameters(text)
 
 
 def _read_parameters(text: str) -> dict[str, Any]:

@@ -82,12 +82,17 @@ class Config(LaterParameters):
         return not SINCE_1_6.isdisjoint(self.model_fields_set)
 
     def hints_text(self) -> str | None:
-        """One line about the hints that were given; None if there are none."""
+        """One line about what was given and has no effect; None if there is nothing."""
         fields = type(self).model_fields
         given = [key for key, off in HINTS.items() if getattr(self, key) != off]
-        if not given:
-            return None
         said = [f"{key}: {str(fields[key].description).removeprefix('Hint: ')}" for key in given]
+        if not self.ddp:
+            of_ddp = [
+                key for key in ("ddp_port", "ddp_dist_backend") if getattr(self, key) != fields[key].default
+            ]
+            said += [f"{key}: means nothing while ddp is False." for key in of_ddp]
+        if not said:
+            return None
         return f"taken as hints: {' '.join(said)}"
 
 

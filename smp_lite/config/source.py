@@ -61,6 +61,8 @@ def parse_parameters(parameters: str | Mapping[str, Any]) -> dict[str, Any]:
             parsed = json.load(file, object_pairs_hook=unique_keys)
     except ConfigError as error:
         raise ConfigError(f"{parameters}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{parameters} cannot be read ({error.strerror or error})") from None
     except ValueError as error:
         raise ConfigError(f"Cannot parse {parameters} as a json file. ({error})") from None
     if not isinstance(parsed, dict):

@@ -117,6 +117,7 @@ def without(stage: int, shard: int) -> dict[str, Any]:
     [
         ({**EXAMPLE, "sharding_dim": 1}, r"sharding_dim must be 0 .*Got sharding_dim=1 \(int\)"),
         ({**EXAMPLE, "sharding_dim": True}, "sharding_dim must be 0"),
+        ({**EXAMPLE, "sharding_dim": -1.0}, r"sharding_dim must be 0 .*Got sharding_dim=-1.0 \(float\)"),
         ({**SMALL, "stage_cnt": 3, "device_mapping": mapped("ab", "cd")}, "device_mapping has no stage_2"),
         ({**SMALL, "stage_cnt": 1, "device_mapping": mapped("ab", "cd")}, "has 'stage_1'.*begin at 0"),
         ({**EXAMPLE, "device_mapping": {**EXAMPLE["device_mapping"], "stage_8": {}}}, "has 'stage_8'"),

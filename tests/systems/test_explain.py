@@ -358,6 +358,7 @@ CONFIGURATIONS: list[tuple[dict[str, Any], int | None]] = [
         None,
     ),
     ({"partitions": 2, "microbatches": 3, "virtual_stages": 2}, None),
+    ({"partitions": 2, "ddp": False, "ddp_port": 1234}, None),
     ({"ici_mesh": {"data": 2}, "smp": {"pipeline_parallel_degree": 4, "virtual_stages": 2}}, None),
     ({"ici_mesh": {"fsdp": 2}, "smp": {"microbatches": 2, "optimize": "speed"}}, None),
     ({"ici_mesh": {"data": 2, "tensor": 2}}, None),

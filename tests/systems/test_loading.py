@@ -92,6 +92,18 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_plan({"partitions": 2}, world_size=0)
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.yaml", "a.py", "a.cfg"])
+def test_files_that_are_no_text_are_named(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ConfigError, match=rf"{name} is no text in UTF-8 .*: save it as such"):
+        load_plan(path)
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # a file that not even root can read
+    with pytest.raises(ConfigError, match=rf"{name} cannot be read \(Input/output error\)"):
+        load_plan(path)
+
+
 @pytest.mark.parametrize(
     ("source", "world_size", "override", "field", "value"),
     [

@@ -215,3 +215,9 @@ def test_another_configuration_in_the_environment_is_refused(
     assert "SM_HP_MP_PARAMETERS is set too: unset it" in plan(
         "--config", "sagemaker.json", f"{MODELS}:net", code=2
     )
+    parameters = ("--parameters", '{"partitions": 2}')
+    said = "--parameters, but the environment variable {} is set too: unset it"
+    assert said.format("SM_HP_MP_PARAMETERS") in plan(*parameters, f"{MODELS}:net", code=2)
+    monkeypatch.delenv("SM_HP_MP_PARAMETERS")
+    monkeypatch.setenv("SMP_LITE_CONFIG", "{}")
+    assert said.format("SMP_LITE_CONFIG") in plan(*parameters, f"{MODELS}:net", code=2)

@@ -216,6 +216,7 @@ def test_slices_are_labels_of_a_row_major_mesh() -> None:
         ({"ici_mesh": {"fsdp": 0}}, None, (), "ici_mesh.fsdp must be a whole number of 1 or more"),
         ({"ici_mesh": {"fsdp": 2}, "icn_mesh": {}}, None, (), "unknown key 'icn_mesh'"),
         ({"ici_mesh": {}, "sharding": {}, "model": {"sharding": {}}}, None, (), "two names of one thing"),
+        ({"ici_mesh": {}, "strict": True, "sharding": {"strict": False}}, None, (), "two names of one thing"),
         ({"w": ["fsdp"]}, None, ("ici_mesh.fsdb=2",), "unknown key 'ici_mesh.fsdb'"),
         ({"w": ["fsdp"]}, None, ("mesh.fsdp=2",), "unknown key 'mesh.fsdp'"),
     ],

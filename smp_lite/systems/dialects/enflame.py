@@ -75,7 +75,7 @@ def compile_plan(written: Written, world_size: int | None) -> ParallelPlan:
     written.limit(stages * shards, "devices", "stage_cnt" if stages > shards else "sharding_size")
     written.limit(count, "microbatches of a step", "accum_degree")
     dim = written.get("sharding_dim", default=-1)
-    if isinstance(dim, bool) or dim not in (0, -1):
+    if type(dim) is not int or dim not in (0, -1):
         text = "sharding_dim must be 0 (split the inputs, add up) or -1 (split the outputs, gather)."
         written.fail(text, "sharding_dim", way_out="write 0 or -1")
     fuse = written.switch("fuse", default=True)

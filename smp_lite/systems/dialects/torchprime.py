@@ -97,8 +97,10 @@ def settle_shape(written: Written) -> None:
         tree["model"] = {key: value for key, value in model.items() if key != "sharding"}
     rules = tree.get("sharding")
     if isinstance(rules, Mapping) and isinstance(rules.get("strict"), bool):
+        if "strict" in tree:
+            raise ConfigError("strict and sharding.strict are two names of one thing: leave one of them out")
         tree["sharding"] = {key: value for key, value in rules.items() if key != "strict"}
-        tree.setdefault("strict", rules["strict"])
+        tree["strict"] = rules["strict"]
 
 
 def parse_rule(name: str, spec: object) -> ShardingRule:

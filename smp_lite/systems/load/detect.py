@@ -9,6 +9,7 @@ from typing import Any
 from ...config.errors import ConfigError
 from ..dialects.torchprime import is_sharding_map
 from ..reading.python_config import names_in
+from ..reading.texts import read_text
 
 __all__ = ["DIALECTS", "detect_dialect", "detect_python", "fitting_dialects"]
 
@@ -60,7 +61,7 @@ def fitting_dialects(value: Mapping[Any, Any]) -> list[str]:
 
 def detect_python(path: Path) -> str:
     """Returns the system of a Python file by the variables that it sets or imports; it does not run."""
-    names = names_in(path.read_text(encoding="utf-8"), str(path))
+    names = names_in(read_text(path), str(path))
     found = [
         dialect for dialect, variable in (("colossal", "parallel"), ("libai", "train")) if variable in names
     ]

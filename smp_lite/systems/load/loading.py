@@ -15,7 +15,7 @@ from ..dialects import colossal, enflame, libai, sagemaker, torchprime
 from ..plan.parallel_plan import ParallelPlan, Said
 from ..reading.python_config import run_python_config
 from ..reading.python_tree import Tree, plain
-from ..reading.texts import read_json, read_yaml
+from ..reading.texts import read_json, read_text, read_yaml
 from ..reading.written import COMMAND_LINE, MOST, Written, near_keys, split_override
 from .detect import DIALECTS, detect_dialect, detect_python, fitting_dialects
 
@@ -101,7 +101,7 @@ def _read_file(path: Path, dialect: str | None) -> Written:
         raise ConfigError(f"{str(path)!r} is not a file (working directory: {os.getcwd()})")
     if path.suffix == ".py":
         return _read_python(path, dialect)
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
     if path.suffix in (".yaml", ".yml"):
         value, warnings = read_yaml(text, str(path)), ()
     elif path.suffix == ".json" or text.lstrip().startswith("{"):

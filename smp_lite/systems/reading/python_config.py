@@ -17,6 +17,7 @@ from typing import Any
 
 from ...config.errors import ConfigError
 from .python_tree import Tree, Unknown
+from .texts import read_text
 
 __all__ = ["PythonConfig", "names_in", "run_python_config"]
 
@@ -102,7 +103,7 @@ class _Runner:
         namespace = {"__builtins__": own_builtins, "__file__": str(path), "__name__": path.stem, **start}
         self._files[resolved] = namespace
         try:
-            exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
+            exec(compile(read_text(path), str(path), "exec"), namespace)
         except ConfigError:
             raise
         except (Exception, SystemExit) as error:  # sys.exit would end us without a word

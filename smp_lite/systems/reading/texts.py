@@ -11,6 +11,7 @@ import json
 import operator
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,7 +19,7 @@ import yaml
 from ...config.errors import ConfigError
 from ...config.keys import unique_keys
 
-__all__ = ["read_json", "read_literal", "read_yaml"]
+__all__ = ["read_json", "read_literal", "read_text", "read_yaml"]
 
 _STRING_OR_TRAILING_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(\s*[}\]])')
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -28,6 +29,20 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
 }
 _LONGEST_LIST = 1_000_000
+
+
+def read_text(path: Path) -> str:
+    """Returns what a file holds.
+
+    Raises:
+        ConfigError: it cannot be read, or is no text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error})") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text in UTF-8 ({error}): save it as such") from None
 
 
 def read_json(text: str, name: str) -> tuple[Any, tuple[str, ...]]:

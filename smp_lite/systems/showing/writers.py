@@ -49,6 +49,8 @@ def write_sagemaker(plan: ParallelPlan, model: ModelPlacement | None, layers: tu
             parameters["prescaled_batch"] = True  # elsewhere the ranks that share a layer share a batch
     if plan.dialect == "sagemaker":
         parameters |= {key: value for key, value in plan.others if key in LaterParameters.model_fields}
+        if parameters.keys() & {"ddp_port", "ddp_dist_backend"}:
+            parameters.setdefault("ddp", False)  # which must be said beside them
     return json.dumps(parameters, indent=2) + "\n"
 
 

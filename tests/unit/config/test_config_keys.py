@@ -113,6 +113,13 @@ def test_a_hint_passes_and_says_what_becomes_of_it(key: str) -> None:
     assert Config.from_parameters({"partitions": 2, key: False}).hints_text() is None
 
 
+def test_what_needs_ddp_says_that_it_means_nothing_without() -> None:
+    given = {"partitions": 2, "ddp_port": 1234, "ddp_dist_backend": "nccl"}
+    said = Config.from_parameters({**given, "ddp": False}).hints_text() or ""
+    assert "ddp_port: means nothing while ddp is False. ddp_dist_backend: means nothing" in said
+    assert Config.from_parameters({**given, "ddp": True}).hints_text() is None
+
+
 @pytest.mark.parametrize("key", ["_match_weights", "_fp32_grad_accumulation", "_prescaled_batch"])
 def test_private_switches_of_scripts_mean_nothing(key: str) -> None:
     for value in (True, False, 1, 0):

@@ -91,3 +91,11 @@ def test_a_file_that_does_not_parse(tmp_path: Path, content: bytes) -> None:
         parse_parameters(str(file))
 
     assert str(error.value).startswith(f"Cannot parse {file} as a json file.")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "parameters.json"
+    file.symlink_to("/proc/self/mem")
+
+    with pytest.raises(ConfigError, match=r"parameters.json cannot be read \(Input/output error\)"):
+        parse_parameters(str(file))
