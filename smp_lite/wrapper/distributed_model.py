@@ -411,6 +411,7 @@ class DistributedModel(ModelWithState):
         self.own_parameters.after_partition()
         if self._runtime.reducer is not None:
             self._frozen = [(n, p) for n, p in self.module.named_parameters() if not p.requires_grad]
+            self._runtime.runner.results.finder_of_reduced = self.own_parameters.namer
         self._runtime.runner.on_planned = session.on_planned
         self._runtime.runner.observer = lambda: session.observer
         self._timeline = StepTimeline.if_asked(session, peers.stages)

@@ -115,6 +115,16 @@ class OwnParameters:
 
         return find
 
+    def namer(self) -> Callable[[torch.Tensor], str | None]:
+        """As :meth:`finder`, with the parameter's name."""
+        find = self.finder()
+
+        def name(tensor: torch.Tensor) -> str | None:
+            number = find(tensor)
+            return None if number is None else self.names[number]
+
+        return name
+
     def gradients(self) -> Callable[[torch.Tensor], int | None]:
         """A function from a tensor to the number of the parameter whose gradient it is, here or away.
 

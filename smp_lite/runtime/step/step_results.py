@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,10 @@ class StepResults:
         peers: the mp group.
         executors: for each stage played here; they hold the values.
         num_stages: in all.
+
+    Attributes:
+        finder_of_reduced: gives what knows the names of parameters whose gradients are reduced over replicas
+            (None: it is none of them); None: there are none.
     """
 
     def __init__(self, peers: Peers, executors: Mapping[int, StageExecutor], num_stages: int) -> None:
@@ -33,6 +37,7 @@ class StepResults:
         self._executors = executors
         self._num_stages = num_stages
         self._late: dict[tuple[int, int], torch.Tensor] = {}
+        self.finder_of_reduced: Callable[[], Callable[[torch.Tensor], str | None]] | None = None
 
     def forget(self) -> None:
         """Another step begins."""
@@ -129,7 +134,30 @@ class StepResults:
         shared = iter(self._peers.share([item for item in items if not item[1].requires_grad]))
         for (_, _, tensor), (_, meta, _) in zip(wanted, items, strict=True):
             if not meta.requires_grad:
+                self._refuse_reduced(tensor)
                 torch.autograd.backward(tensor, next(shared), retain_graph=True)
+
+    def _refuse_reduced(self, tensor: torch.Tensor) -> None:
+        """Raises SMPError where its graph goes back to a parameter whose gradient is reduced by now."""
+        if self.finder_of_reduced is None:
+            return
+        find = self.finder_of_reduced()
+        waiting, seen = [tensor.grad_fn], set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if variable is not None and (name := find(variable)) is not None:
+                raise SMPError(
+                    f"a tensor of shape {list(tensor.shape)} that the step function uses was made from the "
+                    f"parameter {name!r} outside of the model (a penalty on weights?): before the step, or "
+                    "in the first step before the model was called, which is what cuts it. Its gradient "
+                    "would come after replicas have averaged theirs: compute it in the step function, after "
+                    "the call of the model"
+                )
+            waiting += [following for following, _ in node.next_functions]
 
 
 def _without_graph(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:

@@ -82,7 +82,7 @@ class StepRunner:
         self.losses: list[torch.Tensor] = []
         """Single numbers at which backwards of the last step that was looked at began here."""
         self._recorder: Recorder | None = None
-        self._results = StepResults(peers, executors, num_stages)
+        self.results = StepResults(peers, executors, num_stages)
         self._in_transit: list[Any] = []
         self._inputs: tuple[int, Callable[[], list[str]]] = (0, list)
         self._start_state = 0
@@ -118,7 +118,7 @@ class StepRunner:
         self._recorder = recorder
         recorder.begin_step(num_microbatches, strict=inputs[0] != 0)
         self._inputs = inputs
-        self._results.forget()
+        self.results.forget()
         self._modes_around = users_modes()
         self.all_know = self._touched_gradients = self._has_moved_on = False
         self._has_failed = None
@@ -159,7 +159,7 @@ class StepRunner:
             self.losses = self._losses()
             # What the script keeps on some of the ranks only has no data: those that do not could not know.
             survivors = [(m, p) for m, p in recorder.survivors if (m, p.smp_value) in self._kept_by_all]
-            return self._results.share(outputs, survivors, self._progress, keep_graph=keep_graph)
+            return self.results.share(outputs, survivors, self._progress, keep_graph=keep_graph)
         except Exception as error:
             self._give_up(error)
             self._tell(error)
@@ -228,7 +228,7 @@ class StepRunner:
     # Host of the recorder -----------------------------------------------------------------------------------
 
     def share_late(self, placed: PlacedTensor) -> torch.Tensor:
-        return self._results.share_late(placed)
+        return self.results.share_late(placed)
 
     def run_for_real(self, recording: Recording, command: Command) -> ResultMeta | str:
         self._execute_now()
