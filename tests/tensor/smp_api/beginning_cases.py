@@ -99,6 +99,13 @@ def _scaled(rank: int | None) -> nn.Module:
     return net
 
 
+def _drawn() -> nn.Module:
+    net = by_hand(SEED)
+    torch.manual_seed(SEED)
+    nn.init.normal_(net.up.weight)
+    return net
+
+
 def _whole_loaded(by_rank: bool) -> nn.Module:
     net = by_hand(SEED)
     for name in ("up", "down"):
@@ -126,6 +133,7 @@ WAYS: dict[str, Callable[[], nn.Module]] = {
     "by hand, rank 0 loads parts": lambda: _parts_loaded(0),
     "by hand, all load parts": lambda: _parts_loaded(None),
     "by hand, rank 1 scales": lambda: _scaled(1),
+    "by hand, all draw": _drawn,
     "by hand, all scale": lambda: _scaled(None),
     "by hand, others load": lambda: _whole_loaded(by_rank=True),
     "by hand, all load": lambda: _whole_loaded(by_rank=False),
@@ -219,8 +227,11 @@ def changed_after_wrapping(parameters: dict[str, Any], change: str, everywhere: 
     weight: Any = model.module.up.weight
     if everywhere or smp.rank() == 0:
         torch.manual_seed(SEED)
-        with torch.no_grad():
-            {"scale": lambda: weight.mul_(2.0), "draw": weight.normal_, "zero": weight.zero_}[change]()
+        try:
+            with torch.no_grad():
+                {"scale": lambda: weight.mul_(2.0), "draw": weight.normal_, "zero": weight.zero_}[change]()
+        except smp.SMPError as error:
+            return str(error)
 
     @smp.step
     def step(ids: torch.Tensor) -> torch.Tensor:

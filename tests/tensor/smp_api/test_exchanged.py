@@ -15,6 +15,8 @@ from tests.tensor.smp_api.test_beginning import dense
 from tests.tensor.smp_api.test_modules import parameters_of
 
 CASES = "tests.tensor.smp_api.exchanged_cases"
+COMPUTING = ("weight_norm", "an old weight_norm", "spectral_norm", "an old spectral_norm", "prune")
+"""What computes with the parameter at once, and is told so where it is a part by then."""
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -27,8 +29,8 @@ def test_a_parameter_that_is_exchanged(partitions: int, late: bool) -> None:
             assert text.startswith("SMPError: "), (name, text)
             if name in ("anew", "of another shape"):
                 assert "up.weight is another parameter, of shape" in text and "up.weight.mul_(0.5)" in text
-            elif late and name.endswith("_norm") and "a parameter of a split layer" in text:
-                assert "norm" in text  # which computes with the part at once
+            elif late and "a parameter of a split layer" in text:
+                assert name in COMPUTING, (name, text)
             else:
                 assert "up.weight is split over ranks, and is not a parameter of its " in text, (name, text)
                 assert "let up be one of torch's, which is whole" in text
