@@ -32,6 +32,8 @@ __all__ = ["SplitReads", "is_split", "members_of", "refuse_split_read"]
 
 _LAYERS = f"{KeepsLayouts.__module__.rpartition('.')[0]}."
 _ENCODER = nn.TransformerEncoder.forward.__code__
+_STATE_DICT = nn.Module.state_dict.__code__
+_SAVES = (nn.Module._save_to_state_dict.__code__, KeepsLayouts._save_to_state_dict.__code__)
 _MASKS = ("mask", "src_key_padding_mask")
 _SIZES = frozenset(["size", "numel", "nelement", "__len__", "stride"])
 _NUMBERS = frozenset(["shape", "nbytes", "data", "T", "mT", "H", "mH", "real", "imag"])
@@ -85,6 +87,11 @@ def _in_a_split_layer() -> bool:
     """Whether code of a layer is running that was written for parts: the library's own, or a user's class."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
+        if frame.f_code is _STATE_DICT:  # whoever asks for it gets parts
+            return False
+        if frame.f_code in _SAVES:
+            frame = frame.f_back
+            continue
         if str(frame.f_globals.get("__name__", "")).startswith(_LAYERS):
             return True
         names = frame.f_code.co_varnames

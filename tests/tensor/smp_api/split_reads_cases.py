@@ -40,6 +40,11 @@ class Bytes(Net):
         return super().forward(ids) / self.up.weight.nbytes
 
 
+class Stated(Net):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) + self.up.state_dict()["weight"].sum()
+
+
 class Transformed(Net):
     """A gradient by torch.func, in which parameters are no parameters."""
 
@@ -158,6 +163,7 @@ WAYS: dict[str, tuple[type[nn.Module], Loss]] = {
     "without gradients": (Net, without_gradients),
     "a size in the step": (Net, by_size),
     "a shape in the forward": (Scaled, plainly),
+    "its state in the forward": (Stated, plainly),
     "its bytes in the forward": (Bytes, plainly),
     "a gradient by torch.func": (Transformed, plainly),
     "a weight of another layer": (Borrowed, plainly),

@@ -20,6 +20,7 @@ REFUSED = {
     "without gradients": "mul of the parameter 'up.weight'",
     "a size in the step": "numel of the parameter 'up.weight'",
     "a shape in the forward": "shape of the parameter 'up.weight'",
+    "its state in the forward": "detach of the parameter 'up.weight'",
     "its bytes in the forward": "nbytes of the parameter 'up.weight'",
     "a gradient by torch.func": "pow of the parameter 'up.weight'",
     "a weight of another layer": "linear of the parameter 'up.weight'",
