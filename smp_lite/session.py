@@ -7,6 +7,7 @@ object, look here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import os
@@ -263,7 +264,8 @@ class Session:
         if self.world is None or self.world.size == self.num_stages:
             return None
         axes = {name: size for name, size in self.topology.axes if name != "pp"}
-        return Ranks(self.batch_axes, axes, self._collectives)
+        members = functools.partial(self.topology.along, rank=self.rank)
+        return Ranks(self.batch_axes, axes, self._collectives, members)
 
     def _collectives(self, axes: Sequence[str], *, own: bool = False) -> Collectives | None:
         """For gradients, over the ranks along these axes; None where that is this rank alone.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from ..collectives import Collectives
@@ -22,8 +22,10 @@ class Ranks(NamedTuple):
         axes: all of them, each with its size.
         collectives: over the ranks along some of them (``own=True``: that nobody else uses); None where
             that is this rank alone.
+        members: numbers in the job of those same ranks, for errors.
     """
 
     batch_axes: tuple[str, ...]
     axes: dict[str, int]
     collectives: _MakesCollectives
+    members: Callable[[Sequence[str]], tuple[int, ...]] = lambda axes: ()

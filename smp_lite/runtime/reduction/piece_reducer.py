@@ -30,7 +30,7 @@ class PieceReducer(Reducer):
         everybody: collectives over all ranks that contribute.
         sharing: collectives over the axis of the pieces.
         same: collectives over the ranks that hold the same pieces; None: there are no others.
-        divisor, overlap: as of :class:`~.reducer.Reducer`.
+        divisor, overlap, members: as of :class:`~.reducer.Reducer`.
         most_elements: in one reduction; None: those of a group.
     """
 
@@ -44,8 +44,17 @@ class PieceReducer(Reducer):
         divisor: int,
         overlap: bool,
         most_elements: int | None = None,
+        members: Sequence[int] = (),
     ) -> None:
-        super().__init__((), everybody, divisor=divisor, bucket_cap_bytes=0, overlap=overlap, as_views=False)
+        super().__init__(
+            (),
+            everybody,
+            divisor=divisor,
+            bucket_cap_bytes=0,
+            overlap=overlap,
+            as_views=False,
+            members=members,
+        )
         self._sharing, self._same = sharing, same
         self.largest = 0
         """Elements of the largest reduction so far; for tests."""

@@ -84,6 +84,7 @@ class Reducer:
         bucket_cap_bytes: a bucket is closed when it reaches this.
         overlap: start buckets during backward; else all at the end.
         as_views: afterwards ``parameter.grad`` are views of the buckets, which saves one copy of them.
+        members: numbers in the job of the group's ranks, for errors.
     """
 
     def __init__(
@@ -95,8 +96,10 @@ class Reducer:
         bucket_cap_bytes: int,
         overlap: bool,
         as_views: bool,
+        members: Sequence[int] = (),
     ) -> None:
         self.collectives = collectives
+        self._members = tuple(members)
         self.divisor = divisor
         self.overlap = overlap
         self.as_views = as_views
@@ -171,7 +174,7 @@ class Reducer:
         pending_use = self.collectives.all_reduce(used)
         for number, bucket in enumerate(self._buckets):
             self._wait(bucket, number)
-        wait_until(pending_use.done, lambda: "the dp group did not agree on which parameters were used")
+        self._wait_until(pending_use.done, "agree on which parameters were used")
         *numbers, num_failed, steps, states, squares = used.tolist()
         if steps != self.collectives.size * (self._steps % _STEPS_MODULO):
             raise SMPMismatch(
@@ -236,12 +239,23 @@ class Reducer:
             bucket.pending = self.collectives.all_reduce(flat)
         self._next += 1
 
+    def _wait_until(self, test: Callable[[], bool], what: str) -> None:
+        others = ", ".join(map(str, self._members)) or "of the dp group"
+        wait_until(
+            test,
+            lambda: (
+                f"not all of the ranks {others} came to {what}. All replicas must run equally many steps: "
+                "give each as many batches (a DistributedSampler does, with drop_last=True)"
+            ),
+            lambda: self._members,
+        )
+
     def _wait(self, bucket: _Bucket, number: int) -> None:
-        what = f"the dp group did not reduce gradient bucket {number} of {len(self._buckets)}"
+        what = f"reduce gradient bucket {number} of {len(self._buckets)}"
         if bucket.pending is not None:
-            wait_until(bucket.pending.done, lambda: what)
+            self._wait_until(bucket.pending.done, what)
         elif bucket.future is not None:
-            wait_until(bucket.future.done, lambda: what)
+            self._wait_until(bucket.future.done, what)
             result = bucket.future.wait()
             assert bucket.flat is not None
             value = result[0] if isinstance(result, list | tuple) else result

@@ -111,6 +111,7 @@ class Reductions:
                     bucket_cap_bytes=bucket_cap_bytes,
                     overlap=overlap,
                     as_views=as_views,
+                    members=ranks.members(rule.axes),
                 )
                 self._reducers.append(reducer)
                 if rule == base:
@@ -140,6 +141,7 @@ class Reductions:
                 divisor=rule.divisor,
                 overlap=overlap,
                 most_elements=most_elements,
+                members=self._ranks.members((*names, *rule.axes)),
             )
             self._reducers.append(reducer)
             self._of.update(dict.fromkeys(map(id, reducer.parameters), reducer))

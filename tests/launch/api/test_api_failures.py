@@ -107,6 +107,25 @@ def test_a_rank_that_leaves_early_is_named(tmp_path: Path, place: str, action: s
     assert "rank(s) 1 ended the script early" in shown[-1]
 
 
+UNEVEN = """
+smp.init({"partitions": 1, "ddp": True})
+model = smp.DistributedModel(torch.nn.Linear(4, 4))
+
+@smp.step
+def train(model, x):
+    model.backward(model(x).mean())
+
+for _ in range(2 + rank):
+    train(model, torch.ones(4, 4))
+"""
+
+
+def test_a_replica_that_has_no_more_batches_is_named(tmp_path: Path) -> None:
+    last = fails(tmp_path, UNEVEN)[-1]
+    assert "rank(s) 0 ended the script early: not all of the ranks 0, 1 came to" in last
+    assert "All replicas must run equally many steps" in last
+
+
 @pytest.mark.slow
 def test_a_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
     fails(tmp_path, SCRIPT, "between steps", action="os.kill(os.getpid(), 9)")
