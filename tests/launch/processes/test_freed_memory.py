@@ -44,7 +44,8 @@ def page_faults(how: str, **environment: str) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 def test_what_is_freed_is_used_again() -> None:
-    assert page_faults("init") < _NUM_PAGES / 20
+    # None, most often; the heap may still grow by half a round.
+    assert page_faults("init") < _NUM_PAGES / 5
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
