@@ -24,7 +24,7 @@ from ..record.values.torch_functions import METADATA_FUNCTIONS, function_name
 from .guarding import is_by_element, is_elementwise, is_unguarded, words
 from .layout import layout_of
 
-__all__ = ["Part", "PartGuard", "PartParameter"]
+__all__ = ["Part", "PartGuard", "PartParameter", "is_guarded"]
 
 _LIBRARY = f"{__name__.partition('.')[0]}."
 _HARMLESS = METADATA_FUNCTIONS | words(
@@ -67,9 +67,7 @@ class PartGuard:
         """Within: parts are of torch's own types. A step runs, forward and backward, or an optimizer."""
         self._within += 1
         if self._within == 1:
-            for part in self._parts:
-                if type(part) is PartParameter:
-                    part.__class__ = nn.Parameter
+            self._switch_off()
         try:
             yield
         finally:
@@ -77,11 +75,28 @@ class PartGuard:
             if not self._within:
                 self._switch_on()
 
+    @contextlib.contextmanager
+    def between(self) -> Iterator[None]:
+        """Within: they are guarded, wherever the library is: a script's own code runs (a closure, a hook)."""
+        outer, self._within = self._within, 0
+        self._switch_on()
+        try:
+            yield
+        finally:
+            self._within = outer
+            if outer:
+                self._switch_off()
+
+    def _switch_off(self) -> None:
+        for part in self._parts:
+            if type(part) is PartParameter:
+                part.__class__ = nn.Parameter
+
     def _switch_on(self) -> None:
         self._parts = [
             parameter
             for parameter in self._module.parameters()
-            if type(parameter) in (nn.Parameter, PartParameter) and _is_part(parameter)
+            if type(parameter) in (nn.Parameter, PartParameter) and is_guarded(parameter)
         ]
         for part in self._parts:
             part.__class__ = PartParameter
@@ -89,12 +104,11 @@ class PartGuard:
     def end(self) -> None:
         """For good."""
         self._within = 1
-        for part in self._parts:
-            if type(part) is PartParameter:
-                part.__class__ = nn.Parameter
+        self._switch_off()
 
 
-def _is_part(parameter: torch.Tensor) -> bool:
+def is_guarded(parameter: torch.Tensor) -> bool:
+    """Whether a rank has its part of it, and others have theirs."""
     layout = layout_of(parameter)
     return layout is not None and any(axis.size > 1 for axes in layout.dims for axis in axes)
 

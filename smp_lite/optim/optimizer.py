@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -217,7 +217,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
         self.give_up()
         if self._own_hooks is not None:
             self._own_hooks.place(self._torchs)
-            self._between.enter_context(self._groups.as_between_steps())
+            self._between.enter_context(self._as_between_steps())
 
     def after_hooks(self) -> None:
         """Its step has ended, and so have they."""
@@ -248,7 +248,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
             self._step_took = False
             self._groups.put_back()
         self._alone.close()
-        self._between.enter_context(self._groups.as_between_steps())
+        self._between.enter_context(self._as_between_steps())
 
     # The optimizer's own methods ----------------------------------------------------------------------------
 
@@ -346,7 +346,7 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
             self._sharding.overflowed()
             return None
         if closure is not None:
-            closure = self._as_between_steps(closure)
+            closure = self._guarding(closure)
         closure = self._sharding.before_step(self._torchs, closure)
         self.give_up()  # of a step of the inner optimizer's alone
         with self._session.model.parts_as_ordinary(), self._groups.here(stand_ins=False):
@@ -371,9 +371,15 @@ class DistributedOptimizer(NamesOfFP16, torch.optim.Optimizer):
             self._checked.after_step(self._torchs)
         return result
 
-    def _as_between_steps(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    @contextlib.contextmanager
+    def _as_between_steps(self) -> Iterator[None]:
+        """Within: a script's own code runs (a closure, a hook), and finds what there is between steps."""
+        with self._groups.as_between_steps(), self._session.model.parts_as_between_steps():
+            yield
+
+    def _guarding(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
-            with self._groups.as_between_steps():
+            with self._as_between_steps():
                 return closure()
 
         return evaluate

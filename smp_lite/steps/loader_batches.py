@@ -8,7 +8,7 @@ function gets a step's whole batch in either case; so there, several are joined 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -57,19 +57,19 @@ def batches(loader: Iterable[Any]) -> Iterator[Any]:
         )
 
 
-def check_samples(found: set[int]) -> None:
+def check_samples(samples: Callable[[], set[int]]) -> None:
     """Holds a training step against the batch sizes that the configuration says (LiBai's does).
 
     What the loader gives is what trains, and may be fewer samples at the end of an epoch: a warning.
 
     Args:
-        found: sizes of the tensors of one microbatch.
+        samples: gives the sizes of the tensors of one microbatch.
     """
     session = session_module.current()
     plan = session.plan
-    if plan is None or plan.microbatches.size is None or not found or plan.microbatches.size in found:
+    if session.rank != 0 or plan is None or plan.microbatches.size is None:
         return
-    if session.rank == 0:
+    if (found := samples()) and plan.microbatches.size not in found:
         said, size = plan.said("microbatches.size"), plan.microbatches.size
         is_default = f"{said.key} is not said, and by default {size}"
         says = is_default if said.is_default else f"{said.text()} means {size}"

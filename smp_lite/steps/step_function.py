@@ -73,7 +73,7 @@ class StepFunction:
         with ordinary:
             result = self._run(session, context, inputs)
         if context.has_backward:  # evaluation may have other sizes
-            check_samples(self._splitter.samples(*inputs[0]) if inputs else set())
+            check_samples(lambda: self._splitter.samples(*inputs[0]) if inputs else set())
         self._trains[mode] = context.has_backward
         session.steps_run += 1
         if session.model is not None:

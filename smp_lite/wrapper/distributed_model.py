@@ -22,13 +22,12 @@ from .. import session as session_module
 from ..devices import check_current, is_host
 from ..errors import SMPError
 from ..nn.distributed.base import note_places
-from ..nn.part_guard import PartGuard
+from ..nn.part_guard import PartGuard, is_guarded
 from ..optim.half.types import half_type
 from ..optim.state.own_parameters import OwnParameters
 from ..plan.partitioning.partition import ModuleCost, Partition
 from ..record.parameters.placement import Placement
 from ..record.parameters.sharing_memory import refuse_parted
-from ..record.parameters.split_reads import is_split
 from ..record.state.ambient import refuse_transformations
 from ..record.values.inputs import inputs_here
 from ..runtime.graphs.stage_graphs import are_wanted
@@ -158,7 +157,7 @@ class DistributedModel(ModelWithState):
         waits = bool(session.shard_axes) or has_lazy_modules(module) or (self._was_meta and lacks(module))
         if session.num_stages == 1 and not waits:
             self._partition_now(None)
-        if any(map(is_split, module.parameters())):
+        if any(map(is_guarded, module.parameters())):
             self._guard = PartGuard(module)
             session.overrides.callback(self._guard.end)
 
@@ -335,6 +334,10 @@ class DistributedModel(ModelWithState):
     def parts_as_ordinary(self) -> contextlib.AbstractContextManager[None]:
         """Within: parameters of split layers are of torch's own types, as in a step."""
         return contextlib.nullcontext() if self._guard is None else self._guard.ordinary()
+
+    def parts_as_between_steps(self) -> contextlib.AbstractContextManager[None]:
+        """Within: they are guarded, as a script's own code finds them."""
+        return contextlib.nullcontext() if self._guard is None else self._guard.between()
 
     def _partition_now(self, example: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
         """Cuts the model; collective over all ranks."""

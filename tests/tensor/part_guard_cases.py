@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import smp_lite as smp
 
-__all__ = ["ALLOWED", "REFUSED", "allowed", "ended", "refused", "trained_plainly"]
+__all__ = ["ALLOWED", "REFUSED", "allowed", "ended", "in_hooks_and_closures", "refused", "trained_plainly"]
 
 Look = Callable[[nn.Parameter], Any]
 
@@ -156,6 +156,32 @@ def allowed() -> dict[str, bool]:
     model, _ = _wrapped()
     _step(model, _batch())
     return {name: function(model.module.up.weight) for name, function in ALLOWED.items()}
+
+
+def in_hooks_and_closures() -> dict[str, str]:
+    """What a script's own code is told that runs within ``optimizer.step()``."""
+    model, _ = _wrapped()
+    told: dict[str, str] = {}
+
+    def look(where: str) -> None:
+        try:
+            sum(p.norm() for p in model.parameters())
+            told[where] = "ran"
+        except smp.SMPError as error:
+            told[where] = str(error)
+
+    def closure() -> Tensor:
+        loss = _step(model, _batch()).reduce_mean()
+        look("closure")
+        return loss
+
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner.register_step_pre_hook(lambda *_: look("before"))
+    inner.register_step_post_hook(lambda *_: look("after"))
+    optimizer = smp.DistributedOptimizer(inner)
+    optimizer.step(closure)
+    look("then")
+    return told
 
 
 def trained_plainly(name: str) -> tuple[list[float], list[float], float, float]:

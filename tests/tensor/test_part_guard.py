@@ -17,6 +17,12 @@ def test_what_is_of_one_part_is_refused() -> None:
             assert all("has a part of it" in text for text in texts), (name, texts)
 
 
+def test_so_it_is_in_hooks_and_closures() -> None:
+    for told in run_distributed(f"{CASES}:in_hooks_and_closures", 2):
+        assert told.keys() == {"before", "closure", "after", "then"}
+        assert all("has a part of it" in text for text in told.values()), told
+
+
 def test_what_is_right_on_parts_runs() -> None:
     for found in run_distributed(f"{CASES}:allowed", 2):
         assert found == dict.fromkeys(cases.ALLOWED, True)

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...record.values.memory import version_of
 from ...record.values.placed import PlacedTensor
 from .calls import refuse_given
 
@@ -105,7 +106,8 @@ def _check_block_mask(mask: Any) -> None:
     global _last_checked
     if not _is_known(mask) or mask.dim() != 4 or not mask.numel():
         return
-    if _last_checked is not None and (_last_checked[0]() is mask and _last_checked[1] == mask._version):
+    version = version_of(mask)
+    if _last_checked is not None and (_last_checked[0]() is mask and _last_checked[1] == version):
         return
     rows, columns = mask.shape[-2:]
     if rows not in (1, columns):
@@ -119,7 +121,7 @@ def _check_block_mask(mask: Any) -> None:
         )
     if not bool((visible & earlier).any(-1).all()):
         raise ValueError(_BLIND)
-    _last_checked = weakref.ref(mask), mask._version
+    _last_checked = weakref.ref(mask), version
 
 
 def _check_packed(positions: Any) -> None:

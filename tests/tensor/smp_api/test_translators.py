@@ -125,7 +125,9 @@ def test_padding_on_the_right(name: str) -> None:
     smp.set_tensor_parallelism(net)
     model = smp.DistributedModel(net).get_module()
     call = {"input_ids": torch.arange(12).reshape(2, 6), "attention_mask": LEFT.flip(-1)}
-    torch.testing.assert_close(model(**call).logits, plain(**call).logits, rtol=1e-5, atol=1e-5)
+    for grad in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with grad():
+            torch.testing.assert_close(model(**call).logits, plain(**call).logits, rtol=1e-5, atol=1e-5)
 
 
 # Attention under its own name -------------------------------------------------------------------------------
