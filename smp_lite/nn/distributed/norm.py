@@ -33,7 +33,6 @@ class DistributedLayerNorm(DistributedModule, nn.LayerNorm):
         self.normalized_shape, self.eps = normalized_shape, eps  # type: ignore[assignment]
         self.weight = nn.Parameter(torch.ones(normalized_shape))
         self.bias = nn.Parameter(torch.zeros(normalized_shape))
-        self.splits_features = inside and self.region.splits_features
         self.inside = inside
         if self.splits_features:
             self.region.check_shares("DistributedLayerNorm: normalized_shape", normalized_shape)
@@ -42,6 +41,11 @@ class DistributedLayerNorm(DistributedModule, nn.LayerNorm):
             self.share({})
             if inside:
                 self.note_all_batches(("weight", "bias"))
+
+    @property
+    def splits_features(self) -> bool:
+        """Whether a rank has its part of the features here."""
+        return self.inside and self.region.splits_features
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.splits_features:
