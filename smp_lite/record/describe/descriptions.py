@@ -28,7 +28,7 @@ from ..values.calls import Arguments, Constant, ResultMeta
 from ..values.placed import PlacedTensor
 from .alike import AlikeCalls
 from .effects import CannotBeRecorded, NeedsOpening
-from .metadata import MetadataInference
+from .metadata import USES_OTHERS, MetadataInference
 from .signature import (
     ModuleSignatures,
     plain_key,
@@ -127,13 +127,13 @@ class Descriptions:
             raise
         except NeedsOpening as effect:
             return Opened(str(effect)) if is_module else NotDescribed(None)
-        except DataDependentOutputException:
-            return NotDescribed(None) if is_module else NeedsData()
-        except DynamicOutputShapeException:
-            return NotDescribed(None)
-        except Exception:
+        except Exception as error:
             if is_module and self.inference.touched_placed:
-                return Opened("uses a value of the step that is not among its arguments")
+                return Opened(USES_OTHERS)
+            if isinstance(error, DataDependentOutputException):
+                return NotDescribed(None) if is_module else NeedsData()
+            if isinstance(error, DynamicOutputShapeException):
+                return NotDescribed(None)
             # No fake kernel, or an error of the user's, which the real run will show.
             if is_module and self._names.get(self.signatures.of(what)) is None:
                 self._learn_names(what, mentioned_in(what))

@@ -91,9 +91,15 @@ def untouched(module: nn.Module, *given: Any, whatever: bool = False) -> Iterato
 
 
 class FakeTables:
-    """The fake parameters and buffers of one fake run."""
+    """The fake parameters and buffers of one fake run.
+
+    Attributes:
+        parameters: of the module, by the names that they have in the whole model, once it is cut.
+        storages: their memory.
+    """
 
     def __init__(self) -> None:
+        self.parameters: dict[str, torch.Tensor] = {}
         self.storages: set[int] = set()
         self._tables: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = []
 

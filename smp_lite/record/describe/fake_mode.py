@@ -24,8 +24,25 @@ class _WithoutNumbers(FakeTensorConverter):
         return fake
 
 
+class _Forgetful(FakeTensorMode):
+    """Knows real tensors while it is on only.
+
+    Torch's own keeps weak references to those that it has met, such as parameters that code holds beside
+    their module, and so they could not become away (:func:`..parameters.away.send_away`).
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._forget()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.fake_tensor_converter = _WithoutNumbers(copy_data=self.propagate_real_tensors)
+
+
 def fake_mode() -> FakeTensorMode:
     """A mode that takes real tensors too, whose data then is as unknown as that of fake ones."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.fake_tensor_converter = _WithoutNumbers(copy_data=mode.propagate_real_tensors)
-    return mode
+    return _Forgetful()

@@ -7,8 +7,9 @@ numbers, its flops, and the bytes that its backward would keep. The recorder cac
 
 A fake run leaves no trace (:mod:`smp_lite.record.state.python_state`), and it shows whether a real one would:
 a module that sets attributes, fills a list that it was given, draws from a generator of its own or reaches
-for a value of the step that is not among its arguments cannot run later as one closed call.
-:class:`NeedsOpening` says so, and the recorder lets the module's own code run where it is called.
+for a value of the step that is not among its arguments, or for a parameter that is not its own, cannot run
+later as one closed call. :class:`NeedsOpening` says so, and the recorder lets the module's own code run where
+it is called.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ...errors import SMPError
 from ..code.operators import run_operator
 from ..code.random_operators import draws_numbers
 from ..code.watch import Names
+from ..parameters.away import Uses, names_of_local
 from ..parameters.tables import plain_table
 from ..state.flat_weights import renew_lists
 from ..state.random_state import kept, python_state
@@ -44,6 +46,11 @@ from .effects import Effects, FakeTables, NeedsOpening, function_untouched
 from .fake_mode import fake_mode
 from .layouts import as_kernels_lay_out
 from .saved_hooks import hooks_on_saved
+
+USES_OTHERS = (
+    "uses a value of the step that is not among its arguments, or a parameter that is not its own (kept in a "
+    "list, a variable, an attribute that is not registered)"
+)
 
 
 class MetadataInference:
@@ -75,9 +82,10 @@ class MetadataInference:
         effects = Effects(module, args, kwargs)
         reads = AttributeReads(module)
         tables = self.install_fakes(module)
+        uses = Uses(tables.parameters)
         try:
             try:
-                with effects.watched(), reads.noted():
+                with effects.watched(), reads.noted(), uses.noted():
                     meta = self._run(lambda: forward_of(module, args, kwargs), fakes, tables)
             except NeedsOpening:
                 raise
@@ -87,9 +95,11 @@ class MetadataInference:
                 if found is not None:
                     raise NeedsOpening(found) from None
                 raise
+            finally:
+                self.touched_placed |= uses.of_others
             reason = effects.found()
             if self.touched_placed:
-                reason = "uses a value of the step that is not among its arguments"
+                reason = USES_OTHERS
             if meta.sets_attributes:
                 reason = "sets attributes of tensors"
             if any(given._backward_hooks for _, given in fakes):
@@ -148,6 +158,8 @@ class MetadataInference:
                         continue
                     if id(tensor) not in made:
                         made[id(tensor)] = self._fake_state(tensor)
+                        if type(tensor) is PlacedTensor and tensor.smp_parameter is not None:
+                            tables.parameters[tensor.smp_parameter] = made[id(tensor)]
                     faked[name] = made[id(tensor)]
                 part.__dict__[table] = faked
                 tables.add(prefix, faked, is_buffers=table == "_buffers")
@@ -190,11 +202,14 @@ class MetadataInference:
             saved_state.append((weakref.ref(saved), storage._cdata))
             return saved
 
-        watch = _Watch()
+        watch = _Watch(tables.parameters.keys())
         with kept():
             before, seeded = python_state(), torch.default_generator.get_state()
-            with self.mode, watch, hooks_on_saved(pack):
-                result = call()
+            try:
+                with self.mode, watch, hooks_on_saved(pack):
+                    result = call()
+            finally:
+                self.touched_placed |= watch.met_parameters
             drew = python_state() != before
             # Fake tensors draw nothing, so whatever has moved torch's generator was meant to.
             if not torch.equal(seeded, torch.default_generator.get_state()):
@@ -400,13 +415,19 @@ def _is_of_the_user(leaf: Any) -> bool:
 
 
 class _Watch(TorchDispatchMode):
-    """Counts flops, notices random draws, and what is written to."""
+    """Counts flops, notices random draws, what is written to, and parameters that are not the module's.
 
-    def __init__(self) -> None:
+    Args:
+        own: names of the module's parameters in the whole model.
+    """
+
+    def __init__(self, own: AbstractSet[str]) -> None:
         super().__init__()
+        self._own = own
         self.draws = False
         self.flops = 0.0
         self.changes_outside = False
+        self.met_parameters = False  # the model's, which are none of what runs: those are fake
         self.only_passed: set[int] = set()  # to backwards, which do not read them: batch norm in training
         self.written: set[int] = set()  # storages, whether autograd hears of it (x.add_) or not (x.data.add_)
 
@@ -419,6 +440,7 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         schema = func._schema
+        self._note_parameters(args)
         if func.namespace == fake_collectives.NAMESPACE:
             self._note_written(fake_collectives.written(func, args))
             return fake_collectives.result(func, args)
@@ -433,6 +455,14 @@ class _Watch(TorchDispatchMode):
             self.draws = True
         self.flops += operator_flops(func, args, kwargs, result)
         return result
+
+    def _note_parameters(self, values: Sequence[Any]) -> None:
+        for value in values:
+            if type(value) in (list, tuple):
+                self._note_parameters(value)
+            elif type(value) in (nn.Parameter, torch.Tensor):
+                names = names_of_local(value)  # none: the model is not cut yet, or it is not of it
+                self.met_parameters |= bool(names) and self._own.isdisjoint(names)
 
     def _note_written(self, value: Any) -> None:
         if isinstance(value, FakeTensor):

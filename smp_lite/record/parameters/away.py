@@ -13,7 +13,10 @@ that says what the tensor is and how to get it.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,14 +28,23 @@ from ...errors import SMPError
 from ..code.random_operators import draws_numbers
 from ..state.draws import Draw
 from ..values.calls import Arguments
+from ..values.memory import storage_of
 from ..values.structure import flatten, rebuild
-from ..values.torch_functions import METADATA_FUNCTIONS, METADATA_PROPERTIES, changes_first, function_name
+from ..values.torch_functions import (
+    METADATA_FUNCTIONS,
+    METADATA_PROPERTIES,
+    changes_first,
+    function_name,
+    is_metadata,
+)
 
 __all__ = [
     "AwayParameter",
     "AwayTensor",
+    "Uses",
     "away_buffer",
     "is_away",
+    "names_of_local",
     "needed",
     "note_gradient",
     "root_of",
@@ -70,6 +82,59 @@ _ON_PLACEHOLDER = frozenset(
 )
 
 
+class Uses:
+    """While a call is tried out on fake tensors: what it asks of away tensors beside their form.
+
+    Its own parameters it may hold elsewhere too (a closure over ``self.gamma``): where these are away, the
+    fake ones answer, as they do for what it reads of the module.
+
+    Args:
+        own: its fake parameters, by the names that they have in the whole model.
+    """
+
+    def __init__(self, own: Mapping[str, torch.Tensor]) -> None:
+        self.own = own
+        self.of_others = False
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        global _uses
+        before, _uses = _uses, self
+        try:
+            yield
+        finally:
+            _uses = before
+
+    def with_own(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The arguments with the fake ones in their places; None: only the form of others is asked for.
+
+        Raises:
+            SMPError: more is asked of others; the caller will not see it, and ``of_others`` tells.
+        """
+        arguments = Arguments.of(args, kwargs)
+        own = [self._own(tensor) for tensor in arguments.tensors]
+        others = [tensor for tensor, fake in zip(arguments.tensors, own) if fake is None and is_away(tensor)]
+        if others and not is_metadata(func, getattr(func, "__name__", "")):
+            self.of_others = True
+            raise needed("a call that is tried out", others)
+        if all(fake is None for fake in own):
+            return None
+        tensors = [tensor if fake is None else fake for tensor, fake in zip(arguments.tensors, own)]
+        return arguments.build(tensors)
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return self.own.get(tensor.smp_name) if type(tensor) is AwayParameter else None
+
+
+_uses: Uses | None = None
+
+
+def _fake_for(away: Any, method: Any) -> torch.Tensor | None:
+    """What answers in its place for a method that torch does not ask about; None: itself."""
+    replaced = None if _uses is None else _uses.with_own(method, (away,), {})
+    return None if replaced is None else replaced[0][0]
+
+
 class _Away:
     """What both kinds have in common."""
 
@@ -83,6 +148,8 @@ class _Away:
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if _uses is not None and (replaced := _uses.with_own(func, args, kwargs)) is not None:
+            return func(*replaced[0], **replaced[1])
         if name == "__get__":
             return _attribute(func, args)
         if name == "__set__":
@@ -106,6 +173,8 @@ class _Away:
         return _compute(func, name, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if (fake := _fake_for(self, torch.Tensor.__reduce_ex__)) is not None:
+            return fake.__reduce_ex__(protocol)
         raise needed("saving it", [self])
 
 
@@ -199,6 +268,8 @@ def _wrap(meta: torch.Tensor, stage: int, name: str = "") -> AwayTensor:
 
 
 def _copy(away: Any, memo: dict[int, Any]) -> Any:
+    if (fake := _fake_for(away, torch.Tensor.__deepcopy__)) is not None:
+        return copy.deepcopy(fake, memo)
     if id(away) not in memo:
         make = away_parameter if isinstance(away, AwayParameter) else away_buffer
         memo[id(away)] = make(away, away.smp_stage, away.smp_name)
@@ -363,6 +434,17 @@ def _take_in(target: Any, stage: int, func: Any) -> None:
 
 LOCAL: dict[int, nn.Parameter] = {}
 """The parameters of this process's stages, by id, while others are away."""
+
+
+def names_of_local(tensor: torch.Tensor) -> list[str]:
+    """The parameter of this process's stages that it is, or those in whose memory it lies; names."""
+    if id(tensor) in LOCAL:
+        return [LOCAL[id(tensor)].smp_name]  # type: ignore[attr-defined]
+    memory = storage_of(tensor)
+    if memory is None:
+        return []
+    return [p.smp_name for p in LOCAL.values() if storage_of(p) == memory]  # type: ignore[attr-defined]
+
 
 _by_memory: dict[int, list[Any]] = {}
 """Tensor objects by their memory, from one look at all objects; forgotten when a step begins."""

@@ -264,7 +264,7 @@ class Placement:
             assert isinstance(parameter, nn.Parameter)
             stage = self.parameter_stage[full]
             if stage in stages:
-                parameter.smp_stage = stage  # type: ignore[attr-defined]
+                parameter.smp_stage, parameter.smp_name = stage, full  # type: ignore[attr-defined]
                 LOCAL[id(parameter)] = parameter
                 continue
             if full not in away:

@@ -76,8 +76,8 @@ class SharingMemory:
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self._ranges = _ranges(placement)
-        own = {id(placement.parameter(name)) for name in placement.parameter_stage}
-        self._found = list(self._others(own))
+        self._own = [(name, placement.parameter(name)) for name in placement.parameter_stage]
+        self._found = list(self._others({id(parameter) for _, parameter in self._own}))
 
     def _others(self, own: set[int]) -> Iterator[tuple[torch.Tensor, list[str]]]:
         """Tensors that are no parameters of the model, each with the names of those in whose memory it is."""
@@ -94,6 +94,11 @@ class SharingMemory:
     def part(self) -> None:
         """The model has been cut: whoever no longer shares memory with a parameter is marked."""
         with torch._C.DisableTorchFunction():
+            for name, parameter in self._own:
+                # Somebody has weak references to the object, or a graph over it: another one is in the model.
+                if type(parameter) is nn.Parameter and self._placement.parameter(name) is not parameter:
+                    parameter.smp_left = name  # type: ignore[attr-defined]
+                    parameter.__class__ = _LeftParameter
             for tensor, names in self._found:
                 parameters = [self._placement.parameter(name) for name in names]
                 stages = {p.smp_stage for p in parameters if is_away(p)}
@@ -107,6 +112,7 @@ class SharingMemory:
                 if stages or any(storage_of(parameter) != memory for parameter in parameters):
                     tensor.smp_left = names[0]  # type: ignore[attr-defined]
                     tensor.__class__ = _LeftParameter if type(tensor) is nn.Parameter else _LeftTensor
+        self._own.clear()
         self._found.clear()
 
 

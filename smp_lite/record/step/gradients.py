@@ -15,7 +15,7 @@ from ..values.placed import PlacedTensor, TensorMeta
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-__all__ = ["backward", "gradient_of", "require_gradient", "set_attribute"]
+__all__ = ["backward", "deep_copy", "gradient_of", "require_gradient", "set_attribute"]
 
 
 def backward(recorder: Recorder, tensors: Any, grad_tensors: Any = None) -> None:
@@ -113,6 +113,22 @@ def require_gradient(recorder: Recorder, target: Any, requires_grad: bool = True
     with torch._C.DisableTorchFunction():
         target.requires_grad_()
     return target
+
+
+def deep_copy(recorder: Recorder, placed: PlacedTensor) -> Any:
+    """``copy.deepcopy`` of it: another leaf, from which no gradient flows on.
+
+    Raises:
+        RuntimeError: it is no leaf, as torch says too.
+    """
+    if placed.requires_grad and placed.smp_parameter is None:
+        raise RuntimeError(
+            "copy.deepcopy of a result of the step through which a gradient flows: torch copies leaves only; "
+            "clone() it"
+        )
+    copied = recorder.torch_function(torch.Tensor.detach, (placed,), {})
+    copied = recorder.torch_function(torch.clone, (copied,), {})
+    return require_gradient(recorder, copied) if placed.requires_grad else copied
 
 
 def set_attribute(recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...]) -> None:

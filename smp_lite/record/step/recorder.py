@@ -46,7 +46,7 @@ from ..values.torch_functions import (
 from .collectives import EndedWork, as_it_runs, is_collective
 from .command_writer import CommandWriter
 from .forced import Forced, Host
-from .gradients import backward, gradient_of, require_gradient, set_attribute
+from .gradients import backward, deep_copy, gradient_of, require_gradient, set_attribute
 from .module_calls import ModuleCalls
 from .ordinary_tensors import PARAMETERS, OrdinaryTensors
 from .repeated import RepeatedCalls
@@ -238,10 +238,10 @@ class Recorder:
                 f"stage: {REFUSED[name]}"
             )
         if name == "__deepcopy__":
-            func, args, kwargs = torch.clone, args[:1], {}
-        elif name == "__set__":
+            return deep_copy(self, args[0])
+        if name == "__set__":
             return set_attribute(self, func, args)
-        elif changes_first(name, kwargs):
+        if changes_first(name, kwargs):
             target = kwargs.get("out", args[0] if args else None)
             if type(target) is not PlacedTensor and isinstance(target, torch.Tensor):
                 return self.ordinary.change_replicated(func, target, args, kwargs)
@@ -259,7 +259,7 @@ class Recorder:
         if (twins and twins.among(args, kwargs)) or any(type(tensor) in PARAMETERS for tensor in args):
             replaced = self.ordinary.stand_ins(args, kwargs)
             if replaced is not None:
-                return self.torch_function(func, *replaced)
+                return PlacedTensor.called(func, *replaced)
         name = getattr(func, "__name__", "")
         if self.buffers.seen.stale and name != "__get__":
             self.buffers.seen.refresh(members_of(args, kwargs))

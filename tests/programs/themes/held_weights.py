@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.programs import program
 from tests.programs.small import Net, batches, make_step
@@ -99,3 +103,113 @@ def vectors_of_a_frozen_embedding(smp: Any, out: Any) -> None:
     net = WithVectors(vectors)
     trained(smp, out, net)
     out.value("similar", vectors @ vectors.T)
+
+
+WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda x, weight: x @ weight,
+    "its data": lambda x, weight: x @ weight.data,
+    "without gradient": lambda x, weight: x * weight.detach().norm(),
+    "a number": lambda x, weight: x * float(weight.detach().sum()),
+    "in a checkpoint": lambda x, weight: checkpoint(lambda h: h @ weight, x, use_reentrant=False),
+    "a copy": lambda x, weight: x @ copy.deepcopy(weight),
+    "in a list": lambda x, weight: x + torch.stack([weight, weight.T]).mean((0, 1)),
+    "or without": lambda x, weight: _or_without(x, weight),
+}
+
+
+def _or_without(x: Tensor, weight: Tensor) -> Tensor:
+    try:
+        return x @ weight
+    except RuntimeError:
+        return x
+
+
+class Keeps(nn.Module):
+    """Uses a weight of a module that it does not hold."""
+
+    def __init__(self, other: nn.Linear, way: str = "product") -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.kept = [other.weight]
+        self.use = WAYS[way]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) + self.use(x, self.kept[0])
+
+
+class Kept(nn.Module):
+    def __init__(self, way: str = "product") -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.near, self.far = Keeps(self.first, way), Keeps(self.first, way)
+        self.before = Keeps(self.second, way)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.near(self.before(self.first(x).relu()))
+        return self.head(self.far(self.second(x).relu()))
+
+
+class InManyWays(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Kept(way) for way in WAYS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([part(x) for part in self.parts]).sum(0)
+
+
+@program(
+    stages=(2, 3),
+    ranks=(2,),
+    replicas=(1, 2),
+    microbatches=1,
+    static=True,
+    refused_static="a parameter that is not its own",
+    always_on_ranks=True,
+)
+def weights_of_others_in_lists(smp: Any, out: Any) -> None:
+    """Blocks keep weights of others, of their own stage and of another one, before and after these."""
+    trained(smp, out, Kept())
+
+
+@program(stages=(2,), ranks=(2,), microbatches=2)
+def weights_of_others_used_in_many_ways(smp: Any, out: Any) -> None:
+    """Their data, numbers, copies of them, without a gradient, in a checkpoint."""
+    trained(smp, out, InManyWays())
+
+
+@program(stages=(2,), ranks=(2,), microbatches=1)
+def weights_of_others_under_a_closure(smp: Any, out: Any) -> None:
+    """The same, where the optimizer runs the step."""
+    model = smp.DistributedModel(Kept())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    step = make_step(smp)
+    for x, y in batches(smp):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            return step(model, x, y).reduce_mean()
+
+        out.value("loss", optimizer.step(closure))
+    out.model(model)
+
+
+@program(
+    stages=(2,), ranks=(2,), refused_on_ranks=r"sum of a tensor that shared memory with the parameter '[a-z]"
+)
+def weights_that_somebody_refers_to_weakly(smp: Any, out: Any) -> None:
+    """The objects cannot become away; clipping knows them all the same."""
+    net = Net()
+    parameters = list(net.parameters())
+    references = [weakref.ref(parameter) for parameter in parameters]
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    step = make_step(smp)
+    for x, y in batches(smp):
+        optimizer.zero_grad()
+        out.value("loss", step(model, x, y).reduce_mean())
+        out.value("norm", nn.utils.clip_grad_norm_(parameters, 0.1))
+        optimizer.step()
+    out.model(model)
+    out.value("sums", [reference().sum() for reference in references])

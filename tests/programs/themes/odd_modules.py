@@ -255,6 +255,20 @@ def parameters_of_another_module(smp: Any, out: Any) -> None:
 
 
 @program(stages=(2,), ranks=(2,))
+def copies_of_its_own_modules(smp: Any, out: Any) -> None:
+    """The root copies a module and a parameter in its forward: no gradient flows through the copies."""
+
+    class Copies(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks[0](x)
+            x = x + copy.deepcopy(self.blocks[0])(self.blocks[1](x))
+            x = self.blocks[2](x) * copy.deepcopy(self.blocks[0].norm.weight)
+            return self.head(x)
+
+    fit(smp, out, Copies())
+
+
+@program(stages=(2,), ranks=(2,))
 def lazy_modules(smp: Any, out: Any) -> None:
     """LazyLinear and LazyBatchNorm1d, made real by a dry run before wrapping, as the docs tell."""
     net = nn.Sequential(
