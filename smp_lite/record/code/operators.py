@@ -79,13 +79,20 @@ def _are_plain(values: Iterable[Any]) -> bool:
 def _modes_are_known() -> bool:
     """A dispatch mode below sees operators on meta tensors, a function mode what decompositions call."""
     num_below = torch._C._len_torch_dispatch_stack()
-    if num_below > 1 or (num_below == 1 and type(torch._C._get_dispatch_stack_at(0)) is not FakeTensorMode):
+    if num_below > 1:
         return False
-    for place in range(torch._C._len_torch_function_stack()):
-        first = type(torch._C._get_function_stack_at(place)).__module__.partition(".")[0]
-        if first not in ("torch", _OURS):
+    if num_below == 1:
+        below = torch._C._get_dispatch_stack_at(0)
+        if not (isinstance(below, FakeTensorMode) and _is_known(below)):
             return False
-    return True
+    return all(
+        _is_known(torch._C._get_function_stack_at(place))
+        for place in range(torch._C._len_torch_function_stack())
+    )
+
+
+def _is_known(mode: Any) -> bool:
+    return type(mode).__module__.partition(".")[0] in ("torch", _OURS)
 
 
 _looked_at: set[str] = set()
