@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import SMPError
 from .backward.checkpoints import Region, inside_reentrant, refuse_node_hook, refuse_saved_hooks
 from .backward.engine import WANTED_DTYPES
+from .buffers.held import BehindBuffer
 from .commands.apply_function import ApplyFunction
 from .describe.checkpointed_calls import call_marked, has_runs, is_marked
 from .parameters.away import LOCAL
@@ -65,6 +66,9 @@ class _Listener(TorchFunctionMode):
         recorder, func = self.recorder, meant(func)
         if recorder.suspended or recorder.descriptions.inferring:
             return func(*args, **(kwargs or {}))
+        if recorder.buffers.seen.stale:
+            recorder.buffers.seen.before(func, args, kwargs or {})
+            types = tuple([kind for kind in types if kind is not BehindBuffer])
         if recorder.has_split_parameters:
             recorder.refuse_split_reads(func, args, kwargs or {})
         if PlacedTensor in types:

@@ -81,7 +81,7 @@ class KeptBuffers:
 
     def _find(self) -> dict[int, list[torch.Tensor]]:
         found: dict[int, list[torch.Tensor]] = {}
-        for buffer in self._placement.buffers():
+        for _, _, buffer in self._placement.buffers():
             memory = storage_of(buffer)
             if memory is not None:
                 found.setdefault(memory, []).append(buffer)

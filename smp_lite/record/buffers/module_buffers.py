@@ -23,6 +23,7 @@ from ..parameters.tables import owner_of, plain_table
 from ..values.calls import Arguments, ResultMeta
 from ..values.memory import storage_of
 from ..values.placed import PlacedTensor
+from .held import HeldBuffers
 from .kept import KeptBuffers
 from .seen import SeenBuffers
 
@@ -52,6 +53,7 @@ class ModuleBuffers:
         self._changing_now: dict[_Key, nn.Module] = {}  # those of this step
         self._returned: dict[int | None, str] = {}  # names of those that closed calls return, by memory
         self.seen = SeenBuffers(recorder)
+        self.held = HeldBuffers(recorder.placement, self._changing)
         self._saved: dict[_Key, tuple[nn.Module, torch.Tensor, torch.Tensor]] = {}
         self._changed_before: frozenset[_Key] = frozenset()  # this step: of those that closed calls change
         self._numbers: dict[int, int] = {}
@@ -79,16 +81,36 @@ class ModuleBuffers:
         self.seen.forget()
         self._saved.clear()
         self.kept.begin_step()
+        self.held.look()
+        self.seen.hold(self.held)
         self._changed_before = frozenset(self._changing)
         for (_, name), module in self._changing.items():
             self._save(module, name)
 
     def end_step(self) -> None:
         """Buffers that closed calls change are their owners' again."""
+        noted = self.seen.noted()
+        for (_, name), (module, given) in noted.items():
+            self.held.note(module, name, given)
         self.seen.forget()
         self.rebound.clear()
         for (_, name), module in self._changing.items():
             self.placement.send_buffer_away(module, name)
+            if (id(module), name) not in noted:  # what code has got was brought up to date at the end
+                self.held.set_behind(module, name)
+
+    def before_first_change(self, module: nn.Module, meta: ResultMeta) -> None:
+        """A closed call is about to be recorded: if it is the first that changes a buffer which others have
+        taken for a constant, these run, and are described anew."""
+        is_read = False
+        for name in meta.buffers:
+            part, own = owner_of(module, name)
+            if (id(part), own) not in self._changing:
+                is_read |= self.held.take_readers(part, own)
+        if is_read:
+            self.recorder.run_all_recorded()
+            self.recorder.descriptions.forget()
+            self.recorder.repeated.forget()
 
     def touched(self, module: nn.Module, meta: ResultMeta) -> tuple[int, ...]:
         """A closed call is recorded, which may change buffers.
@@ -108,9 +130,11 @@ class ModuleBuffers:
             if (id(part), own) not in self._changing:
                 self._changing[id(part), own] = part
                 self._save(part, own)
+                self._note_held(part, own)
             touched[self._number(part)] = None
             if name in meta.rebound:
                 self.seen.left(part, own)
+                self.held.leave(part, own)
                 continue
             buffer = plain_table(part._buffers).get(own)
             if buffer is not None:
@@ -118,6 +142,8 @@ class ModuleBuffers:
             held = self.seen.held(part, own)
             if held is not None:  # commands that have read it read what it was
                 self.recorder.ordinary.refuse_viewed([held])
+                if name in meta.unguarded:
+                    self.recorder.ordinary.refuse_saved(held)
                 self.recorder.ordinary.keep_captured(held, is_heard=name not in meta.unguarded)
                 self.seen.changed(part, own)
         if self._stateful:
@@ -126,6 +152,16 @@ class ModuleBuffers:
                 if id(part) in inside:
                     touched[self._number(part)] = None
         return tuple(touched)
+
+    def is_changing(self, memory: int) -> bool:
+        """Whether closed calls change a buffer in it that code holds, in this step or in others."""
+        return any(key in self._changing for key in self.seen.keys_in(memory))
+
+    def _note_held(self, module: nn.Module, name: str) -> None:
+        buffer = plain_table(module._buffers).get(name)
+        if type(buffer) is torch.Tensor and storage_of(buffer) is not None:
+            self.held.note(module, name, buffer)
+            self.seen.may_be_held(module, name, buffer)
 
     def note_returned(self, module: nn.Module, buffers: tuple[str, ...]) -> None:
         """A closed call returns these buffers, or views of them.

@@ -83,6 +83,7 @@ class Descriptions:
         # Key of a call -> (description, content tokens by label, structure token).
         self._known: dict[Any, tuple[ResultMeta, dict[str, int], int]] = {}
         self._alike = AlikeCalls()
+        self._apart: set[int] = set()  # signatures of modules that may hold what others of them do not
         self._last: dict[str, tuple[Any, Description]] = {}  # by label
         self._names: dict[int, Names] = {}  # by signature
         self._places: dict[int, tuple[int, int, PlacesRead]] = {}  # by module: (signature, functions, places)
@@ -118,6 +119,8 @@ class Descriptions:
             if is_module:
                 meta, names, unread = self.inference.module(what, arguments)
                 self._learn_names(what, names)
+                if self.inference.met_state:
+                    self._apart.add(self.signatures.of(what))
                 key = key and self._key(label, what, arguments, ambient)
                 if key:
                     self._alike.learn(what, unread, self._names[key[0]], key)
@@ -142,6 +145,12 @@ class Descriptions:
             self.inferring = False
         return self._keep(key, label, arguments, meta)
 
+    def forget(self) -> None:
+        """Calls are described anew: something that they read is no longer what it was taken for."""
+        self._known.clear()
+        self._alike = AlikeCalls()
+        self._last.clear()
+
     def _key(self, label: str, what: Any, arguments: Arguments, ambient: Ambient) -> Any:
         if isinstance(what, nn.Module):
             signature = self.signatures.of(what)
@@ -152,6 +161,8 @@ class Descriptions:
         leaves = [
             leaf.smp_meta if type(leaf) is PlacedTensor else _leaf_key(leaf) for leaf in arguments.leaves
         ]
+        if named in self._apart:
+            leaves.append(id(what))
         return (named, number, arguments.spec, ambient, *leaves)
 
     def _key_of_alike(self, label: str, module: nn.Module, arguments: Arguments, ambient: Ambient) -> Any:

@@ -95,11 +95,13 @@ class FakeTables:
 
     Attributes:
         parameters: of the module, by the names that they have in the whole model, once it is cut.
+        modules: ids of it and those in it.
         storages: their memory.
     """
 
     def __init__(self) -> None:
         self.parameters: dict[str, torch.Tensor] = {}
+        self.modules: set[int] = set()
         self.storages: set[int] = set()
         self._tables: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = []
 

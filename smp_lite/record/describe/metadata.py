@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -48,8 +48,8 @@ from .layouts import as_kernels_lay_out
 from .saved_hooks import hooks_on_saved
 
 USES_OTHERS = (
-    "uses a value of the step that is not among its arguments, or a parameter that is not its own (kept in a "
-    "list, a variable, an attribute that is not registered)"
+    "uses a value of the step that is not among its arguments, or a parameter or buffer that is not its own "
+    "(kept in a list, a variable, an attribute that is not registered)"
 )
 
 
@@ -60,6 +60,9 @@ class MetadataInference:
         self.mode = fake_mode()
         self.touched_placed = False  # a placed value was used by code that was run on fake tensors
         self.is_repeated = False  # the step has several microbatches
+        self.met_state = False  # tensors were used that are neither arguments nor the module's by their names
+        # Whether calls change a tensor of the model, once it is cut, but not of modules with these ids.
+        self.is_changing: Callable[[torch.Tensor, Collection[int]], bool] = lambda tensor, but_for: False
 
     def function(self, func: Callable[..., Any], arguments: Arguments) -> ResultMeta:
         """Describes ``func`` of the arguments. Errors of fake tensors pass through."""
@@ -76,7 +79,7 @@ class MetadataInference:
         Raises:
             NeedsOpening: it does something that one closed call cannot do.
         """
-        self.touched_placed = False
+        self.touched_placed = self.met_state = False
         fakes = self._fakes(arguments.tensors)
         args, kwargs = arguments.build([given for _, given in fakes])
         effects = Effects(module, args, kwargs)
@@ -97,6 +100,7 @@ class MetadataInference:
                 raise
             finally:
                 self.touched_placed |= uses.of_others
+                self.met_state |= uses.of_own
             reason = effects.found()
             if self.touched_placed:
                 reason = USES_OTHERS
@@ -150,6 +154,7 @@ class MetadataInference:
         made: dict[int, torch.Tensor] = {}
         tables = FakeTables()
         for prefix, part in module.named_modules():
+            tables.modules.add(id(part))
             for table in ("_parameters", "_buffers"):
                 faked: dict[str, torch.Tensor | None] = {}
                 for name, tensor in plain_table(part.__dict__[table]).items():
@@ -202,14 +207,15 @@ class MetadataInference:
             saved_state.append((weakref.ref(saved), storage._cdata))
             return saved
 
-        watch = _Watch(tables.parameters.keys())
+        watch = _Watch(tables.parameters.keys(), functools.partial(self.is_changing, but_for=tables.modules))
         with kept():
             before, seeded = python_state(), torch.default_generator.get_state()
             try:
                 with self.mode, watch, hooks_on_saved(pack):
                     result = call()
             finally:
-                self.touched_placed |= watch.met_parameters
+                self.touched_placed |= watch.met_others
+                self.met_state |= watch.met_state
             drew = python_state() != before
             # Fake tensors draw nothing, so whatever has moved torch's generator was meant to.
             if not torch.equal(seeded, torch.default_generator.get_state()):
@@ -415,19 +421,21 @@ def _is_of_the_user(leaf: Any) -> bool:
 
 
 class _Watch(TorchDispatchMode):
-    """Counts flops, notices random draws, what is written to, and parameters that are not the module's.
+    """Counts flops, notices random draws, what is written to, and state that is not the module's.
 
     Args:
         own: names of the module's parameters in the whole model.
+        is_changing: whether a tensor is a buffer of another module that calls change, or in its memory.
     """
 
-    def __init__(self, own: AbstractSet[str]) -> None:
+    def __init__(self, own: AbstractSet[str], is_changing: Callable[[torch.Tensor], bool]) -> None:
         super().__init__()
-        self._own = own
+        self._own, self._is_changing = own, is_changing
         self.draws = False
         self.flops = 0.0
         self.changes_outside = False
-        self.met_parameters = False  # the model's, which are none of what runs: those are fake
+        self.met_state = False  # tensors that are not fake
+        self.met_others = False  # of them, those of the model that are none of the module's
         self.only_passed: set[int] = set()  # to backwards, which do not read them: batch norm in training
         self.written: set[int] = set()  # storages, whether autograd hears of it (x.add_) or not (x.data.add_)
 
@@ -440,7 +448,7 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         schema = func._schema
-        self._note_parameters(args)
+        self._note_others(args)
         if func.namespace == fake_collectives.NAMESPACE:
             self._note_written(fake_collectives.written(func, args))
             return fake_collectives.result(func, args)
@@ -456,13 +464,14 @@ class _Watch(TorchDispatchMode):
         self.flops += operator_flops(func, args, kwargs, result)
         return result
 
-    def _note_parameters(self, values: Sequence[Any]) -> None:
+    def _note_others(self, values: Sequence[Any]) -> None:
         for value in values:
             if type(value) in (list, tuple):
-                self._note_parameters(value)
+                self._note_others(value)
             elif type(value) in (nn.Parameter, torch.Tensor):
+                self.met_state = True
                 names = names_of_local(value)  # none: the model is not cut yet, or it is not of it
-                self.met_parameters |= bool(names) and self._own.isdisjoint(names)
+                self.met_others |= self._own.isdisjoint(names) if names else self._is_changing(value)
 
     def _note_written(self, value: Any) -> None:
         if isinstance(value, FakeTensor):

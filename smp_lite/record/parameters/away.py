@@ -42,6 +42,7 @@ __all__ = [
     "AwayParameter",
     "AwayTensor",
     "Uses",
+    "a_try_uses_others",
     "away_buffer",
     "is_away",
     "names_of_local",
@@ -94,7 +95,7 @@ class Uses:
 
     def __init__(self, own: Mapping[str, torch.Tensor]) -> None:
         self.own = own
-        self.of_others = False
+        self.of_others = self.of_own = False
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -119,6 +120,7 @@ class Uses:
             raise needed("a call that is tried out", others)
         if all(fake is None for fake in own):
             return None
+        self.of_own = True
         tensors = [tensor if fake is None else fake for tensor, fake in zip(arguments.tensors, own)]
         return arguments.build(tensors)
 
@@ -127,6 +129,12 @@ class Uses:
 
 
 _uses: Uses | None = None
+
+
+def a_try_uses_others() -> None:
+    """If a call is tried out, it is one that has to be opened: it asks for what is not its own."""
+    if _uses is not None:
+        _uses.of_others = True
 
 
 def _fake_for(away: Any, method: Any) -> torch.Tensor | None:

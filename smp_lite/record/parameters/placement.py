@@ -176,12 +176,13 @@ class Placement:
                     found.append((f"{name}.{own}" if name else own, buffer))
         return found
 
-    def buffers(self) -> Iterator[torch.Tensor]:
-        """All that have their values here, of every stage; one that several modules hold comes again."""
+    def buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+        """All that have their values here, of every stage, with their modules and own names; one that several
+        modules hold comes again."""
         for _, module in self._modules:
-            for buffer in plain_table(module._buffers).values():
+            for own, buffer in plain_table(module._buffers).items():
                 if buffer is not None and not is_away(buffer):
-                    yield buffer
+                    yield module, own, buffer
 
     def holders(self, full: str) -> list[nn.Module]:
         """The modules that hold the parameter of that name directly."""

@@ -26,7 +26,7 @@ from ..values.torch_functions import METADATA_FUNCTIONS, function_name
 from .away import away_buffer, away_parameter, is_away
 from .placement import Placement
 
-__all__ = ["SharingMemory", "refuse_parted"]
+__all__ = ["SharingMemory", "asks_for_form", "left_name", "refuse_parted"]
 
 _OF_NUMBERS = frozenset(["data", "grad", "_grad", "T", "mT", "H", "mH", "real", "imag"])
 
@@ -152,15 +152,25 @@ def _send_away(tensor: torch.Tensor, stage: int, name: str) -> bool:
     return True
 
 
-def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+def asks_for_form(func: Any) -> bool:
+    """Whether a torch function of one tensor asks for no number of it, such as its shape."""
     called = getattr(func, "__name__", "")
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    return called in METADATA_FUNCTIONS or (called == "__get__" and attribute not in _OF_NUMBERS)
+
+
+def left_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Of the parameter or buffer that a tensor among the arguments was, and no longer follows."""
+    flat = [e for a in (*args, *kwargs.values()) for e in (a if isinstance(a, list | tuple) else [a])]
+    return next((name for each in flat if (name := getattr(each, "smp_left", None)) is not None), "")
+
+
+def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
-        if called in METADATA_FUNCTIONS or (called == "__get__" and attribute not in _OF_NUMBERS):
+        if asks_for_form(func):
             return func(*args, **(kwargs or {}))
-    flat = [e for a in (*args, *(kwargs or {}).values()) for e in (a if isinstance(a, list | tuple) else [a])]
-    name = next((found for each in flat if (found := getattr(each, "smp_left", None)) is not None), "")
-    if called in ("__repr__", "__format__"):
+    name = left_name(args, kwargs or {})
+    if getattr(func, "__name__", "") in ("__repr__", "__format__"):
         return f"<a tensor that shared memory with the parameter {name!r} until the model was cut>"
     raise SMPError(
         f"{function_name(func)} of a tensor that shared memory with the parameter {name!r} (a state dict of "

@@ -128,6 +128,8 @@ class CommandWriter:
             return self.record_module(name, module, recorder.arguments(args, kwargs), home, bare=bare)
         if home < 0 and isinstance(described, Description) and described.meta.draws:
             return DRAWS, None
+        if isinstance(described, Description) and described.meta.buffers:
+            recorder.buffers.before_first_change(module, described.meta)
         command = self._command(name, arguments, described, ambient, home, may_compare=True)
         command.module, command.bare = module, bare
         command.unit = recorder.placement.unit(module)

@@ -43,6 +43,9 @@ class OrdinaryTensors:
         self.twins = Twins()
         # Of this step, by memory: arguments, which, the microbatch, and whether its backward reads it.
         self._captured: dict[int, list[tuple[Arguments, int, int, bool]]] = {}
+        # Memory that backwards read: of commands of this step that have run, of buffers in this microbatch.
+        self._saved: set[int | None] = set()
+        self._copied: set[int | None] = set()
         # Of commands that have not run: arguments, which, the tensor and its version.
         self._unread: list[tuple[Arguments, int, torch.Tensor, int]] = []
         self._kept: list[tuple[torch.Tensor, int, torch.Tensor]] = []  # of this microbatch: version, copy
@@ -70,11 +73,13 @@ class OrdinaryTensors:
         self._is_compared = strict and compared
         self.changes_earlier = False
         self.contents.clear()
+        self._saved.clear()
 
     def forget(self) -> None:
         """The microbatch is over."""
         self.twins = Twins()
         self._kept.clear()
+        self._copied.clear()
         self._inputs.clear()
 
     def end_step(self) -> None:
@@ -258,6 +263,9 @@ class OrdinaryTensors:
 
     def forget_captured(self) -> None:
         """All commands so far have run, or never will."""
+        self._saved.update(
+            storage for storage, captured in self._captured.items() if any(saved for *_, saved in captured)
+        )
         self._captured.clear()
         self._unread.clear()
         self._kept.clear()
@@ -318,6 +326,9 @@ class OrdinaryTensors:
                     self._unread.append((arguments, i, tensor, version_of(tensor)))
                 if self.recorder.tape is None and is_shared(tensor):
                     self._guard(tensor, storage)
+                elif is_saved and self.recorder.buffers.is_changing(storage):
+                    self.keep_captured(tensor)  # a later microbatch may change it before the backward
+                    self._copied.add(storage)
                 if self._is_compared and storage not in self._batch and i not in written:
                     self.contents.append((tuple(tensor.shape), contents_of(tensor)))
 
@@ -355,6 +366,15 @@ class OrdinaryTensors:
                         raise _changed_unheard(present)
                     self._kept.append((present, version_of(present), copy))
                 arguments.replace(i, copy)
+
+    def refuse_saved(self, target: torch.Tensor) -> None:
+        """A buffer is about to change without autograd's notice.
+
+        Raises:
+            SMPError: a backward of this microbatch reads it, or one of this step that has no copy of it.
+        """
+        if storage_of(target) in self._copied | self._saved:
+            raise _changed_unheard(target)
 
     def before_backward(self) -> None:
         """``model.backward()`` is called: in one process it reads what was saved as it is by now.

@@ -76,6 +76,7 @@ class Recorder:
         self.runs = CheckpointedRuns(placement)
         self.modules = ModuleCalls(self)
         self.buffers = ModuleBuffers(self)
+        self.descriptions.inference.is_changing = self.buffers.held.is_read
         self.read_between = ReadBetween()
         self.backward_state = BackwardState(placement, self.descriptions, self.read_between)
         self.backward_state.changing_buffers = self.buffers.changing

@@ -259,6 +259,20 @@ def saved_for_a_backward(smp: Any, out: Any) -> None:
     trained(smp, out, Net())
 
 
+@program(**ON_RANKS)
+def saved_by_what_has_run(smp: Any, out: Any) -> None:
+    """To look at another one runs the call that has read the first, before the next microbatch changes it."""
+
+    class Net(Normed):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.after(self.norm(self.before(x)))
+            assert self.norm.running_mean is not None and self.norm.running_var is not None
+            h = h * self.norm.running_mean
+            return h + self.norm.running_var
+
+    trained(smp, out, Net(), steps=3)
+
+
 class Rebinding(TanhBlock):
     """Binds its average anew in each call, as user's code does that does not know of in-place changes."""
 

@@ -165,7 +165,7 @@ class InManyWays(nn.Module):
     replicas=(1, 2),
     microbatches=1,
     static=True,
-    refused_static="a parameter that is not its own",
+    refused_static="a parameter or buffer that is not its own",
     always_on_ranks=True,
 )
 def weights_of_others_in_lists(smp: Any, out: Any) -> None:
