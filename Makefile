@@ -1,6 +1,7 @@
 # make train   set up, then train a small GPT as a SageMaker job on this machine: 4 processes
 # make test    set up, then run the tests, but for those that take long (ten minutes)
-# make test-ci    with a fifth of those, another one each day: what CI runs (half an hour); SHARE=0/1: with all
+# make test-ci    with those, of the longest a fifth, another one each day: what CI runs (half an hour);
+#                 SHARE=0/1: with all
 # make test-all   with everything of which they run a sample
 # make bench   print the benchmark tables
 # make notebooks   run the notebooks, and write their pictures into them

@@ -40,7 +40,7 @@ if os.access("/dev/shm", os.W_OK):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="leave out what is marked slow")
+    parser.addoption("--quick", action="store_true", help="leave out what is marked slow or ci")
     parser.addoption(
         "--share",
         metavar="K/N",
@@ -85,8 +85,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what is marked ``thorough``, and all but each n-th case of what is marked ``sampled(n)``,
-    unless all is asked for (``make test-all``); with ``--quick`` (``make test``) what is ``slow`` too, with
-    ``--share`` (CI) all but a part of that."""
+    unless all is asked for (``make test-all``); with ``--quick`` (``make test``) what is ``slow`` or ``ci``
+    too, with ``--share`` (CI) all but a part of what is ``slow``."""
     if config.getoption("--device"):
         for item in items:
             if item.get_closest_marker("pretended") and config.getoption("--device") != "pretended":
@@ -118,6 +118,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             has_its_turn = not quick and num_slow % num_parts == part
             chosen = has_its_turn or place < slow.kwargs.get("keep", 0)
             num_slow += 1
+        for_ci = item.get_closest_marker("ci")
+        if for_ci is not None and quick and place >= for_ci.kwargs.get("keep", 0):
+            chosen = False
         (kept if chosen else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -42,7 +42,7 @@ class PlainStep:
     """
 
     runs_plainly = True
-    suspended = has_split_parameters = False
+    suspended = has_split_parameters = has_stale_buffers = False
     descriptions = _NotInferring()
 
     def __init__(

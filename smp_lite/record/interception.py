@@ -66,8 +66,8 @@ class _Listener(TorchFunctionMode):
         recorder, func = self.recorder, meant(func)
         if recorder.suspended or recorder.descriptions.inferring:
             return func(*args, **(kwargs or {}))
-        if recorder.buffers.seen.stale:
-            recorder.buffers.seen.before(func, args, kwargs or {})
+        if recorder.has_stale_buffers:
+            recorder.before_function(func, args, kwargs or {})
             types = tuple([kind for kind in types if kind is not BehindBuffer])
         if recorder.has_split_parameters:
             recorder.refuse_split_reads(func, args, kwargs or {})

@@ -133,6 +133,7 @@ def test_a_constant_that_changes_is_an_error() -> None:
         made.tolist()
 
 
+@pytest.mark.ci
 def test_refusals_name_what_they_refuse() -> None:
     class Own(nn.Parameter):
         pass

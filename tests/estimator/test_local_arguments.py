@@ -20,6 +20,7 @@ from tests.estimator.jobs import estimator
 DATA = "file:///tmp"
 
 
+@pytest.mark.ci(keep=3)
 @pytest.mark.parametrize("name", ["../../../escaped", "a/b", "..", "a b", "x" * 65, "ü"])
 def test_a_channel_has_a_name_that_the_service_takes(name: str, tmp_path: Path) -> None:
     with pytest.raises(ClientError, match=r"ValidationException.*channel name .* is not valid"):
@@ -66,6 +67,7 @@ def test_a_variable_has_a_name_that_the_service_takes(tmp_path: Path) -> None:
     assert request_of(estimator(tmp_path, "", environment={"_A1": "1"}))["Environment"] == {"_A1": "1"}
 
 
+@pytest.mark.ci
 def test_what_has_no_effect_here_is_known(tmp_path: Path) -> None:
     assert without_effect(request_of(estimator(tmp_path, ""))) == []
     assert without_effect(request_of(estimator(tmp_path, "", debugger_hook_config=False))) == []

@@ -27,6 +27,7 @@ def saving(tmp_path: Path, local: Path, uri: str) -> PyTorch:
     )
 
 
+@pytest.mark.ci
 def test_one_folder_serves_jobs_with_different_checkpoints(tmp_path: Path) -> None:
     local = tmp_path / "checkpoints"
     for number in (1, 2):

@@ -226,6 +226,7 @@ def test_a_job_without_model_parallelism_is_one_process(tmp_path: Path) -> None:
     assert outputs_of(job) == {"size": "1"}
 
 
+@pytest.mark.ci
 def test_without_mpi_each_host_runs_the_script_by_itself(tmp_path: Path) -> None:
     job = estimator(
         tmp_path,

@@ -39,6 +39,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.ci
 def test_a_job_is_described_watched_and_stopped_while_it_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

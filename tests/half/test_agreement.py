@@ -90,6 +90,7 @@ def test_a_sparse_gradient_in_fp16_is_named_on_all_ranks() -> None:
     assert first[2] == last[2] == ""
 
 
+@pytest.mark.ci
 def test_a_scaler_divides_pieces_on_every_stage() -> None:
     pieces = {"sdp_param_persistence_threshold": 0, "sdp_gradient_clipping": 0}
     sharded, whole = (

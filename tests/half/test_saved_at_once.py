@@ -13,6 +13,7 @@ import smp_lite as smp
 from tests.harness import run_distributed
 
 
+@pytest.mark.ci
 def test_all_ranks_are_told_that_a_step_comes_first(tmp_path: Path) -> None:
     """Only one replica would read the state for a full save."""
     found = run_distributed(

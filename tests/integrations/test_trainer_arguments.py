@@ -133,6 +133,7 @@ def test_without_transformers_5_the_trainer_says_so(program: str, what: str) -> 
     assert "SMPError" in result.stderr and what in result.stderr
 
 
+@pytest.mark.ci
 def test_importing_the_library_imports_no_transformers() -> None:
     program = (
         "import sys, smp_lite, smp_lite.integrations.transformers\nsmp_lite.DistributedModel\n"

@@ -70,6 +70,7 @@ def test_a_training_on_a_stream_resumes_as_the_plain_one(tmp_path: Path) -> None
     assert_same(plain, in_ranks(2, PIPELINE, tmp_path / "ours", resumes=True, **arguments))
 
 
+@pytest.mark.ci
 def test_the_files_are_the_plain_trainers(tmp_path: Path) -> None:
     plain = train(None, str(tmp_path / "plain"), saves=True, **STEPS)
     ours = in_ranks(2, PIPELINE, tmp_path / "ours", saves=True, **STEPS)

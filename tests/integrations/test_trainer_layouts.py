@@ -49,6 +49,7 @@ def test_split_layers_resume(tmp_path: Path) -> None:
     assert [log["step"] for log in resumed[0]["logs"] if "loss" in log] == list(range(1, 13))
 
 
+@pytest.mark.ci
 def test_sharded_parameters(tmp_path: Path) -> None:
     # The last batch has one row for two replicas, which gather each block's parameters together.
     plain, ours = both(tmp_path, SHARDED, 2, 2, rows=13, model="llama", predicts=True, **EVALUATED)

@@ -13,6 +13,7 @@ def on_device(function: str, *, devices: int = 1, **kwargs: Any) -> Any:
     return run_distributed(f"tests.pretended_device.cases:{function}", 1, kwargs=kwargs, devices=devices)[0]
 
 
+@pytest.mark.ci
 def test_mixing_devices_is_an_error() -> None:
     errors, right = on_device("mixed")
     for name in ("add", "reversed", "in place", "cat", "linear", "out", "foreach"):
@@ -58,6 +59,7 @@ def test_graphs_run_again_on_the_same_memory() -> None:
     assert all(found), found
 
 
+@pytest.mark.ci
 def test_several_devices() -> None:
     names, mixed, third = on_device("several", devices=2)
     assert names == ["pretended:0", "pretended:1", "pretended:1", "1"]

@@ -10,6 +10,7 @@ from tests.programs.registry import Program
 from tests.programs.running import run_in_memory
 
 
+@pytest.mark.ci(keep=3)
 @pytest.mark.parametrize(("program", "stages", "pipeline", "static"), IN_MEMORY)
 def test_in_memory(program: Program, stages: int, pipeline: str, static: bool) -> None:
     if refused := program.refused or (static and program.refused_static):

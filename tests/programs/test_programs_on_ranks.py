@@ -10,6 +10,7 @@ from tests.programs.registry import Program
 from tests.programs.running import parameters_of
 
 
+@pytest.mark.ci(keep=3)
 @pytest.mark.parametrize(("program", "stages", "replicas"), ON_RANKS)
 def test_on_ranks(program: Program, stages: int, replicas: int) -> None:
     parameters = parameters_of(program, stages, program.pipelines[0])

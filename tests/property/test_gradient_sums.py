@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
+import pytest
 from hypothesis import event, given, settings
 
 from smp_lite.plan.step.segments import Segment, SegmentGraph
@@ -68,6 +69,7 @@ def sum_by_segments(recording: RandomRecording, graph: SegmentGraph, value: int)
     return reduce(added, own_gradients(recording, others, value), total)
 
 
+@pytest.mark.ci
 @settings(max_examples=500)
 @given(recordings())
 def test_gradients_are_grouped_as_in_one_process(recording: RandomRecording) -> None:

@@ -67,6 +67,7 @@ def test_scattered(line: Line, num_stages: int) -> None:
 SHAPES: list[VirtualStages] = [2, 3, 4, "v"]
 
 
+@pytest.mark.ci
 @settings(max_examples=80)
 @given(
     grouped_lines(min_size=14, max_size=24) | lines(min_size=20), st.integers(2, 8), st.sampled_from(SHAPES)

@@ -100,6 +100,7 @@ def rows(draw: st.DrawFn) -> SegmentGraph:
     return build_graph(commands, roots=[len(stages) - 1])
 
 
+@pytest.mark.ci
 @settings(max_examples=300)
 @given(rows(), st.integers(1, 12), policies.filter(lambda policy: policy.pipeline != "simple"))
 def test_rows_need_no_pools(graph: SegmentGraph, num_microbatches: int, policy: Policy) -> None:
@@ -140,6 +141,7 @@ def works_and_sent(draw: st.DrawFn) -> tuple[list[Work], dict[int, frozenset[tup
     return works, sent
 
 
+@pytest.mark.ci
 @settings(max_examples=150)
 @given(works_and_sent(), policies)
 def test_different_and_partly_done_microbatches(
@@ -181,6 +183,7 @@ def annotated(draw: st.DrawFn, recording: RandomRecording) -> list[CommandNode]:
     ]
 
 
+@pytest.mark.ci
 @settings(max_examples=200)
 @given(recordings(max_commands=16), st.data())
 def test_segments(recording: RandomRecording, data: st.DataObject) -> None:

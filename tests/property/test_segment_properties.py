@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from tests.planning_strategies import RandomRecording, recordings
 
 
+@pytest.mark.ci
 @settings(max_examples=200)
 @given(recordings())
 def test_every_command_is_in_one_segment_of_its_stage(recording: RandomRecording) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -32,6 +33,7 @@ def _one_session() -> None:
     smp.reset()
 
 
+@pytest.mark.ci
 def test_a_finished_session_leaves_no_fake_tensors() -> None:
     _one_session()
     gc.collect()

@@ -35,6 +35,7 @@ def test_a_trace_counts_the_same_bytes_every_time() -> None:
     assert all(bytes_ == found[0] for bytes_ in found)
 
 
+@pytest.mark.ci
 def test_measured_times_cut_all_replicas_alike() -> None:
     stages = run_distributed(
         "tests.regress.cases:partition_by_times",

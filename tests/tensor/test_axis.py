@@ -16,6 +16,7 @@ from tests.tensor.axis_cases import tensor_of
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
 
 
+@pytest.mark.ci(keep=3)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_collectives(dtype: torch.dtype, size: int) -> None:

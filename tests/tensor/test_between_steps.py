@@ -51,6 +51,7 @@ EQUAL: dict[str, list[tuple[str, dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("what", "parameters"),
     [
@@ -64,6 +65,7 @@ def test_a_script_does_what_it_does_in_one_process(what: str, parameters: dict[s
     check_as_in_one_process(ranks(parameters, what, num_ranks=2 * stages), what)
 
 
+@pytest.mark.ci(keep=3)
 @pytest.mark.parametrize(
     "what", ["several optimizers", "an optimizer of some", "an optimizer around one", "one"]
 )
@@ -94,6 +96,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.ci(keep=3)
 @pytest.mark.parametrize("what", REFUSED)
 @pytest.mark.parametrize("wrapped", [True, False], ids=["wrapped", "torch's own"])
 def test_what_one_piece_would_pass_for_the_whole_in_is_refused(what: str, wrapped: bool) -> None:

@@ -135,6 +135,7 @@ def test_what_the_script_has_placed_stays_there() -> None:
     assert run_distributed(f"{CASES}:placed_by_the_script", 4, kwargs=kwargs) == [[1, 1, 1, 1]] * 4
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_under_their_names_in_colossal(kind: str) -> None:
     ranks, tensor, more = KINDS[kind]

@@ -26,6 +26,7 @@ def test_a_forward_that_reads_a_part_is_refused(how: str) -> None:
         assert "the part that this one has would pass for the whole" in error
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("how", ["training", "step", "plain call"])
 def test_an_encoder_that_would_take_padding_out_is_refused_beside_split_layers(how: str) -> None:
     for error, _, _ in _padded(how, nested=True, splits=True):

@@ -103,6 +103,7 @@ def test_tensor_and_pipeline(name: str) -> None:
         assert blocks == ({f"{('encoder', 'decoder')[stage]}.block"} if name == "t5" else {f".{stage}."})
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "tp", "pp"),
     [
@@ -138,6 +139,7 @@ def test_all_three(name: str) -> None:
     assert {rank["replica"] for rank in found} == {0, 1}
 
 
+@pytest.mark.ci
 def test_a_python_file(tmp_path: Path) -> None:
     file = tmp_path / "bert.py"
     file.write_text(PYTHON)
@@ -162,6 +164,7 @@ def test_a_yaml_file_with_a_table_of_stages_and_changes(tmp_path: Path) -> None:
     assert (saved["num_accumulation_steps"], saved["output_dir"]) == (1, f"{tmp_path}/out")
 
 
+@pytest.mark.ci
 def test_what_all_ranks_are_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     told = run(4, config(2, 2, 2, output_dir=str(tmp_path / "file")), "bert")

@@ -69,10 +69,12 @@ def test_tensor_parallelism_with_replicas(way: str, parameters: dict[str, Any]) 
     check("transformer", way, 4, parameters)
 
 
+@pytest.mark.ci
 def test_a_model_of_transformers() -> None:
     check("hf gpt2", "accumulated", 2, TP, torch.float32)
 
 
+@pytest.mark.ci
 def test_one_process() -> None:
     check("linears", "accumulated", 1, DP)
 

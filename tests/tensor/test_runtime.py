@@ -93,6 +93,7 @@ def test_training_equals_the_dense_model(world_size: int, parameters: dict[str, 
     check(found, dense(world_size // mp_size))
 
 
+@pytest.mark.ci
 def test_tied_weights_and_a_limit_on_the_norm() -> None:
     kwargs = {"parameters": {**BASE, "partitions": 2}, "tied": True, "clip": 0.5, "optimizer": "SGD"}
     found = run_distributed("tests.tensor.runtime_cases:train", 4, kwargs=kwargs)

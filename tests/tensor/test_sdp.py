@@ -94,11 +94,13 @@ def test_pipelines_train_as_with_whole_parameters_to_the_bit(degree: int, keys: 
     check_same(*both(4, degree, keys=keys, model="tied"))
 
 
+@pytest.mark.ci
 def test_split_layers_train_as_with_whole_parameters_to_the_bit() -> None:
     keys = {"tensor_parallel_degree": 2, "prescaled_batch": True, "sdp_param_persistence_threshold": 20}
     check_same(*both(4, 2, keys=keys))
 
 
+@pytest.mark.ci
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("degree", [2, 4])
 def test_four_ranks_train_as_with_whole_parameters_but_for_rounding(degree: int) -> None:
@@ -133,6 +135,7 @@ def test_parameters_below_the_threshold_stay_whole() -> None:
         assert rank["wholes"] == sum(p.numel() < 64 for p in state.values())
 
 
+@pytest.mark.ci
 def test_live_parameters_and_reductions_have_limits() -> None:
     (free, *_) = train(2, 2)
     largest = max(free["groups"])

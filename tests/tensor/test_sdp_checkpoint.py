@@ -165,6 +165,7 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path, name: str) -> None:
         assert mine["user"] == user
 
 
+@pytest.mark.ci
 def test_weights_alone_are_loaded_where_that_is_asked(tmp_path: Path) -> None:
     parameters = config(2)
     whole = train(2, parameters, num_steps=3, save=str(tmp_path))
@@ -245,6 +246,7 @@ DAMAGED: dict[str, tuple[str, Any, str]] = {
 """By file: a key, what it says then (None: it is not there), and what the merger says."""
 
 
+@pytest.mark.ci
 def test_files_that_do_not_go_together_are_named(tmp_path: Path) -> None:
     train(2, config(2), num_steps=2, save=str(tmp_path / "whole"), save_at=1)
     for name, (change, told, told_by_merging) in BROKEN.items():

@@ -171,6 +171,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.ci(keep=3)
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_pieces_cannot_do_is_refused(what: str) -> None:
     import re
@@ -255,6 +256,7 @@ def test_checkpoints_move(tmp_path: Path, saved: str, read: str, after_a_step: b
         assert rank == pytest.approx(losses[0][2:], rel=1e-6)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("after_a_step", [False, True])
 def test_a_full_checkpoint_is_that_of_whole_parameters(tmp_path: Path, after_a_step: bool) -> None:
     more = {"folder": str(tmp_path), "num_steps": 4, "portable": False}
@@ -266,6 +268,7 @@ def test_a_full_checkpoint_is_that_of_whole_parameters(tmp_path: Path, after_a_s
             assert rank == pytest.approx(losses[0][2:], rel=1e-6)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("layout", ["pieces", "pipeline"])
 def test_plain_state_dicts_load_before_the_first_step(layout: str) -> None:
     found = run_distributed(

@@ -59,6 +59,7 @@ def test_a_file_trains_a_model_like_one_process(name: str) -> None:
         assert rank["elements"] < 0.8 * whole
 
 
+@pytest.mark.ci
 def test_pieces_and_dtensors_by_the_same_rules_have_the_same_gradients(tmp_path: Path) -> None:
     kwargs: dict[str, Any] = {
         "file": str(DATA / "llama_fsdp.yaml"),

@@ -61,6 +61,7 @@ def found_in(file: Path) -> list[str]:
     return [f"{file.name}:{line} {what}" for line, what in names_of_devices(text) if line not in docs]
 
 
+@pytest.mark.ci
 def test_one_file_names_kinds_of_devices() -> None:
     found = {
         str(file.relative_to(LIBRARY)): names

@@ -55,6 +55,7 @@ def test_a_pure_module_imports_neither_torch_nor_mpi4py(module: str) -> None:
     assert loaded_by(f"import {module}") == set()
 
 
+@pytest.mark.ci
 def test_the_sagemaker_side_imports_neither_torch_nor_mpi4py() -> None:
     names = ("Estimator", "LocalMPISession", "PyTorch", "check_distribution", "request_of")
     assert loaded_by(f"from smp_lite.estimator import {', '.join(names)}") == set()
@@ -121,6 +122,7 @@ def rooms_imported_by(file: Path) -> Iterator[str]:
                     yield room
 
 
+@pytest.mark.ci
 def test_rooms_of_the_library_import_in_one_direction() -> None:
     below: dict[str, set[str]] = {}
     for file in sorted(LIBRARY.rglob("*.py")):

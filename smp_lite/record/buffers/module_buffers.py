@@ -89,14 +89,14 @@ class ModuleBuffers:
 
     def end_step(self) -> None:
         """Buffers that closed calls change are their owners' again."""
-        noted = self.seen.noted()
-        for (_, name), (module, given) in noted.items():
+        for name, module, given in self.seen.noted():
             self.held.note(module, name, given)
+        behind = self._changing.keys() - self.seen.brought_up_to_date()
         self.seen.forget()
         self.rebound.clear()
         for (_, name), module in self._changing.items():
             self.placement.send_buffer_away(module, name)
-            if (id(module), name) not in noted:  # what code has got was brought up to date at the end
+            if (id(module), name) in behind:
                 self.held.set_behind(module, name)
 
     def before_first_change(self, module: nn.Module, meta: ResultMeta) -> None:

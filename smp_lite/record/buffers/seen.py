@@ -10,7 +10,7 @@ memory (``mean.numpy()``): then each call runs at once that changes it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,9 +60,13 @@ class SeenBuffers:
             self._held[key] = (each.module, each.buffer)
             self.changed(each.module, key[1])
 
-    def noted(self) -> dict[_Key, tuple[nn.Module, torch.Tensor]]:
+    def noted(self) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
         """What code has got in this step."""
-        return {key: self._held[key] for key in self._noted if key in self._held}
+        return ((key[1], *self._held[key]) for key in self._noted if key in self._held)
+
+    def brought_up_to_date(self) -> set[_Key]:
+        """The step is over, and has not failed: what code has got in it, or has used."""
+        return self._held.keys() - self.stale.keys()
 
     def note(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         """Code gets to see it."""

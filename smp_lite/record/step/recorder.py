@@ -285,6 +285,15 @@ class Recorder:
             return self.tape.call(func, args, kwargs)
         return func(*args, **kwargs)
 
+    @property
+    def has_stale_buffers(self) -> bool:
+        """Whether code may hold buffers that calls have changed since."""
+        return bool(self.buffers.seen.stale)
+
+    def before_function(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A torch function is about to be called: such buffers among its arguments are brought up to date."""
+        self.buffers.seen.before(func, args, kwargs)
+
     def refuse_split_reads(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """
         Raises:

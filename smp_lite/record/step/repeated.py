@@ -120,7 +120,6 @@ class RepeatedCalls:
             or recorder.ordinary.twins.by_id
             or recorder.buffers.rebound
             or recorder.buffers.num_stateful
-            or recorder.buffers.seen.stale
             or recorder.tape is not None
             or _saved_tensors_hooks(True) is not None
             or is_inside_reentrant()
@@ -151,7 +150,7 @@ class RepeatedCalls:
                 ):
                     return None
             elif kind is torch.Tensor:
-                if leaf.__dict__ or tensor_meta(leaf) != meta:
+                if leaf.__dict__ or recorder.buffers.seen.stale or tensor_meta(leaf) != meta:
                     return None
             elif leaf is not value and (kind not in _EXACT or leaf != value):
                 return None

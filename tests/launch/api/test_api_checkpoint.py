@@ -49,6 +49,7 @@ def test_training_goes_on_from_a_partial_checkpoint_to_the_bit(
         assert seen["files"] == [f"three_partial/{file}" for file in files]
 
 
+@pytest.mark.ci
 def test_a_full_checkpoint_is_a_plain_models_file_both_ways(tmp_path: Path) -> None:
     for seen in run("full_checkpoint", 4, directory=str(tmp_path)):
         assert seen.pop("content") == [1]

@@ -120,6 +120,7 @@ for _ in range(2 + rank):
 """
 
 
+@pytest.mark.ci
 def test_a_replica_that_has_no_more_batches_is_named(tmp_path: Path) -> None:
     last = fails(tmp_path, UNEVEN)[-1]
     assert "rank(s) 0 ended the script early: not all of the ranks 0, 1 came to" in last

@@ -21,6 +21,7 @@ def run(case: str, folder: Path, **kwargs: Any) -> list[Any]:
     )
 
 
+@pytest.mark.ci(keep=3)
 @pytest.mark.parametrize("steps_before", [0, 1], ids=["before partition", "after"])
 @pytest.mark.parametrize("form", ["partial", "full", "portable"])
 def test_modules_load_by_code_of_their_own(tmp_path: Path, form: str, steps_before: int) -> None:
@@ -32,6 +33,7 @@ def test_versions_and_older_names_are_those_of_plain_files(tmp_path: Path) -> No
         assert all(found.values()), found
 
 
+@pytest.mark.ci
 def test_a_part_of_another_model_is_refused_and_not_trained_with(tmp_path: Path) -> None:
     first, last = run("other_models", tmp_path)
     lacks = "missing keys [], unknown keys ['last.3.running_mean', 'last.3.running_var', 'last.3.num_batches"
@@ -63,6 +65,7 @@ def test_entries_of_all_stages_are_looked_at_on_all_ranks(tmp_path: Path) -> Non
     assert run("entries_of_all_stages", tmp_path) == [[], []]
 
 
+@pytest.mark.ci
 def test_what_was_loaded_stays_whatever_hooks_after_partition_do(tmp_path: Path) -> None:
     for found in run("hooks_after_partition", tmp_path):
         assert found["present names"] and found["older names"] and found["nothing was loaded"]

@@ -124,6 +124,7 @@ def test_wrong_arguments_name_themselves() -> None:
     assert seen["again"] == ""  # what the launcher gives wins
 
 
+@pytest.mark.ci
 def test_one_process_is_a_world_too() -> None:
     (seen,) = run_distributed(f"{CASES}one_process", 1, parameters={"partitions": 1})
     assert seen["sizes"] == [1, 1, 1]

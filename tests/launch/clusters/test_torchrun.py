@@ -314,6 +314,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path, no_mpi: dict[str, st
 # One process ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_one_process_needs_no_mpi(tmp_path: Path, no_mpi: dict[str, str]) -> None:
     body = STEPS.replace('"partitions": 2', '"partitions": 1') + "smp.barrier()\nassert smp.size() == 1\n"
     script = write(tmp_path, f"{body}assert not smp.state.world.transport.has_mpi\n")
@@ -321,6 +322,7 @@ def test_one_process_needs_no_mpi(tmp_path: Path, no_mpi: dict[str, str]) -> Non
     assert finish([start([sys.executable, str(script)], env)]) == [(0, "")]
 
 
+@pytest.mark.ci
 def test_mpi_that_is_needed_and_not_there_is_asked_for(tmp_path: Path, no_mpi: dict[str, str]) -> None:
     mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "RANK": "0"}
     script = write(tmp_path, "smp.init({'partitions': 2})\n")
@@ -330,6 +332,7 @@ def test_mpi_that_is_needed_and_not_there_is_asked_for(tmp_path: Path, no_mpi: d
     assert "cannot load MPI library" in text
 
 
+@pytest.mark.ci
 def test_an_mpi_that_is_not_its_launchers_is_told(tmp_path: Path) -> None:
     # As where mpirun of one MPI starts a Python with mpi4py for another: each process is alone.
     mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "RANK": "0"}

@@ -91,6 +91,7 @@ def test_the_seeds_mpi_options_launch(tmp_path: Path) -> None:
     assert (code, sorted(output.splitlines())) == (0, ["[0] 2", "[1] 2"])
 
 
+@pytest.mark.ci
 def test_a_failure_file_starts_with_the_cause(tmp_path: Path) -> None:
     root = make_tree(
         tmp_path,

@@ -85,6 +85,7 @@ def test_a_host_that_lacks_the_gpus_of_its_type_is_named(tmp_path: Path) -> None
     assert (code, seen(output)) == (0, ["2", "cpu", "0", "-", "-", "-"]), output
 
 
+@pytest.mark.ci
 def test_the_users_word_about_the_network_arrives(tmp_path: Path) -> None:
     options = "-x FI_PROVIDER=tcp -x SMP_LITE_DEVICE=cpu"
     root = tree(tmp_path, "ml.g5.12xlarge", sagemaker_mpi_custom_mpi_options=options)

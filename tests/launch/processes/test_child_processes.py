@@ -36,6 +36,7 @@ else:
 """
 
 
+@pytest.mark.ci
 def test_a_spawned_worker_that_initialises_is_told_to_guard_it(tmp_path: Path) -> None:
     script = write(tmp_path, "script.py", SPAWNS)
     began = time.monotonic()
@@ -47,6 +48,7 @@ def test_a_spawned_worker_that_initialises_is_told_to_guard_it(tmp_path: Path) -
     assert left_behind(script) == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("how", ["plain", "run"])
 def test_a_program_of_its_own_is_refused_or_has_ranks_of_its_own(how: str, tmp_path: Path) -> None:
     script = write(tmp_path, "script.py", STARTS)
@@ -86,6 +88,7 @@ print("codes", codes, flush=True)
 """
 
 
+@pytest.mark.ci
 def test_forked_children_end_as_in_plain_python(tmp_path: Path) -> None:
     script = write(tmp_path, "script.py", FORKS)
     result = launch_plainly(tmp_path, str(script))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -27,6 +28,7 @@ def threads_of_groups() -> int:
     return sum("gloo" in name for name in names)
 
 
+@pytest.mark.ci
 def test_threads_of_process_groups_end() -> None:
     found = [
         run_distributed(

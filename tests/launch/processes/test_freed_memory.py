@@ -42,12 +42,14 @@ def page_faults(how: str, **environment: str) -> int:
     return int(ran.stdout.split()[-1])
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 def test_what_is_freed_is_used_again() -> None:
     # None, most often; the heap may still grow by half a round.
     assert page_faults("init") < _NUM_PAGES / 5
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 def test_the_users_word_counts() -> None:
     given = page_faults("init", MALLOC_MMAP_THRESHOLD_="1000000")

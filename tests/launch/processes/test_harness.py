@@ -29,6 +29,7 @@ def pool() -> Iterator[WorldPool]:
     pool.kill()
 
 
+@pytest.mark.ci
 def test_ranks_form_one_mpi_world_and_results_come_by_rank() -> None:
     assert run_distributed(f"{CASES}rank_and_size", 3) == [(0, 3, 3), (1, 3, 3), (2, 3, 3)]
 
@@ -138,6 +139,7 @@ def test_a_script_runs_under_plain_mpirun(tmp_path: Path) -> None:
     assert "apart\n" in result.stderr
 
 
+@pytest.mark.ci
 def test_a_script_that_hangs_is_stopped_and_its_output_shown(tmp_path: Path) -> None:
     script = write(tmp_path, "script.py", "import time\nprint('up')\ntime.sleep(600)\n")
     with pytest.raises(AssertionError, match=r"took over 3\.0 s\nup\nup"):

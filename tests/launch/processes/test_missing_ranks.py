@@ -30,6 +30,7 @@ MISSING = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", MISSING)
 def test_a_rank_that_is_waited_for_has_a_limit(case: str, tmp_path: Path) -> None:
     text, words = MISSING[case]

@@ -42,6 +42,7 @@ def run(directory: Path) -> tuple[str, list[str]]:
     return folder, mapped
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="Open MPI takes its session's folder")
 def test_each_job_has_a_folder_of_its_own_for_shared_memory(tmp_path: Path) -> None:
     folders = set()

@@ -153,6 +153,7 @@ else:
 """
 
 
+@pytest.mark.ci
 def test_a_forked_child_of_a_rank_leaves_neither_smp_nor_mpi(tmp_path: Path) -> None:
     write(tmp_path, "script.py", FORKS)
     result = launch(tmp_path, "--processes", "2", "script.py")

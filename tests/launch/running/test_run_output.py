@@ -30,6 +30,7 @@ def test_every_line_carries_its_rank_and_the_two_streams_stay_apart(tmp_path: Pa
     assert sorted(result.stderr.splitlines()) == ["[0] err 0", "[1] err 1", "[2] err 2"]
 
 
+@pytest.mark.ci
 def test_ranks_form_one_mpi_world_with_the_parameters_and_one_thread_each(tmp_path: Path) -> None:
     write(
         tmp_path,

@@ -53,6 +53,7 @@ def test_a_signal_to_the_launcher_stops_everything(tmp_path: Path, number: signa
         assert left_behind(script) == []
 
 
+@pytest.mark.ci
 def test_what_the_launcher_was_started_to_ignore_it_ignores_and_sigterm_stops_everything(
     tmp_path: Path,
 ) -> None:

@@ -62,6 +62,7 @@ def taken_port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
+@pytest.mark.ci
 def test_a_port_from_the_environment_is_named(tmp_path: Path, taken_port: int) -> None:
     (tmp_path / "script.py").write_text("import smp_lite as smp\nsmp.init({'partitions': 2, 'ddp': True})\n")
     result = launch(tmp_path, "--processes", "2", "script.py", env={"MASTER_PORT": str(taken_port)})
@@ -70,6 +71,7 @@ def test_a_port_from_the_environment_is_named(tmp_path: Path, taken_port: int) -
     assert "unset the environment variable MASTER_PORT" in result.stderr
 
 
+@pytest.mark.ci
 def test_ranks_by_hand_that_disagree_about_their_number_are_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -9,6 +9,8 @@ import subprocess
 import termios
 from pathlib import Path
 
+import pytest
+
 from tests.launch.launching import HANG_S, command, write
 
 SCRIPT = """
@@ -24,6 +26,7 @@ time.sleep(1)  # mpirun, on a machine with too much to do, has lost what came ri
 """
 
 
+@pytest.mark.ci
 def test_rank_0_has_a_terminal_that_leaves_room_for_the_prefix(tmp_path: Path) -> None:
     write(tmp_path, "script.py", SCRIPT)
     reading, writing = os.openpty()

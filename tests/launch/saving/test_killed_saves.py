@@ -57,6 +57,7 @@ def test_a_kill_at_any_operation_on_files_leaves_a_whole_checkpoint(
         assert newest == sorted(newest, key=lambda save: -1 if save is None else save)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("rank", "operation", "wanted"),
     [

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.programs import program
 from tests.programs.plain import Plain
-from tests.programs.small import TanhBlock, trained
+from tests.programs.small import TanhBlock, plain_step, trained
 
 ON_RANKS = {"stages": (2, 3), "ranks": (2,)}
 
@@ -188,6 +188,22 @@ def read_between_steps(smp: Any, out: Any) -> None:
     mean = net.norm.running_mean
     assert mean is not None
     trained(smp, out, net, after_step=lambda: out.value("mean", mean.sum()))
+
+
+@program(stages=(2,), ranks=(2,))
+def loaded_from_a_live_state(smp: Any, out: Any) -> None:
+    """A state dict of the plain module follows the training, so loading it changes nothing."""
+    net = Net([])
+    state = net.state_dict()
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.2))
+    step = smp.step(plain_step)
+    for _ in range(3):
+        optimizer.zero_grad()
+        out.value("loss", step(model, torch.randn(8, 6)).reduce_mean())
+        optimizer.step()
+        model.load_state_dict(state)
+    out.model(model)
 
 
 @program(stages=(2,), ranks=(2,))

@@ -115,6 +115,7 @@ def test_3d_layer_equals_the_dense_one(layer: str, dtype: torch.dtype, ranks: in
     run_distributed(f"{CASES_3D}:{layer}", ranks, kwargs={"dtype": dtype})
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("ranks", RANKS_3D)
 @pytest.mark.parametrize("classes", [9, 5, pytest.param(8, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

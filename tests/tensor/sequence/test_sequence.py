@@ -17,6 +17,7 @@ WAYS = ["ring", "all_to_all"]
 DTYPES = [torch.float64, pytest.param(torch.float32, marks=pytest.mark.thorough)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("zigzag", [True, False], ids=["zigzag", "in-order"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

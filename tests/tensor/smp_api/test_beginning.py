@@ -98,6 +98,7 @@ def check(found: list[dict[str, dict[str, Any]]], name: str, *, prescaled: bool 
         assert len(rank["told"]) == (number == warns), (name, rank["told"])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("prescaled", [True, False])
 def test_ranks_begin_with_the_model_of_the_first(prescaled: bool) -> None:
     names = [name for name in BEGINS_WITH if prescaled or "plan" not in name]
@@ -107,6 +108,7 @@ def test_ranks_begin_with_the_model_of_the_first(prescaled: bool) -> None:
         check(found, name, prescaled=prescaled)
 
 
+@pytest.mark.ci
 def test_of_what_was_split_before_it_is_an_error() -> None:
     kwargs: dict[str, Any] = {"parameters": parameters_of(2, True, "memory"), "names": list(REFUSED)}
     for rank in run_distributed(f"{CASES}:begin", 2, kwargs=kwargs):

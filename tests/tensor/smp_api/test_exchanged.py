@@ -36,6 +36,7 @@ def test_a_parameter_that_is_exchanged(partitions: int, late: bool) -> None:
                 assert "let up be one of torch's, which is whole" in text
 
 
+@pytest.mark.ci
 def test_what_is_changed_in_place() -> None:
     kwargs: dict[str, Any] = {"parameters": parameters_of(2, True, "memory")}
     ranks = run_distributed(f"{CASES}:change", 2, kwargs=kwargs)

@@ -9,6 +9,7 @@ from tests.harness import run_distributed
 from tests.tensor.smp_api.test_modules import WAYS, check, parameters_of
 
 
+@pytest.mark.ci(keep=3)
 @pytest.mark.parametrize(("prescaled", "optimize"), WAYS)
 @pytest.mark.parametrize("model", ["learned bias", "learned bias of heads"])
 def test_as_in_one_process(model: str, prescaled: bool, optimize: str) -> None:
@@ -16,6 +17,7 @@ def test_as_in_one_process(model: str, prescaled: bool, optimize: str) -> None:
         assert rank["gradients"]["bias"].abs().max() > 0
 
 
+@pytest.mark.ci
 def test_ranks_that_give_none_or_a_constant() -> None:
     """Zeros are what none means, so each replica that learns adds what it does where all learn."""
     ways = [["learned", "learned"], ["learned", "none"], ["constant", "learned"], ["none", "constant"]]

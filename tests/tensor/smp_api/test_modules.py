@@ -88,6 +88,7 @@ def test_transformer_modules(model: str, prescaled: bool, optimize: str) -> None
     assert KINDS[model.split()[0]] in found[0]["kinds"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("model", ["linears", "transformer both"])
 def test_degree_one(model: str) -> None:
     found = check(model, 1, parameters_of(1, False, "memory"))

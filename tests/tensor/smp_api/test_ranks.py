@@ -38,6 +38,7 @@ def test_parts_are_dropped_apart_and_what_is_whole_alike(optimize: str) -> None:
     assert torch.equal(after, others_after)  # the common stream has gone on alike
 
 
+@pytest.mark.ci
 def test_layers_are_computed_again_with_the_same_numbers() -> None:
     kwargs = {"parameters": parameters_of(2, True, "memory")}
     found = run_distributed("tests.tensor.smp_api.cases:checkpointed", 2, kwargs=kwargs)

@@ -287,6 +287,7 @@ def test_other_methods_are_refused() -> None:
 # Hugging Face models that are not as configured -------------------------------------------------------------
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", cases.FOLLOWED)
 def test_what_modules_say_goes_before_the_configuration(name: str) -> None:
     expected = cases.dense_losses(name)
@@ -375,6 +376,7 @@ def test_state_of_a_plain_models_optimizer_is_that_of_the_same_parameters(name: 
         assert found == pytest.approx(expected, abs=2e-6)
 
 
+@pytest.mark.ci
 def test_checkpoints_that_do_not_move_off_tensor_parallelism_say_why(tmp_path: Path) -> None:
     parameters = {**parameters_of(2, True, "speed"), "microbatches": 1}
     for told in run_distributed(

@@ -27,6 +27,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("partitions", [1, 2])
 @pytest.mark.parametrize("prescaled", [True, False])
 def test_reads_of_split_parameters_are_refused(prescaled: bool, partitions: int) -> None:
@@ -41,6 +42,7 @@ def test_reads_of_split_parameters_are_refused(prescaled: bool, partitions: int)
             assert REFUSED[name] in text and "split_reads_cases.py:" in text, (name, text)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("prescaled", [True, False])
 def test_so_are_those_of_forwards_in_plain_loops(prescaled: bool) -> None:
     names = [name for name in REFUSED if "forward" in name or "another" in name or "func" in name]

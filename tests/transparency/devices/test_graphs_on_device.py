@@ -127,6 +127,7 @@ def test_what_is_no_graph_runs_as_it_is_and_is_named(kind: str, reason: str) -> 
     assert (replayed > 0) == (kind != "function")  # the other stage's
 
 
+@pytest.mark.ci
 def test_a_stage_without_graphs_says_why() -> None:
     for parameters, reason in [
         ({"pipeline": "zero_bubble"}, "gradients of weights may come in actions of their own"),
@@ -137,6 +138,7 @@ def test_a_stage_without_graphs_says_why() -> None:
         assert all(reason in text for text in found["said"]), found["said"]
 
 
+@pytest.mark.ci
 def test_a_capture_that_the_device_gives_up_ends_the_step_by_name() -> None:
     (errors,) = run("given_up", fresh=True)  # such a process is of no use any more
     assert errors[:2] == ["", ""]

@@ -72,6 +72,7 @@ def test_replicas(by: str, name: str) -> None:
     assert name != "gpt" or all(buckets for _, _, buckets in found)  # started in the backward
 
 
+@pytest.mark.ci(keep=3)
 @pytest.mark.parametrize("has_joined", [True, False])
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("own", [True, False])
@@ -85,6 +86,7 @@ def test_a_rank_of_a_stage_that_fails_and_the_next_step(own: bool, failing: int,
         assert losses[0] == losses[1]
 
 
+@pytest.mark.ci
 def test_a_device_that_waits_in_vain_is_the_named_end_of_the_job() -> None:
     """Its process stands in a call of the driver (here: gloo's) in which no Python runs."""
     script = Path(__file__).parent / "one_does_not_come.py"

@@ -80,6 +80,7 @@ def test_memory_is_given_back_and_no_host_waits() -> None:
     assert found["rows"] == [found["left"] / steps / INPUT]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("partitions", [1, 2])
 def test_what_others_hold_stays(partitions: int) -> None:
     parameters = {"partitions": partitions, "microbatches": 4, "pipeline": "simple"}
@@ -97,6 +98,7 @@ def test_layouts_come_back_as_they_were() -> None:
     assert run(1, {}, "layouts_come_back") == [[]]
 
 
+@pytest.mark.ci
 def test_a_host_without_memory_is_one_error_and_the_next_step_works() -> None:
     parameters = {"partitions": 2, "microbatches": 4, "pipeline": "simple", **offloading(1)}
     found = run(2, parameters, "failing")

@@ -199,6 +199,7 @@ def test_what_another_rank_describes_is_on_this_ranks_device() -> None:
         assert found == ours
 
 
+@pytest.mark.ci
 @pytest.mark.pretended
 def test_a_script_that_names_another_device_is_told_so() -> None:
     (same,) = run("named_device", 1, kwargs={"number": 0}, parameters={"partitions": 1}, devices=2)
@@ -229,6 +230,7 @@ def test_inputs_are_on_the_device() -> None:
         assert seen["kept"] == "cpu"
 
 
+@pytest.mark.ci
 def test_states_go_out_and_come_back(tmp_path: Path) -> None:
     config = {"partitions": 2, "microbatches": NUM_MICROBATCHES}
     for right in run("states", kwargs={"folder": str(tmp_path)}, parameters=config):

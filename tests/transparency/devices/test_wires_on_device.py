@@ -21,6 +21,7 @@ def run(function: str, devices: int, parameters: dict[str, Any] | None = None, *
     return run_distributed(f"{OWN}:{function}", 2, devices=devices, parameters=parameters, kwargs=kwargs)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("function", "devices"), [("mapped", 1), ("mapped", 2), ("grouped", 0)])
 def test_every_layout_arrives(function: str, devices: int) -> None:
     _, found = run(function, devices, WITH_GROUPS)
@@ -108,6 +109,7 @@ def test_spans_are_those_of_the_device() -> None:
             ends.append(end_s)
 
 
+@pytest.mark.ci
 @pytest.mark.pretended
 @pytest.mark.parametrize(("own", "wire"), [(True, "ipc"), (True, "mpi"), (False, "ipc"), (False, "mpi")])
 def test_no_host_waits_for_its_device_but_for_numbers_that_the_script_looks_at(own: bool, wire: str) -> None:

@@ -265,12 +265,14 @@ def test_a_difference_names_the_call_and_its_line(tmp_path: Path) -> None:
     assert "reads something else that has changed since (a file" in text
 
 
+@pytest.mark.ci
 def test_a_refusal(tmp_path: Path) -> None:
     code, text = run_check(tmp_path, "0.1", "5", before="loss.retain_grad()")
     assert code == 1
     assert "refused in step 0: SMPError: retain_grad() was called inside an smp.step" in text
 
 
+@pytest.mark.ci
 def test_a_script_that_fails_in_plain_torch_too(tmp_path: Path) -> None:
     code, text = run_check(tmp_path, "0.1", "5", before="raise KeyError('mine')")
     assert code == 1

@@ -122,6 +122,7 @@ def test_over_gloo(where: str) -> None:
     assert [equal for equal, _ in found] == [True, True]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("where", ["forward", "backward", "recording"])
 def test_another_replica_hears_of_it(where: str) -> None:
     """Two replicas of two stages see the same batches; one rank of one replica fails."""
@@ -174,6 +175,7 @@ def test_a_step_without_a_backward_fails_on_one_replica() -> None:
     assert [len(texts) for _, texts in found] == [0, 2]
 
 
+@pytest.mark.ci
 def test_a_replica_fails_in_the_last_backward() -> None:
     """When parameters are listened to, since their gradients are about to be whole."""
     found = run_distributed(

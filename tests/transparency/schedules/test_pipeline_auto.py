@@ -47,6 +47,7 @@ def test_pieces_that_are_given_stay(parameters: dict[str, Any], visits: tuple[in
     assert "1 piece" not in chosen
 
 
+@pytest.mark.ci
 def test_replicas() -> None:
     found = run("replicas", 4, parameters=ENOUGH)
     assert found[0].printed.count(CHOICE) == found[0].printed.count(AFTERWARDS) == 1
@@ -103,6 +104,7 @@ def test_a_limit_that_is_too_small_is_an_error_on_every_rank(pipeline: str) -> N
         assert ("2 pieces, v" in error) == (pipeline == "auto")
 
 
+@pytest.mark.ci
 def test_a_limit_leaves_what_fits() -> None:
     first = run("events", kinds=["train"] * 10, parameters=ENOUGH)[0]
     chosen, _, later = first.printed.partition(AFTERWARDS)

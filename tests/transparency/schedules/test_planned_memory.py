@@ -58,6 +58,7 @@ def check(name: str, num_ranks: int, parameters: dict[str, Any]) -> None:
     assert {what: error for what, error in errors.items() if error > ALLOWED} == {}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["conv", "gpt"])
 def test_nothing_of_a_microbatch_is_kept_once_its_parameters_have_their_gradients(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -96,6 +96,7 @@ def test_the_commands_are_those_of_a_full_recording(
         assert known
 
 
+@pytest.mark.ci(keep=3)
 @pytest.mark.parametrize("name", STEPS)
 def test_what_differs_is_noticed(
     name: str, open_session: OpenSession, watch: Callable[[bool], tuple[list[Any], list[Any]]]

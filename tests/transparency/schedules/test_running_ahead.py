@@ -42,6 +42,7 @@ def test_the_first_microbatch_runs_before_the_last_is_recorded(open_session: Ope
     assert sorted(events) == sorted(f"{what}{m}" for what in ("R", "0F", "1F") for m in range(MICROBATCHES))
 
 
+@pytest.mark.ci
 def test_on_ranks_each_records_where_it_would_wait() -> None:
     first, second = run_distributed(
         "tests.transparency.schedules.ahead:order_on_rank", 2, parameters={**ON_RANKS, **BY_HAND}
@@ -131,6 +132,7 @@ def test_the_same_without(kind: str) -> None:
     assert ends == ([None] * 4 if kind == "draws" else [None, 2, None])
 
 
+@pytest.mark.ci
 def test_replicas_of_which_one_differs() -> None:
     found = run_distributed("tests.transparency.schedules.ahead:replicas_on_rank", 4)
     assert all(is_equal for is_equal, _ in found)

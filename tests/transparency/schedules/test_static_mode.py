@@ -240,6 +240,7 @@ CHANGES: dict[str, Any] = {
 OF_THE_SCRIPT = ("default", "global", "script argument", "scheduler", "loss scale")
 
 
+@pytest.mark.ci(keep=3)
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_changes_between_steps_is_recorded_anew(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "FACTORS", [1.0])

@@ -224,6 +224,7 @@ CASES: dict[str, tuple[type[_Net], Step, Any, bool]] = {
 }
 
 
+@pytest.mark.ci(keep=3)
 @pytest.mark.filterwarnings("ignore:static_mode")
 @pytest.mark.parametrize("pipeline", ["interleaved", "zero_bubble"])
 @pytest.mark.parametrize("name", marked("host", CASES, "numpy"))

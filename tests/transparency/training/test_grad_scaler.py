@@ -39,6 +39,7 @@ def test_on_two_ranks(variant: str) -> None:
     assert on_ranks("compare_on_ranks", **scaling.VARIANTS[variant]) == [[], []]
 
 
+@pytest.mark.ci
 def test_in_static_mode() -> None:
     assert on_ranks("compare_on_ranks", config={"static_mode": True}, reload=False) == [[], []]
 
@@ -49,6 +50,7 @@ def test_with_replicas(variant: str) -> None:
     assert on_ranks("compare_on_ranks", 4, replicas=2, **scaling.VARIANTS[variant]) == [[]] * 4
 
 
+@pytest.mark.ci
 def test_replicas_agree_before_their_gradients_are_averaged() -> None:
     found = on_ranks("between_reductions", 4)
     assert found == [found[0]] * 4
@@ -61,6 +63,7 @@ def test_without_any_gradient_all_ranks_get_torchs_error() -> None:
         assert "inside a function decorated with @smp.step" in found["inside"]
 
 
+@pytest.mark.ci
 def test_a_rank_that_does_not_call_is_named() -> None:
     error, _ = on_ranks("absent_rank")
     assert "GradScaler" in error

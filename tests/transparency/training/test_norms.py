@@ -102,6 +102,7 @@ def test_a_sparse_gradient() -> None:
     assert here["ours"] == ("SMPError" if isinstance(there["plain"], str) else here["plain"])
 
 
+@pytest.mark.ci
 def test_a_rank_that_does_not_call_is_named() -> None:
     error, _ = on_ranks("absent_rank")
     assert "clip_grad_norm_ is collective over the MP group [0, 1], but rank(s) 1 did not call it" in error

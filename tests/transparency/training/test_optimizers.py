@@ -163,6 +163,7 @@ def test_a_rank_without_parameters_evaluates_as_often(name: str) -> None:
     assert on_ranks("training_on_ranks", 3, partitions=3, name=name, with_closure=True) == [[]] * 3
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["MyAdam", "Extragradient"])
 def test_closures_with_replicas(name: str) -> None:
     assert on_ranks("training_on_ranks", 4, name=name, with_closure=True) == [[]] * 4

@@ -142,6 +142,7 @@ def _train(kind: type[_Block], microbatches: int = 3, **parameters: Any) -> None
             assert torch.equal(value, other), (number, key)
 
 
+@pytest.mark.ci(keep=3)
 @pytest.mark.parametrize("static_mode", [False, True])
 @pytest.mark.parametrize("pipeline", ["interleaved", "zero_bubble"])
 @pytest.mark.parametrize("kind", [_OtherWeight, _NodeHook, _AsksForGradient, _SeesTheNode])

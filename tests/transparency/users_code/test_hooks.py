@@ -51,6 +51,7 @@ def test_counts_of_two_stages_that_change_gradients(pipeline: str) -> None:
     assert_refused(outcomes(SHARES, CUT, pipeline), SHARED + "other stages")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_gradients_of_another_stage(pipeline: str) -> None:
     assert_refused(outcomes(READS, CUT, pipeline), READ + "belongs to stage")

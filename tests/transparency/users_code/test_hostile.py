@@ -278,6 +278,7 @@ READERS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.ci(keep=3)
 @pytest.mark.parametrize("name", marked("host", READERS, "numpy"))
 def test_reading_an_activation(name: str, open_session: OpenSession) -> None:
     def step(model: Any, batch: Batch, backward: Backward) -> tuple[Any, Tensor]:

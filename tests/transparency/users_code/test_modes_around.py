@@ -109,6 +109,7 @@ def _two() -> Iterator[None]:
 MODES = {"function": Scaling, "dispatch": Shifting, "device": _default_device, "two": _two}
 
 
+@pytest.mark.ci(keep=3)
 @pytest.mark.parametrize("config", [{}, {"pipeline": "zero_bubble"}, {"static_mode": True}], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_call_is_seen_once(mode: str, config: dict[str, Any], open_session: OpenSession) -> None:

@@ -169,6 +169,7 @@ def _seeded(build: Callable[[], nn.Module]) -> nn.Module:
     return build()
 
 
+@pytest.mark.ci(keep=3)
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", STEPS_OF)
 def test_a_step_reads_through_others(name: str, static: bool) -> None:
@@ -270,6 +271,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.ci(keep=3)
 @pytest.mark.parametrize("config", [{}, {"static_mode": True}, {"pipeline": "zero_bubble"}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_modules_whose_calls_are_not_all_there_is(name: str, config: dict[str, Any]) -> None:
@@ -422,6 +424,7 @@ def test_a_helper_is_exchanged_between_microbatches() -> None:
     assert _on_stages(_seeded(_layers), step, [0.0]) == expected
 
 
+@pytest.mark.ci
 def test_helpers_may_be_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """More functions that mention each other than Python can call one inside the other."""
     helpers = types.ModuleType("helpers_beside_the_script")

@@ -21,6 +21,7 @@ def test_in_memory(num_stages: int, pipeline: str, open_session: OpenSession) ->
     assert differences() == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_on_ranks(num_ranks: int) -> None:
     found = run_distributed(

@@ -25,6 +25,7 @@ def test_gradients_are_those_of_one_process(name: str, pipeline: str) -> None:
     )
 
 
+@pytest.mark.ci(keep=3)
 @pytest.mark.parametrize(
     ("name", "model"),
     [

@@ -328,6 +328,7 @@ def test_init_twice_and_calls_before_init() -> None:
         train(None, *batch())
 
 
+@pytest.mark.ci
 def test_groups_of_torch_where_one_process_plays_all_stages() -> None:
     """Scripts reduce losses over the dp group, also under `smp-lite check`."""
     with pytest.raises(smp.SMPError, match="set ddp: True"):

@@ -41,6 +41,7 @@ def test_word_of_a_departure_gets_round_though_most_have_departed(size: int) -> 
     assert max(len(nearby(size, i)) for i in range(size)) <= max(31, 2 * math.log2(size))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("size", SIZES)
 def test_all_get_all_payloads(size: int) -> None:
     network = Network(size)
@@ -148,6 +149,7 @@ def test_messages_of_a_call_that_failed_leave_while_the_next_one_waits(size: int
 # Something goes wrong ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("size", [2, RADIX, 1024])
 @pytest.mark.parametrize("place_of_it", [0, 1, 0.1, 0.99])
 def test_another_call_is_named_on_all_members(size: int, place_of_it: float) -> None:

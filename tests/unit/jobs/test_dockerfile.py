@@ -84,6 +84,7 @@ def test_only_what_the_package_needs_is_copied(image: Path) -> None:
     assert not list(image.rglob("__pycache__")) and not list(image.glob("entrypoints/Dockerfile*"))
 
 
+@pytest.mark.ci
 def test_what_is_copied_suffices_to_build_the_whole_package(wheel: Path) -> None:
     folders = {
         "smp_lite": "smp_lite",

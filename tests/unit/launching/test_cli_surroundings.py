@@ -180,6 +180,7 @@ def test_output_that_nobody_reads_or_that_is_full(unbuffered: str, module: str) 
     assert result.stderr == "smp-lite launch: standard output cannot be written to: No space left on device\n"
 
 
+@pytest.mark.ci
 def test_a_plan_of_which_only_the_head_is_read(module: str) -> None:
     line = f"CLI plan --parameters '{TWO}' --lists given:model | head -1; echo ${{PIPESTATUS[0]}}"
     result = shell(line, PYTHONUNBUFFERED="1")
@@ -187,6 +188,7 @@ def test_a_plan_of_which_only_the_head_is_read(module: str) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.ci
 def test_names_that_the_terminal_has_no_letters_for(module: str) -> None:
     result = shell(f"CLI plan --parameters '{TWO}' given:named", PYTHONIOENCODING="ascii")
     assert result.returncode == 0, result.stderr

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import smp_lite
@@ -56,6 +57,7 @@ def test_folders_by_both_ways(tmp_path: Path) -> None:
     assert folders_of(str(real / "package" / "x.py")) == expected[1:]
 
 
+@pytest.mark.ci
 def test_an_environment_behind_a_link(tmp_path: Path) -> None:
     link = tmp_path / "packages"
     link.symlink_to(Path(torch.__file__).parents[1])

@@ -75,6 +75,7 @@ def test_reasons_and_the_legend_are_within_the_picture(tmp_path: Path) -> None:
     assert ink[-1] < image.imread(path).shape[1] - 15
 
 
+@pytest.mark.ci
 def test_of_many_stages_some_are_shown_and_1f1b(tmp_path: Path) -> None:
     few, many = (
         np.asarray(image.imread(draw_alternatives(tried(n), tmp_path / f"{n}.png"))) for n in (2, 20)
