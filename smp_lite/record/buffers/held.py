@@ -68,13 +68,16 @@ class HeldBuffers:
     Args:
         placement: of it.
         changing: the buffers that closed calls have been seen to change.
+
+    Attributes:
+        read: those that calls of other modules have used, which have them beside these, for constants.
     """
 
     def __init__(self, placement: Placement, changing: Mapping[_Key, nn.Module]) -> None:
         self._placement = placement
         self._changing = changing
         self._held: dict[_Key, Held] = {}
-        self._read: set[_Key] = set()  # by calls of other modules, which have it beside them
+        self.read: set[_Key] = set()
 
     def of_changing(self) -> Iterator[tuple[_Key, Held]]:
         """Those whose buffers closed calls change."""
@@ -130,13 +133,13 @@ class HeldBuffers:
             for module, name, buffer in (*had, *self._placement.buffers())
             if id(module) not in but_for and storage_of(buffer) == memory
         }
-        self._read |= keys
+        self.read |= keys
         return not keys.isdisjoint(self._changing)
 
     def take_readers(self, module: nn.Module, name: str) -> bool:
         """Whether calls have read the buffer for one that nobody changes; forgets them."""
-        was_read = (id(module), name) in self._read
-        self._read.discard((id(module), name))
+        was_read = (id(module), name) in self.read
+        self.read.discard((id(module), name))
         return was_read
 
 

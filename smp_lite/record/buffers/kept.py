@@ -9,6 +9,7 @@ none pays nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ class KeptBuffers:
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
-        self._by_memory: dict[int, list[torch.Tensor]] | None = None  # those of now; None: nobody has asked
+        # Those of now, with their modules; None: nobody has asked.
+        self._by_memory: dict[int, list[tuple[nn.Module, torch.Tensor]]] | None = None
         # By id: a buffer, which memory it had, and a copy.
         self._values: dict[int, tuple[torch.Tensor, int | None, torch.Tensor]] = {}
         self._bound: dict[tuple[int, str], tuple[nn.Module, Any]] = {}  # what a name stood for
@@ -41,10 +43,12 @@ class KeptBuffers:
 
     def before_change(self, target: torch.Tensor) -> None:
         """An ordinary tensor, which may be a buffer or a view of one, is about to change in place."""
-        if self._by_memory is None:
-            self._by_memory = self._find()
-        for buffer in self._by_memory.get(storage_of(target), ()):  # type: ignore[call-overload]
+        for _, buffer in self._in_memory_of(target):
             self.keep(buffer)
+
+    def modules_of(self, target: torch.Tensor) -> list[nn.Module]:
+        """Those of which an ordinary tensor is a buffer, or lies in the memory of one."""
+        return [module for module, _ in self._in_memory_of(target)]
 
     def keep(self, buffer: torch.Tensor, value: torch.Tensor | None = None) -> None:
         """Copies a buffer, if that has not been done in this step; or takes ``value`` for what it was."""
@@ -79,10 +83,11 @@ class KeptBuffers:
                 else:  # by buffer.data = ..., or resized
                     buffer.data = value.clone()
 
-    def _find(self) -> dict[int, list[torch.Tensor]]:
-        found: dict[int, list[torch.Tensor]] = {}
-        for _, _, buffer in self._placement.buffers():
-            memory = storage_of(buffer)
-            if memory is not None:
-                found.setdefault(memory, []).append(buffer)
-        return found
+    def _in_memory_of(self, target: torch.Tensor) -> Sequence[tuple[nn.Module, torch.Tensor]]:
+        if self._by_memory is None:
+            self._by_memory = {}
+            for module, _, buffer in self._placement.buffers():
+                memory = storage_of(buffer)
+                if memory is not None:
+                    self._by_memory.setdefault(memory, []).append((module, buffer))
+        return self._by_memory.get(storage_of(target), ())  # type: ignore[arg-type]

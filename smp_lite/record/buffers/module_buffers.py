@@ -103,7 +103,7 @@ class ModuleBuffers:
         """A closed call is about to be recorded: if it is the first that changes a buffer which others have
         taken for a constant, these run, and are described anew."""
         is_read = False
-        for name in meta.buffers:
+        for name in meta.buffers if self.held.read else ():
             part, own = owner_of(module, name)
             if (id(part), own) not in self._changing:
                 is_read |= self.held.take_readers(part, own)
@@ -273,11 +273,10 @@ class ModuleBuffers:
         if not modules.are_pending:
             return
         memory = storage_of(target)
-        module = self.seen.module_of(memory)
-        if module is not None:
+        seen = self.seen.module_of(memory)
+        for module in self.kept.modules_of(target) if seen is None else [seen]:
             modules.run_pending(module)
-        else:
-            modules.run_those_with(memory)
+        modules.run_those_with(memory)
 
     def take_over(self, module: nn.Module) -> None:
         """From now on the module's own code runs on every rank, so every rank needs its buffers' values."""

@@ -20,7 +20,7 @@ from ..commands.binding import sharing_memory
 from ..commands.replay import refuse
 from ..describe.descriptions import Description
 from ..describe.signature import tensor_meta
-from ..parameters.away import AwayParameter
+from ..parameters.away import AwayParameter, is_away
 from ..values.calls import Arguments
 from ..values.memory import digest_of, is_shared, storage_of, version_of
 from ..values.parts import contents_of
@@ -51,6 +51,8 @@ class OrdinaryTensors:
         self._kept: list[tuple[torch.Tensor, int, torch.Tensor]] = []  # of this microbatch: version, copy
         # Of the batch, what numpy may change; storage, version, digest. Copying it would double its memory.
         self._watched: dict[int, tuple[torch.Tensor, int, int]] = {}
+        # Of the model in this step, by memory; None: nobody has asked.
+        self._parameters: dict[int | None, str] | None = None
         self._batch: frozenset[int | None] = frozenset()
         self._is_strict = self._is_compared = False
         # If this step is one that is checked: what its commands have captured, beside the batch.
@@ -74,6 +76,7 @@ class OrdinaryTensors:
         self.changes_earlier = False
         self.contents.clear()
         self._saved.clear()
+        self._parameters = None
 
     def forget(self) -> None:
         """The microbatch is over."""
@@ -183,6 +186,7 @@ class OrdinaryTensors:
         self, func: Callable[..., Any], target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor | None:
         """``total += loss`` with an ordinary ``total``: goes on with its placed twin."""
+        self.refuse_in_parameter(target)
         self.recorder.buffers.before_change(target)
         if self.twins.get(target) is None:
             arguments = self.recorder.arguments(args, kwargs)
@@ -366,6 +370,26 @@ class OrdinaryTensors:
                         raise _changed_unheard(present)
                     self._kept.append((present, version_of(present), copy))
                 arguments.replace(i, copy)
+
+    def refuse_in_parameter(self, target: torch.Tensor) -> None:
+        """An ordinary tensor is about to change in place.
+
+        Raises:
+            SMPError: a parameter of the model has the same memory, and calls that are recorded use it later.
+        """
+        if self._parameters is None:
+            placement = self.recorder.placement
+            live = ((name, placement.parameter(name)) for name in placement.parameter_stage)
+            self._parameters = {storage_of(each): name for name, each in live if not is_away(each)}
+        memory = storage_of(target)
+        name = None if memory is None else self._parameters.get(memory)
+        if name is not None:
+            raise SMPError(
+                f"a tensor of shape {tuple(target.shape)} is changed in place inside an smp.step, and lies "
+                f"in the memory of the parameter {name!r} (its .data, a view, made before the step), while "
+                "calls that are recorded use that later: change it between steps, or by the parameter "
+                "itself, as its module has it"
+            )
 
     def refuse_saved(self, target: torch.Tensor) -> None:
         """A buffer is about to change without autograd's notice.

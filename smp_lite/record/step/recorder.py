@@ -278,6 +278,8 @@ class Recorder:
         else:
             changed = [*args[:1]] if _sets_data(func, name) else changed_by(func, name, args, kwargs)
             self.ordinary.refuse_viewed(changed)
+            for target in changed:
+                self.ordinary.refuse_in_parameter(target)
         for target in changed:
             self.buffers.before_change(target)
             self.ordinary.keep_captured(target)

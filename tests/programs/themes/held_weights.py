@@ -78,6 +78,27 @@ def flat_memory_read(smp: Any, out: Any) -> None:
     out.value("norm", float(flat.norm()))
 
 
+class ChangesData(Net):
+    """Between two calls of a block, by what it has kept of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = self.blocks[0].up.weight.data
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.stem(x))
+        self.kept.mul_(0.9)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@program(stages=(2, 3), ranks=(2,), refused=r"in the memory of the parameter 'blocks\.0\.up\.weight'")
+def data_changed_in_a_step(smp: Any, out: Any) -> None:
+    """The first call has not run by then."""
+    trained(smp, out, ChangesData())
+
+
 @program(stages=(2,), ranks=(2,), refused="share memory without being one parameter")
 def tied_by_data(smp: Any, out: Any) -> None:
     """Two layers far from each other, tied as scripts once did."""

@@ -131,6 +131,89 @@ def saved_for_a_backward(smp: Any, out: Any) -> None:
     trained(smp, out, Twice(["product"]))
 
 
+class Alike(nn.Module):
+    """Uses statistics and a weight of its own, or of another that is built alike."""
+
+    def __init__(self, other: Alike | None = None) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), Norm()
+        self.means = [_mean((other or self).norm)]
+        self.weights = [(other or self).linear.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.linear(x)) @ self.weights[0]) + self.means[0]
+
+
+class OfAlike(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Alike()
+        self.second, self.third = Alike(), Alike(self.first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x)))
+
+
+@program(**ON_RANKS, always_on_ranks=True)
+def of_blocks_that_are_alike(smp: Any, out: Any) -> None:
+    """Two keep what is their own, the third what is the first's."""
+    trained(smp, out, OfAlike(), steps=3)
+
+
+class Scaled(TanhBlock):
+    """By a buffer that others change."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.rand(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.scale
+
+
+class Scales(TanhBlock):
+    """Changes a buffer that it keeps of another."""
+
+    def __init__(self, scaled: Scaled) -> None:
+        super().__init__()
+        self.kept = [scaled.scale]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.kept[0].mul_(0.9)
+        return super().forward(x)
+
+
+class ChangedByOthers(nn.Module):
+    """The calls before read what it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = Scaled()
+        self.kept, self.part = [self.scaled.scale], self.scaled.scale[:3]
+        self.scales, self.after = Scales(self.scaled), TanhBlock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.scaled(x)
+        with torch.no_grad():
+            self.kept[0].mul_(0.9)
+        h = self.scaled(h)
+        with torch.no_grad():
+            self.part.copy_(h.detach().mean(0)[:3])
+        h = self.scales(self.scaled(h))
+        with torch.no_grad():
+            self.part.add_(0.1)
+        return self.after(self.scaled(h))
+
+
+@program(**ON_RANKS, replicas=(1, 2), always_on_ranks=True)
+def changed_through_what_is_kept(smp: Any, out: Any) -> None:
+    """By the root, by another block, by a view."""
+    trained(smp, out, ChangedByOthers(), steps=3)
+
+
 class Rooted(Net):
     """The root keeps some itself, one of them from the first step on."""
 
